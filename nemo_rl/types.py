@@ -1,0 +1,225 @@
+"""The carriers of one training step, in the order in which they travel.
+
+    row of a dataset -> Prompt -> (episode: GenerateFn <-> environment) -> Sample
+    -> RolloutGroup (in the object store) + GroupHandle (on the controller)
+    -> BatchPlan -> LossInputs -> TrainResult
+
+A worked example with 2 prompts and 2 generations each, `train_global_batch_size` 4, 2 data-parallel ranks:
+2 GroupHandles of 2 SampleMeta; a BatchPlan of 2 RankPlans, each with 1 optimizer step of 2 samples.
+
+Shape suffixes used across the package: B samples of a micro-batch, S padded sequence length, T tokens of one sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Message = dict[str, Any]
+"""`{"role", "content"}`, plus `token_ids` (list[int]) once tokenised, plus `generation_logprobs` on sampled turns."""
+
+LLMMessageLogType = list[Message]
+
+
+class DatumSpec(TypedDict):
+    """What a data processor returns for one row (the contract of the existing ecosystem)."""
+
+    message_log: LLMMessageLogType
+    length: int  # tokens of the whole message log
+    extra_env_info: dict[str, Any] | None  # handed to the environment as metadata, e.g. {"ground_truth": "4"}
+    loss_multiplier: float  # 0.0: the prompt is too long and takes no part in the loss
+    idx: int
+    task_name: NotRequired[str]
+    stop_strings: NotRequired[list[str] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row on its way to the collector. Text, not tokens: tokenisation happens where the episode runs."""
+
+    prompt_id: str  # "<dataset>:<row index>", stable over epochs and restarts
+    row: Mapping[str, Any]  # the raw row, as the dataset gave it
+    idx: int
+    task_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How a completion is drawn. `temperature=0` is greedy."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+class StopReason(str, Enum):
+    """Why the engine stopped sampling."""
+
+    STOP = "stop"  # end-of-sequence, a stop token or a stop string
+    LENGTH = "length"  # token limit: the completion is truncated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What the engine returns for one request. `token_ids` includes the stop token when one was sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]  # of each sampled token, under the processed (temperature, top-p, top-k) distribution
+    stop_reason: StopReason
+    weight_version: int  # version of the weights when the request was dispatched
+
+
+class GenerateFn(Protocol):
+    """An episode sees generation as this function; a unit test passes a fake."""
+
+    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion: ...
+
+
+class SampleStatus(str, Enum):
+    """How an episode ended. Only COMPLETED and TRUNCATED samples carry a reward."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"  # stopped by a token limit
+    FAILED = "failed"  # environment or engine raised or timed out: no reward, not in the baseline, no gradient
+    PROMPT_TOO_LONG = "prompt_too_long"  # never sampled: no reward, no gradient
+
+
+@dataclass(kw_only=True)
+class SampleMeta:
+    """What the controller knows of a sample: everything it plans and reports from, and no token."""
+
+    sample_id: str  # "<group_id>/<index>"
+    status: SampleStatus
+    length: int  # tokens, prompt included
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_turns: int
+    reward: float  # 0.0 when the sample carries none; see `status`
+    weight_version: int
+    failure: str | None = None  # what went wrong, for FAILED
+
+    @property
+    def has_reward(self) -> bool:
+        return self.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """One finished episode. All arrays have length T = `meta.length`."""
+
+    meta: SampleMeta
+    token_ids: np.ndarray  # int64 [T]
+    token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
+    generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
+    messages: list[dict[str, str]] = field(default_factory=list)  # role and content, for people
+
+
+@dataclass(kw_only=True)
+class RolloutGroup:
+    """All samples of one prompt in one step: one object in the object store."""
+
+    group_id: str  # "<step>/<position in the batch>/<prompt_id>"; explicit, never derived from text
+    prompt_id: str
+    samples: list[Sample]
+
+
+@dataclass(kw_only=True)
+class GroupHandle:
+    """The controller's view of a RolloutGroup."""
+
+    group_id: str
+    prompt_id: str
+    task_name: str
+    ref: Any  # ray.ObjectRef of the RolloutGroup
+    samples: list[SampleMeta]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSample:
+    """Row `index` of group number `group` of the plan, with what the controller decided about it."""
+
+    group: int
+    index: int
+    length: int
+    advantage: float
+    mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
+
+
+MicroBatch = list[PlannedSample]
+
+
+@dataclass(kw_only=True)
+class RankPlan:
+    """The work of one data-parallel rank in one step."""
+
+    train: list[list[MicroBatch]]  # optimizer step -> micro-batch -> samples
+    logprobs: list[MicroBatch]
+
+
+@dataclass(kw_only=True)
+class BatchPlan:
+    """Which sample goes to which rank, optimizer step and micro-batch."""
+
+    groups: list[Any]  # ray.ObjectRef per group
+    ranks: list[RankPlan]
+
+
+@dataclass(kw_only=True)
+class LossInputs:
+    """One micro-batch as a loss sees it. [B, S] float32 unless said; position 0 of every logprob is 0.
+
+    Right-padded. `token_mask` is 1 on tokens that carry loss and 0 on prompt, environment and padding tokens.
+    """
+
+    input_ids: torch.Tensor  # int64 [B, S]
+    token_mask: torch.Tensor
+    sample_mask: torch.Tensor  # [B]
+    advantages: torch.Tensor
+    prev_logprobs: torch.Tensor
+    generation_logprobs: torch.Tensor
+    reference_policy_logprobs: torch.Tensor
+
+
+LossMetrics = dict[str, "torch.Tensor"]
+"""Scalars. A name ending in `_min` / `_max` is reduced by minimum / maximum over micro-batches and ranks; every
+other value is a part of a sum (already divided by a global count), so micro-batches and ranks add up."""
+
+
+class LossFunction(Protocol):
+    """Sum over the valid items of a micro-batch, divided by a global count passed in.
+
+    `logprobs` [B, S] float32 with gradient; `global_valid_seqs` and `global_valid_toks` are 0-d float32 counts over all
+    micro-batches and ranks of the optimizer step. Returns the scalar loss and its metrics, detached.
+    """
+
+    def __call__(
+        self,
+        logprobs: torch.Tensor,
+        inputs: LossInputs,
+        global_valid_seqs: torch.Tensor,
+        global_valid_toks: torch.Tensor,
+    ) -> tuple[torch.Tensor, LossMetrics]: ...
+
+
+@dataclass(kw_only=True)
+class TrainResult:
+    """What `policy.train` returns: one entry per optimizer step in each list, metrics reduced over all of them."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    learning_rates: list[float]
+    metrics: dict[str, float]
+    num_skipped_steps: int = 0  # optimizer steps not taken because loss or gradient was not finite
+
+
+ProcessorFn = Callable[..., DatumSpec]
+"""`(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`."""
