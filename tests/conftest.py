@@ -1,0 +1,38 @@
+"""Fixtures of the whole suite. No test reaches the network: the model hub is switched off before anything imports it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[None]:
+    """One local Ray cluster for the session, started by the first test that asks. Logical CPUs are worker slots."""
+    import ray
+
+    from nemo_rl.distributed.virtual_cluster import start_local_ray
+
+    start_local_ray(num_cpus=8, object_store_gb=1.0)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model in Hugging Face format, made once per session."""
+    from nemo_rl.data.tiny_model import ensure_tiny_model
+
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    ensure_tiny_model(path)
+    return path
