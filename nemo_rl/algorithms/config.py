@@ -1,0 +1,287 @@
+"""Configuration of GRPO: the algorithm, its loss, and the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.data.config import DataConfig
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import EnvSection
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
+
+
+class RewardShapingConfig(StrictModel):
+    """Penalties for long answers (DAPO, ProRL)."""
+
+    enabled: bool = False
+    """Shape rewards."""
+
+    overlong_buffer_length: int = Field(128, ge=1)
+    """Tokens before `max_response_length` over which the penalty grows (DAPO)."""
+
+    overlong_buffer_penalty: float = Field(1.0, ge=0)
+    """Penalty at `max_response_length` (DAPO)."""
+
+    max_response_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
+    """Response tokens at which the whole penalty applies (DAPO)."""
+
+    stop_properly_penalty_coef: float | None = Field(None, ge=0, le=1)
+    """Factor on the rewards of truncated samples (ProRL), in place of the DAPO penalty; null: off."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.enabled and self.overlong_buffer_length > self.max_response_length:
+            yield (
+                "overlong_buffer_length",
+                f"{self.overlong_buffer_length} is more than max_response_length={self.max_response_length}",
+            )
+
+
+class RewardScalingConfig(StrictModel):
+    """Linear map of rewards: clamped to the source range, then mapped to the target range."""
+
+    enabled: bool = False
+    """Scale rewards."""
+
+    source_min: float = 0.0
+    """Smallest reward expected; smaller ones count as this."""
+
+    source_max: float = 1.0
+    """Largest reward expected; larger ones count as this."""
+
+    target_min: float = 0.0
+    """What `source_min` becomes."""
+
+    target_max: float = 1.0
+    """What `source_max` becomes."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        for side in ("source", "target"):
+            low, high = (self.source_min, self.source_max) if side == "source" else (self.target_min, self.target_max)
+            if low >= high:
+                yield f"{side}_max", f"must be above {side}_min={low} (got {high})"
+
+
+class AdvEstimatorConfig(StrictModel):
+    """How rewards become advantages."""
+
+    name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
+    """`grpo`: relative to the group; `reinforce_plus_plus`: whitened over the batch."""
+
+    normalize_rewards: Annotated[bool, Derived("${grpo.normalize_rewards}")]
+    """Divide by the standard deviation of the group."""
+
+    use_leave_one_out_baseline: Annotated[bool, Derived("${grpo.use_leave_one_out_baseline}")]
+    """The baseline of a sample is the mean of the others of its group."""
+
+    minus_baseline: bool = True
+    """Subtract the mean of the group (`reinforce_plus_plus` only)."""
+
+    eps: float = Field(1.0e-6, gt=0)
+    """Added to the standard deviation."""
+
+    not_yet: ClassVar = (NotYet("name", lambda value: value not in ("gdpo", "raw_reward", "gae", "opd")),)
+
+
+class GRPOConfig(StrictModel):
+    """GRPO: batch shape, advantages, sampling strategy, validation."""
+
+    num_prompts_per_step: int = Field(32, ge=1)
+    """Prompts of one step."""
+
+    num_generations_per_prompt: int = Field(16, ge=1)
+    """Samples of each prompt."""
+
+    max_rollout_turns: int = Field(1, ge=1)
+    """Turns of a sample with its environment."""
+
+    max_num_epochs: int = Field(1, ge=1)
+    """The run ends after so many passes over the training data or after `max_num_steps`, whichever comes first."""
+
+    max_num_steps: int = Field(1_000_000, ge=1)
+    """Steps of the run at most."""
+
+    seed: int = Field(42, ge=0)
+    """Seed of everything random."""
+
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of the group."""
+
+    use_leave_one_out_baseline: bool = True
+    """The baseline of a sample is the mean of the others of its group."""
+
+    adv_estimator: AdvEstimatorConfig
+    """How rewards become advantages."""
+
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
+
+    dynamic_sampling_max_gen_batches: int = Field(10, ge=1)
+    """The run stops when so many generation batches did not fill a step."""
+
+    batch_multiplier: float = Field(1.0, ge=1)
+    """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
+
+    overlong_filtering: bool = False
+    """Truncated samples get no gradient; their rewards still enter the baseline."""
+
+    reward_shaping: RewardShapingConfig
+    """Penalties for long answers."""
+
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    """Linear map of rewards."""
+
+    seq_logprob_error_threshold: float | None = Field(None, gt=1)
+    """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
+
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
+
+    max_failed_sample_fraction: float = Field(0.1, ge=0, le=1)
+    """The run stops when more than this fraction of a step's samples failed in the environment or the engine."""
+
+    env_step_timeout_s: float = Field(300.0, gt=0)
+    """Time limit for one step of an environment; past it the sample counts as failed."""
+
+    val_period: int = Field(10, ge=0)
+    """Steps from one validation to the next; 0: none in between."""
+
+    val_at_start: bool = False
+    """Validate before the first step."""
+
+    val_at_end: bool = False
+    """Validate after the last step."""
+
+    max_val_samples: int = Field(256, ge=1)
+    """Prompts of a validation at most."""
+
+    val_batch_size: int = Field(256, ge=1)
+    """Prompts of a validation batch."""
+
+    val_num_generations_per_prompt: int = Field(1, ge=1)
+    """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
+
+    not_yet: ClassVar = (
+        NotYet("async_grpo", switched_off),
+        NotYet("calculate_advantages_on_gpu", anything),
+        NotYet("advantage_clip_low", one_of(None)),
+        NotYet("advantage_clip_high", one_of(None)),
+        NotYet("invalid_tool_call_advantage", one_of(None)),
+        NotYet("malformed_thinking_advantage", one_of(None)),
+        NotYet("val_start_at", one_of(-1, None)),
+        NotYet("stop_at_validation_metric", one_of(None)),
+        NotYet("stop_at_validation_threshold", one_of(None)),
+    )
+
+    @property
+    def num_samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run ever validates."""
+        return self.val_period > 0 or self.val_at_start or self.val_at_end
+
+
+class ClippedPGLossConfig(StrictModel):
+    """The clipped policy-gradient loss with its variants."""
+
+    reference_policy_kl_penalty: float = Field(0.01, ge=0)
+    """Weight of the KL divergence to the reference policy."""
+
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+
+    kl_input_clamp_value: float | None = Field(20.0, gt=0)
+    """Bound on the absolute log-ratio that enters the estimator; null: none."""
+
+    kl_output_clamp_value: float | None = Field(10.0, gt=0)
+    """Bound on the absolute estimate of a token; null: none."""
+
+    use_on_policy_kl_approximation: bool = False
+    """Weight the divergence by exp(current - generation logprob)."""
+
+    use_kl_in_reward: bool = False
+    """Put the divergence into the reward instead of the loss (Reinforce++)."""
+
+    ratio_clip_min: float = Field(0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - this."""
+
+    ratio_clip_max: float = Field(0.2, ge=0)
+    """The ratio is clipped above at 1 + this; larger than `ratio_clip_min` is DAPO's clip-higher."""
+
+    ratio_clip_c: float | None = Field(None, gt=1)
+    """Dual clip: bound on the ratio for negative advantages (3 is usual); null: off."""
+
+    use_importance_sampling_correction: bool = False
+    """Weight the loss by exp(previous - generation logprob)."""
+
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = "tis"
+    """How a bound acts on that weight: it is truncated, tokens outside are dropped, or sequences outside are dropped."""
+
+    truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
+    """Upper bound of the weight; null: unbounded."""
+
+    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0)
+    """Lower bound of the weight, for `icepop` and `seq-mask-tis`."""
+
+    sequence_level_importance_ratios: bool = False
+    """One ratio for a whole sequence (GSPO); needs `token_level_loss: false`."""
+
+    token_level_loss: bool = True
+    """Mean over all tokens; false: mean over sequences of their token means."""
+
+    length_normalizer: int | None = Field(None, ge=1)
+    """Dr. GRPO: token sums divided by this number times the sequences, in place of token counts; null: off."""
+
+    force_on_policy_ratio: bool = False
+    """Take the ratio as exactly 1; needs one optimizer step per RL step."""
+
+    disable_ppo_ratio: bool = False
+    """REINFORCE: the logprob itself in place of the ratio, without clipping."""
+
+    use_cispo: bool = False
+    """CISPO: the clipped ratio, without gradient, weights the logprob."""
+
+    not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
+
+
+class GRPOMasterConfig(StrictModel):
+    """A whole GRPO run."""
+
+    grpo: GRPOConfig
+    """GRPO: batch shape, advantages, sampling strategy, validation."""
+
+    loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
+    """The clipped policy-gradient loss with its variants."""
+
+    policy: PolicyConfig
+    """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
+
+    data: DataConfig
+    """Prompts: training and validation datasets, and how a row becomes a prompt."""
+
+    env: EnvSection
+    """Environments that answer and reward samples, by name."""
+
+    logger: LoggerConfig = LoggerConfig()
+    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
+
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """Checkpoints: where, when, which are kept."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    not_yet: ClassVar = (
+        NotYet("data_plane", switched_off),
+        NotYet("on_policy_distillation", switched_off),
+        NotYet("reward_penalties", one_of({}, None)),
+        NotYet("async_rl", one_of({}, None)),
+        NotYet("env.should_use_nemo_gym", one_of(False, None)),
+        NotYet("env.should_log_nemo_gym_responses", anything),
+    )

@@ -1,0 +1,119 @@
+"""Configuration of prompts: datasets, how a row becomes a prompt, which environment answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from nemo_rl.config.base import Derived, NotYet, StrictModel, one_of
+
+
+def _as_list(value: Any) -> Any:
+    return value if value is None or isinstance(value, list) else [value]
+
+
+class DatasetDefaults(StrictModel):
+    """Values for every dataset that does not set them itself."""
+
+    prompt_file: str | None = None
+    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+
+    system_prompt_file: str | None = None
+    """Text file with the system prompt; null: none."""
+
+    processor: str = "math_hf_data_processor"
+    """Registry name or import path (`pkg.module:function`) of the function that turns a row into a prompt."""
+
+    env_name: str = "math"
+    """Section of `env` that answers the samples."""
+
+
+class DatasetConfig(StrictModel):
+    """One dataset."""
+
+    dataset_name: str | None = None
+    """Registry name, import path (`pkg.module:Class`), Hugging Face path, or a local JSONL, CSV or Parquet file."""
+
+    data_path: str | None = None
+    """Local file or Hugging Face path, for dataset classes that take one (`dataset_name: ResponseDataset`)."""
+
+    input_key: str = "input"
+    """Column of the problem."""
+
+    output_key: str = "output"
+    """Column of the expected answer."""
+
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset."""
+
+    split: str | None = None
+    """Split to read; null: the dataset's own default."""
+
+    split_validation_size: float = Field(0.0, ge=0.0, lt=1.0)
+    """Fraction of the rows set aside for validation."""
+
+    seed: int = 42
+    """Seed of that split."""
+
+    repeat: int = Field(1, ge=1)
+    """How many times the dataset is repeated."""
+
+    download_dir: str | None = None
+    """Cache folder of downloads; null: that of Hugging Face."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
+
+    prompt_file: Annotated[str | None, Derived("${data.default.prompt_file}")] = None
+    """As in `data.default`, for this dataset."""
+
+    system_prompt_file: Annotated[str | None, Derived("${data.default.system_prompt_file}")] = None
+    """As in `data.default`, for this dataset."""
+
+    processor: Annotated[str, Derived("${data.default.processor}")]
+    """As in `data.default`, for this dataset."""
+
+    env_name: Annotated[str, Derived("${data.default.env_name}")]
+    """As in `data.default`, for this dataset."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.dataset_name is None and self.data_path is None:
+            yield "dataset_name", "name a dataset, e.g. dataset_name: gsm8k, or a file: data_path: my_rows.jsonl"
+
+
+class DataConfig(StrictModel):
+    """Prompts: training and validation datasets, and how a row becomes a prompt."""
+
+    train: Annotated[list[DatasetConfig], BeforeValidator(_as_list)] = Field(min_length=1)
+    """One dataset, or a list of them, to train on."""
+
+    validation: Annotated[list[DatasetConfig] | None, BeforeValidator(_as_list)] = None
+    """One dataset, or a list of them, to validate on; null: only what `split_validation_size` sets aside."""
+
+    default: DatasetDefaults = DatasetDefaults()
+    """Values for every dataset that does not set them itself."""
+
+    max_input_seq_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
+    """Tokens of the longest prompt; a longer one takes no part in the loss."""
+
+    shuffle: bool = True
+    """Shuffle the training rows, anew in each epoch."""
+
+    num_workers: int = Field(1, ge=0)
+    """Processes that load rows; 0 loads in the driver."""
+
+    not_yet: ClassVar = (
+        NotYet("use_multiple_dataloader", one_of(False, None)),
+        NotYet("num_prompts_per_dataloader", one_of(None)),
+        NotYet("custom_dataloader", one_of(None)),
+        NotYet("add_bos", one_of(None)),
+        NotYet("add_eos", one_of(None)),
+        NotYet("add_generation_prompt", one_of(None)),
+        NotYet("add_system_prompt", one_of(None)),
+    )
+
+    @property
+    def has_validation(self) -> bool:
+        return bool(self.validation) or any(dataset.split_validation_size > 0 for dataset in self.train)

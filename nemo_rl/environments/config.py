@@ -1,0 +1,59 @@
+"""Configuration of the environments that answer and reward samples."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from nemo_rl.config.base import NamedByKey, StrictModel
+
+
+class MathEnvironmentConfig(StrictModel):
+    """The math environment: answers checked by math-verify or as multiple choice, in processes with a time limit."""
+
+    type: Literal["math"] = "math"
+    """Registry name of the environment."""
+
+    num_workers: int = Field(8, ge=1)
+    """Verifier processes."""
+
+    math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
+    """How an answer is compared with the expected one."""
+
+    verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
+    """What kind of answer is expected."""
+
+    stop_strings: list[str] | None = None
+    """Strings that end a completion; null: none."""
+
+    verify_timeout_s: float = Field(5.0, gt=0)
+    """Time limit for one answer; past it the process is ended and the answer counts as wrong."""
+
+
+class EnvironmentConfig(BaseModel):
+    """Any other environment: `type` and its own keys, which it receives as a dictionary."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: str
+    """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The environment's own keys, without `type`."""
+        return dict(self.model_extra or {})
+
+
+def _variant(value: Any) -> str:
+    environment_type = value.get("type") if isinstance(value, dict) else value.type
+    return "math" if environment_type == "math" else "other"
+
+
+AnyEnvironmentConfig = Annotated[
+    Annotated[MathEnvironmentConfig, Tag("math")] | Annotated[EnvironmentConfig, Tag("other")],
+    Discriminator(_variant),
+]
+
+EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
+"""The section `env`: name of an environment -> its configuration."""
