@@ -219,6 +219,7 @@ class TrainResult:
     learning_rates: list[float]
     metrics: dict[str, float]
     num_skipped_steps: int = 0  # optimizer steps not taken because loss or gradient was not finite
+    nonfinite_samples: list[str] = field(default_factory=list)  # sample ids of the micro-batches at fault
 
 
 ProcessorFn = Callable[..., DatumSpec]

@@ -1,0 +1,172 @@
+"""The Ray actor around a worker. A worker is a plain class; Ray is applied here and nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import itertools
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from nemo_rl.distributed import collectives
+from nemo_rl.distributed.errors import WorkerCallError
+
+_MAX_CONCURRENT_CALLS = 4096  # of async methods; sync methods run one after another
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostIdentity:
+    """Where a worker runs."""
+
+    pid: int
+    node_id: str
+    node_ip: str
+    log_path: str | None  # file its stderr goes to, on its node
+
+
+class ActorHost:
+    """Imports the worker's class in the worker's own environment, makes it, and calls its methods.
+
+    Sync methods and the constructor run one at a time on one thread, always the same: the current CUDA device and
+    torch's thread-local modes hold from call to call. Async methods are awaited on the actor's event loop, many at once.
+    `stack()` and `phase()` answer from another concurrency group while any of them blocks.
+
+    What the worker raises arrives as WorkerCallError.
+    """
+
+    def __init__(
+        self, fqn: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, name: str = "", rank: int = 0
+    ) -> None:
+        # Nothing that can block happens here: until a constructor returns, Ray runs no method, not even `stack`.
+        self._fqn = fqn
+        self._args = tuple(args)
+        self._kwargs = dict(kwargs) if kwargs is not None else {}
+        self._name = name or fqn
+        self._rank = rank
+        self._worker: Any = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[int, tuple[str, float]] = {}
+        self._call_ids = itertools.count()
+
+    @ray.method(concurrency_group="inspect")
+    async def identity(self) -> HostIdentity:
+        context = ray.get_runtime_context()
+        log_path = os.readlink("/proc/self/fd/2") if os.path.exists("/proc/self/fd/2") else None
+        return HostIdentity(
+            pid=os.getpid(),
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            log_path=log_path,
+        )
+
+    @ray.method(concurrency_group="inspect")
+    async def reserve_port(self, address: str) -> int:
+        """Rank 0 only: bind the rendezvous port of the group on `address`."""
+        return collectives.reserve_port(address)
+
+    async def start(self, env_vars: Mapping[str, str]) -> None:
+        """Set `env_vars`, import the class and make the worker. ObjectRefs among its arguments are resolved."""
+        assert self._worker is None, "a worker starts once"
+        self._loop = asyncio.get_running_loop()
+        os.environ.update(env_vars)
+        await self._tracked("__init__", self._loop.run_in_executor(self._thread, self._construct))
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call `method` of the worker. Top-level ObjectRefs among the arguments arrive as their values."""
+        assert self._worker is not None, "start() comes before call()"
+        assert self._loop is not None
+        if not hasattr(self._worker, method):
+            raise self._failure(method, AttributeError(f"{self._fqn} has no method {method!r}"))
+        function = getattr(self._worker, method)
+        if inspect.iscoroutinefunction(function):
+            return await self._tracked(method, function(*args, **kwargs))
+        return await self._tracked(
+            method, self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
+        )
+
+    @ray.method(concurrency_group="inspect")
+    async def phase(self) -> str:
+        """The methods that run or wait now, and for how long."""
+        now = time.monotonic()
+        calls = [f"{method} for {now - since:.0f} s" for method, since in sorted(self._running.values(), key=lambda c: c[1])]
+        if len(calls) > 8:
+            calls[8:] = [f"and {len(calls) - 8} more calls"]
+        return ", ".join(calls) or "idle"
+
+    @ray.method(concurrency_group="inspect")
+    async def stack(self) -> str:
+        """Python stacks of all threads and of all asyncio tasks of this process."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        parts = []
+        for ident, frame in sys._current_frames().items():
+            if ident != threading.get_ident():
+                parts.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+        tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
+        parts += [f"Task {task.get_name()}:\n{_coroutine_stack(task.get_coro())}" for task in tasks]
+        return "\n".join(parts)
+
+    def _construct(self) -> None:
+        # ObjectRefs are resolved here and not by Ray, which would hold back the actor's creation until they are there.
+        args = [_resolve(value) for value in self._args]
+        kwargs = {name: _resolve(value) for name, value in self._kwargs.items()}
+        self._worker = import_class(self._fqn)(*args, **kwargs)
+        self._args, self._kwargs = (), {}
+
+    async def _tracked(self, method: str, awaitable: Any) -> Any:
+        call_id = next(self._call_ids)
+        self._running[call_id] = (method, time.monotonic())
+        try:
+            return await awaitable
+        except Exception as error:  # the border of the process: every failure of the worker leaves in one form
+            raise self._failure(method, error) from None
+        finally:
+            del self._running[call_id]
+
+    def _failure(self, method: str, error: Exception) -> WorkerCallError:
+        text = "".join(traceback.format_exception(error))
+        return WorkerCallError(self._name, self._rank, method, type(error).__name__, str(error), text)
+
+
+def actor_class() -> Any:
+    """ActorHost as a Ray actor class, to be given resources with `.options(...)`."""
+    remote = ray.remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)
+    return remote(ActorHost)
+
+
+def import_class(fqn: str) -> Any:
+    """The class named by `package.module.Class`. Raises ValueError, ModuleNotFoundError or AttributeError."""
+    module, _, name = fqn.rpartition(".")
+    if not module:
+        raise ValueError(f"{fqn!r} is not the full name of a class: write package.module.Class")
+    return getattr(importlib.import_module(module), name)
+
+
+def _resolve(value: Any) -> Any:
+    return ray.get(value) if isinstance(value, ray.ObjectRef) else value
+
+
+def _coroutine_stack(coroutine: Any) -> str:
+    """The frames of a suspended coroutine down to what it waits for."""
+    lines: list[str] = []
+    while coroutine is not None:
+        if inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+            lines += traceback.format_stack(coroutine.cr_frame, limit=1)
+            coroutine = coroutine.cr_await
+        elif inspect.isgenerator(coroutine) and coroutine.gi_frame is not None:
+            lines += traceback.format_stack(coroutine.gi_frame, limit=1)
+            coroutine = coroutine.gi_yieldfrom
+        else:
+            lines.append(f"  waits for {coroutine!r}\n")
+            coroutine = None
+    return "".join(lines)

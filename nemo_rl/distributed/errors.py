@@ -1,0 +1,56 @@
+"""What goes wrong with a worker, as the controller raises it."""
+
+from __future__ import annotations
+
+
+class ResourceInsufficientError(RuntimeError):
+    """The cluster has not what was asked for; the message lists the difference node by node."""
+
+
+class WorkerError(RuntimeError):
+    """A worker failed. The message names actor, rank and method.
+
+    `exception_type` is the class name of what the worker raised ("" when it raised nothing: it died or hangs) and
+    `remote_traceback` the traceback on its side. Text only: the class may exist in the worker's environment alone.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        worker: str,
+        rank: int,
+        method: str,
+        exception_type: str = "",
+        remote_traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.rank = rank
+        self.method = method
+        self.exception_type = exception_type
+        self.remote_traceback = remote_traceback
+
+
+class WorkerDied(WorkerError):
+    """The worker's process is gone."""
+
+
+class WorkerHang(WorkerError):
+    """The worker did not answer in time; the message holds its Python stacks."""
+
+
+class WorkerCallError(Exception):
+    """How an exception travels out of a worker: as text, so that it can be read in an environment without its class."""
+
+    def __init__(self, worker: str, rank: int, method: str, exception_type: str, text: str, remote_traceback: str) -> None:
+        super().__init__(worker, rank, method, exception_type, text, remote_traceback)
+        self.worker = worker
+        self.rank = rank
+        self.method = method
+        self.exception_type = exception_type
+        self.text = text
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return f"{self.worker} (rank {self.rank}), method {self.method!r}: {self.exception_type}: {self.text}"

@@ -1,0 +1,111 @@
+"""Ranks arranged on named axes: which worker sits where in the parallel layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class NamedSharding:
+    """An integer array of ranks whose axes have names.
+
+    Two data-parallel replicas of two tensor-parallel ranks:
+
+        sharding = NamedSharding(np.arange(4).reshape(2, 2), ["data_parallel", "tensor_parallel"])
+        sharding.get_worker_coords(3)                  # {"data_parallel": 1, "tensor_parallel": 1}
+        sharding.get_ranks_by_coord(data_parallel=1)   # [2, 3]
+
+    Raises ValueError when the layout is ragged, not of integers, names a rank twice, or has not one name per axis.
+    """
+
+    def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
+        try:
+            array = np.array(layout)
+        except ValueError as error:
+            raise ValueError(f"the layout of ranks is ragged: {layout}") from error
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"the layout must hold integer ranks, got values of type {array.dtype}")
+        if array.ndim != len(names):
+            raise ValueError(f"the layout has {array.ndim} axes but {len(names)} names were given: {list(names)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"axis names must differ, got {list(names)}")
+        ranks, counts = np.unique(array, return_counts=True)
+        if (counts > 1).any():
+            raise ValueError(f"ranks stand more than once in the layout: {ranks[counts > 1].tolist()}")
+        self._layout = array
+        self._names = list(names)
+        self._coords = {int(rank): index for index, rank in np.ndenumerate(array)}
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Size of each axis by name, in the order of the axes."""
+        return dict(zip(self._names, self._layout.shape, strict=True))
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    @property
+    def ndim(self) -> int:
+        return self._layout.ndim
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._layout.size
+
+    @property
+    def layout(self) -> np.ndarray:
+        """A copy of the array of ranks."""
+        return self._layout.copy()
+
+    def get_worker_coords(self, worker_id: int) -> dict[str, int]:
+        """Position of a rank on each axis. Raises ValueError for a rank that is not in the layout."""
+        if worker_id not in self._coords:
+            raise ValueError(f"rank {worker_id} is not in the layout, whose ranks are {sorted(self._coords)}")
+        return dict(zip(self._names, self._coords[worker_id], strict=True))
+
+    def get_ranks_by_coord(self, **coords: int) -> list[int]:
+        """Ranks at the given coordinates, sorted; axes not given run over all values. Out of range gives []."""
+        index = self._index(coords)
+        if any(not 0 <= value < self._layout.shape[self._names.index(name)] for name, value in coords.items()):
+            return []
+        return sorted(np.atleast_1d(self._layout[index]).flatten().tolist())
+
+    def get_ranks(self, **coords: int) -> NamedSharding | int:
+        """The layout left when the given axes are fixed: a sharding over the other axes, or one rank when none is left.
+
+        Raises IndexError when a coordinate is out of range.
+        """
+        index = self._index(coords)
+        for name, value in coords.items():
+            if not 0 <= value < self.get_axis_size(name):
+                raise IndexError(f"coordinate {name}={value} is out of range: the axis has {self.get_axis_size(name)}")
+        left = self._layout[index]
+        remaining = [name for name in self._names if name not in coords]
+        return NamedSharding(left, remaining) if remaining else int(left)
+
+    def get_axis_index(self, name: str) -> int:
+        if name not in self._names:
+            raise ValueError(f"no axis {name!r}: the axes are {self._names}")
+        return self._names.index(name)
+
+    def get_axis_size(self, name: str) -> int:
+        return self._layout.shape[self.get_axis_index(name)]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, NamedSharding):
+            return NotImplemented
+        return self._names == other._names and np.array_equal(self._layout, other._layout)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"NamedSharding({self.shape}, ranks={self._layout.tolist()})"
+
+    def _index(self, coords: dict[str, int]) -> tuple[int | slice, ...]:
+        for name in coords:
+            self.get_axis_index(name)
+        return tuple(coords.get(name, slice(None)) for name in self._names)

@@ -1,0 +1,345 @@
+"""Ray, and the part of its cluster that a run has booked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Read by Ray when it is imported: under `uv run` its hook would start every worker by the driver's own `uv run` command,
+# in the driver's environment whatever `py_executable` says.
+os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl.distributed.errors import ResourceInsufficientError
+
+logger = logging.getLogger(__name__)
+
+_MIN_LOCAL_CPU_SLOTS = 64
+_MAX_OBJECT_STORE_GB = 16.0
+_OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, weights do not travel through the store
+_POLL_S = 2.0
+_MESSAGE_EVERY_S = 15.0
+
+_started_here = False  # this process started the cluster, so no node will join it
+
+
+def init_ray(log_dir: str | None = None) -> None:
+    """Connect to Ray once: to `RAY_ADDRESS`, else to the cluster `ray start` left on this machine, else to a new one.
+
+    A local cluster takes no dashboard, a bounded object store, and ends with this process. `log_dir` is where its own
+    session and log files go. The environment of the driver is not handed to workers: a worker group passes the
+    variables it is given.
+    """
+    if ray.is_initialized():
+        return
+    address = os.environ.get("RAY_ADDRESS") or _address_of_running_cluster()
+    if address is None:
+        start_local_ray(log_dir=log_dir)
+        return
+    logger.info("Joining the Ray cluster at %s", address)
+    ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+
+
+def start_local_ray(
+    *, num_cpus: int | None = None, object_store_gb: float | None = None, log_dir: str | None = None
+) -> None:
+    """Start a Ray cluster of this machine alone, which ends with this process.
+
+    Its CPUs are worker slots, not cores: by default at least 64, so that the bundles of a small run fit on a laptop.
+    How many threads a worker uses is set by its own environment variables.
+    """
+    global _started_here
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = os.cpu_count()
+    assert cores is not None
+    if object_store_gb is None:
+        object_store_gb = min(_MAX_OBJECT_STORE_GB, _OBJECT_STORE_FRACTION * memory_gb)
+    logger.info("Starting Ray on this machine")
+    ray.init(
+        address="local",
+        num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
+        object_store_memory=int(object_store_gb * 2**30),
+        include_dashboard=False,
+        log_to_driver=True,
+        logging_level=logging.WARNING,
+        _temp_dir=os.path.abspath(log_dir) if log_dir is not None else None,
+        _system_config={
+            # One idle process per logical CPU otherwise, started at once.
+            "prestart_worker_first_driver": False,
+            "enable_worker_prestart": False,
+            # What a worker started (an engine's own processes) ends with it, even when it is killed.
+            "process_group_cleanup_enabled": True,
+        },
+    )
+    _started_here = True
+
+
+def _address_of_running_cluster() -> str | None:
+    """Address in the file that `ray start` writes, unless that cluster is gone."""
+    from ray._private.services import find_bootstrap_address, find_gcs_addresses
+
+    address = find_bootstrap_address(None)
+    return address if address is not None and address in find_gcs_addresses() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """Room for one rank of each colocated worker group: one GPU, or one set of CPU worker slots."""
+
+    index: int  # over the whole cluster, node by node
+    node_rank: int
+    local_index: int  # position on its node
+    node_id: str
+    node_ip: str
+    gpu_id: str | None  # as CUDA_VISIBLE_DEVICES names it; None for a CPU bundle
+    placement_group: PlacementGroup
+    placement_group_bundle_index: int
+
+
+class RayVirtualCluster:
+    """Bundles booked in Ray's cluster, `bundle_ct_per_node_list[i]` of them on the i-th node.
+
+    A bundle is one GPU (or none, `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group that
+    may sit on it. CPUs count worker slots here. Bundles are booked at first use: one placement group per node, each packed
+    onto one node, so that neighbouring ranks (a tensor-parallel group) share a node; or, once a single worker spans nodes, one
+    unified group laid out by `placement_group_strategy` and ordered by node and GPU.
+
+    Raises ValueError for a layout that cannot be, ResourceInsufficientError when the cluster has not the room: at once on a
+    cluster this process started, after `wait_s` seconds on one whose nodes may still join or be freed.
+    """
+
+    def __init__(
+        self,
+        bundle_ct_per_node_list: list[int],
+        *,
+        use_gpus: bool = True,
+        max_colocated_worker_groups: int = 1,
+        num_gpus_per_node: int = 8,
+        name: str = "",
+        placement_group_strategy: str = "SPREAD",
+        wait_s: float = 180.0,
+    ) -> None:
+        if not bundle_ct_per_node_list or min(bundle_ct_per_node_list) < 1:
+            raise ValueError(f"every node needs at least one bundle, got {bundle_ct_per_node_list}")
+        if use_gpus and max(bundle_ct_per_node_list) > num_gpus_per_node:
+            raise ValueError(
+                f"{max(bundle_ct_per_node_list)} bundles asked for on a node of {num_gpus_per_node} GPUs: "
+                "spread them over more nodes or set cluster.gpus_per_node"
+            )
+        if max_colocated_worker_groups < 1:
+            raise ValueError(f"max_colocated_worker_groups must be 1 or more, got {max_colocated_worker_groups}")
+        self._bundle_counts = list(bundle_ct_per_node_list)
+        self.use_gpus = use_gpus
+        self.max_colocated_worker_groups = max_colocated_worker_groups
+        self.name = name
+        self._strategy = placement_group_strategy
+        self._wait_s = wait_s
+        self._placement_groups: list[PlacementGroup] = []
+        self._bundles: list[Bundle] | None = None
+        self._seats: dict[int, list[str]] = {}  # bundle -> names of the worker groups on it
+
+    def world_size(self) -> int:
+        """Number of bundles."""
+        return sum(self._bundle_counts)
+
+    def node_count(self) -> int:
+        return len(self._bundle_counts)
+
+    def bundles_by_node(self) -> list[list[int]]:
+        """Bundle indices of each node."""
+        ends = [sum(self._bundle_counts[: i + 1]) for i in range(len(self._bundle_counts))]
+        return [list(range(end - count, end)) for end, count in zip(ends, self._bundle_counts, strict=True)]
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """The placement groups, booked now if they were not yet."""
+        self.bundles()
+        return list(self._placement_groups)
+
+    def bundles(self, *, spanning_nodes: bool = False) -> list[Bundle]:
+        """All bundles with their node and GPU; books them on the first call, unified if a worker spans nodes."""
+        if self._bundles is not None:
+            if spanning_nodes and self.node_count() > 1 and len(self._placement_groups) > 1:
+                raise ValueError(
+                    f"the bundles of cluster {self.name!r} are booked node by node already: make the worker group that "
+                    "spans nodes first, or give it a cluster of its own"
+                )
+            return self._bundles
+        unified = spanning_nodes and self.node_count() > 1
+        try:
+            self._book(unified)
+            self._bundles = self._locate(unified)
+        except BaseException:
+            self.shutdown()
+            raise
+        return self._bundles
+
+    def take_seats(self, bundle_indices: Sequence[int], group: str) -> None:
+        """Note that `group` sits on these bundles. Raises ValueError when one of them is full."""
+        for index in bundle_indices:
+            sitting = self._seats.get(index, [])
+            if len(sitting) >= self.max_colocated_worker_groups:
+                raise ValueError(
+                    f"bundle {index} of cluster {self.name!r} holds {sitting} already and {group!r} finds no room: "
+                    f"raise max_colocated_worker_groups (now {self.max_colocated_worker_groups})"
+                )
+        for index in bundle_indices:
+            self._seats.setdefault(index, []).append(group)
+
+    def leave_seats(self, group: str, *, failed: bool = False) -> None:
+        """Free what `group` held. After a failed start the last one out gives the bundles back to Ray."""
+        self._seats = {
+            index: left for index, names in self._seats.items() if (left := [name for name in names if name != group])
+        }
+        if failed and not self._seats:
+            self.shutdown()
+
+    def shutdown(self) -> None:
+        """Give the bundles back. May be called again, and after Ray itself is gone."""
+        groups, self._placement_groups, self._bundles, self._seats = self._placement_groups, [], None, {}
+        if ray.is_initialized():
+            for group in groups:
+                remove_placement_group(group)
+
+    def __enter__(self) -> RayVirtualCluster:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()
+
+    def _bundle_resources(self) -> dict[str, float]:
+        cpus = {"CPU": float(self.max_colocated_worker_groups)}
+        return cpus | {"GPU": 1.0} if self.use_gpus else cpus
+
+    def _book(self, unified: bool) -> None:
+        resources = self._bundle_resources()
+        counts = [self.world_size()] if unified else self._bundle_counts
+        # STRICT_PACK and not PACK, which scatters over nodes without a word when it does not fit.
+        strategy = self._strategy if unified else "STRICT_PACK"
+        deadline = time.monotonic() + (0.0 if _started_here else self._wait_s)
+        next_message = time.monotonic() + _POLL_S
+        while (missing := _missing(counts if not unified else [1] * counts[0], resources)) is not None:
+            if time.monotonic() > deadline:
+                raise ResourceInsufficientError(missing)
+            if time.monotonic() > next_message:
+                logger.warning("Waiting for resources: %s", missing)
+                next_message = time.monotonic() + _MESSAGE_EVERY_S
+            time.sleep(_POLL_S)
+        for i, count in enumerate(counts):
+            suffix = "unified" if unified else f"node{i}"
+            self._placement_groups.append(
+                placement_group([resources] * count, strategy=strategy, name=f"{self.name}-{suffix}" if self.name else "")
+            )
+        self._wait_until_ready(max(deadline, time.monotonic() + 30.0))
+
+    def _wait_until_ready(self, deadline: float) -> None:
+        pending = list(self._placement_groups)
+        next_message = time.monotonic() + _POLL_S
+        while pending:
+            pending = [group for group in pending if not group.wait(timeout_seconds=_POLL_S)]
+            if pending and time.monotonic() > deadline:
+                raise ResourceInsufficientError(_difference(self._bundle_counts, self._bundle_resources()))
+            if pending and time.monotonic() > next_message:
+                logger.warning("Waiting for %d of %d nodes", len(pending), self.node_count())
+                next_message = time.monotonic() + _MESSAGE_EVERY_S
+
+    def _locate(self, unified: bool) -> list[Bundle]:
+        ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        places = []  # (node id, gpu id, placement group, index in it)
+        for group in self._placement_groups:
+            node_ids = placement_group_table(group)["bundles_to_node_id"]
+            gpu_ids = _gpu_ids(group) if self.use_gpus else [None] * len(node_ids)
+            in_group = [(node_ids[i], gpu_ids[i], group, i) for i in range(len(node_ids))]
+            places += sorted(in_group, key=lambda place: (place[0], _gpu_order(place[1]), place[3]))
+        node_ranks: dict[Any, int] = {}
+        counts: dict[int, int] = {}
+        bundles = []
+        for index, (node_id, gpu_id, group, group_index) in enumerate(places):
+            node_rank = node_ranks.setdefault(node_id if unified else group.id, len(node_ranks))
+            local_index = counts.get(node_rank, 0)
+            counts[node_rank] = local_index + 1
+            bundles.append(
+                Bundle(
+                    index=index,
+                    node_rank=node_rank,
+                    local_index=local_index,
+                    node_id=node_id,
+                    node_ip=ips[node_id],
+                    gpu_id=gpu_id,
+                    placement_group=group,
+                    placement_group_bundle_index=group_index,
+                )
+            )
+        return bundles
+
+
+def _gpu_order(gpu_id: str | None) -> tuple[int, str]:
+    return (int(gpu_id), "") if gpu_id is not None and gpu_id.isdigit() else (0, gpu_id or "")
+
+
+def _gpu_ids(group: PlacementGroup) -> list[str | None]:
+    """The GPU behind each bundle, as a task placed on it sees it."""
+
+    def probe() -> str:
+        return str(ray.get_runtime_context().get_accelerator_ids()["GPU"][0])
+
+    remote = ray.remote(num_cpus=0, num_gpus=0.01)(probe)
+    refs = [
+        remote.options(
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i)
+        ).remote()
+        for i in range(group.bundle_count)
+    ]
+    return list(ray.get(refs, timeout=120))
+
+
+def _free_by_node() -> dict[str, tuple[str, dict[str, float], dict[str, float]]]:
+    """node id -> (node ip, resources, resources not taken)."""
+    from ray._private.state import available_resources_per_node
+
+    available = available_resources_per_node()
+    return {
+        node["NodeID"]: (node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def _missing(counts: Sequence[int], bundle: dict[str, float]) -> str | None:
+    """None when each of the `counts` sets of bundles fits on one node now, the biggest first; else the difference."""
+    left = [dict(free) for _, _, free in _free_by_node().values()]
+    for count in sorted(counts, reverse=True):
+        for free in left:
+            if all(free.get(name, 0.0) >= amount * count for name, amount in bundle.items()):
+                for name, amount in bundle.items():
+                    free[name] -= amount * count
+                break
+        else:
+            return _difference(counts, bundle)
+    return None
+
+
+def _difference(counts: Sequence[int], bundle: dict[str, float]) -> str:
+    def describe(resources: dict[str, float], times: int = 1) -> str:
+        return ", ".join(f"{resources.get(name, 0.0) * times:g} {name}" for name in sorted(bundle, reverse=True))
+
+    nodes = _free_by_node().values()
+    lines = ["not enough resources in the Ray cluster", "asked for:"]
+    lines += [f"  node {i}: {describe(bundle, count)}" for i, count in enumerate(counts)]
+    lines.append("there is:" if nodes else "there is: no node")
+    lines += [f"  {ip}: {describe(total)} ({describe(free)} free)" for ip, total, free in nodes]
+    totals = {name: sum(total.get(name, 0.0) for _, total, _ in nodes) for name in bundle}
+    for name, amount in sorted(bundle.items(), reverse=True):
+        short = amount * sum(counts) - totals[name]
+        if short > 0:
+            lines.append(f"missing: {short:g} {name}")
+    if bundle.get("GPU") and totals["GPU"] == 0:
+        lines.append("no node has a GPU: set cluster.gpus_per_node=0 or use a *_cpu.yaml config to run on CPUs")
+    return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""What the rest of the library knows of a policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.types import BatchPlan, LossFunction, TrainResult
+
+
+class PolicyInterface(ABC):
+    """The trained model, sharded over its workers. The controller hands it plans and handles, never tensors.
+
+    One step: `load(plan)`, then the logprob passes, then `train`. Everything a pass computes stays with the samples on
+    the workers. Convention: the logprob of token i stands at position i, position 0 is 0, rows are right-padded.
+    """
+
+    @property
+    @abstractmethod
+    def data_parallel_size(self) -> int:
+        """Ranks that hold different samples: `BatchPlan.ranks` has this many entries."""
+
+    @abstractmethod
+    def load(self, plan: BatchPlan) -> None:
+        """Every worker fetches the rows it owns from the object store and forgets those of the last plan."""
+
+    @abstractmethod
+    def compute_logprobs(self) -> None:
+        """Logprobs of the loaded rows under the current weights, before any update (`prev_logprobs`)."""
+
+    @abstractmethod
+    def compute_reference_logprobs(self) -> None:
+        """Logprobs of the loaded rows under the weights the run started from."""
+
+    @abstractmethod
+    def mask_mismatched(self, threshold: float) -> dict[str, float]:
+        """Take samples out of the loss whose mean exp(|prev - generation logprob|) exceeds `threshold`.
+
+        Returns `max_seq_mult_prob_error` and `num_masked_seqs_by_logprob_error`.
+        """
+
+    @abstractmethod
+    def set_token_advantages(self, kl_coefficient: float, kl_type: str) -> dict[str, float]:
+        """Reinforce++ with the KL penalty inside the reward: advantages become per-token and are whitened globally."""
+
+    @abstractmethod
+    def train(self, loss_fn: LossFunction) -> TrainResult:
+        """Take the plan's optimizer steps. Acquires the accelerator."""
+
+    @abstractmethod
+    def save_checkpoint(self, directory: Path, *, save_optimizer: bool, save_consolidated: bool) -> None:
+        """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`."""
+
+    @abstractmethod
+    def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
+        """Read what `save_checkpoint` wrote, on the same or another number of ranks."""
+
+    @abstractmethod
+    def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Create the transfer buffers once; returns names, shapes, dtypes, offsets and buffer handles."""
+
+    @abstractmethod
+    def start_pack(self, bucket: int) -> Any:
+        """Begin to pack bucket number `bucket`; returns a future for `finish_pack`."""
+
+    @abstractmethod
+    def finish_pack(self, future: Any) -> list[dict[str, Any]]:
+        """Wait for a bucket; returns what each sending rank tells its receiver (fingerprints, never tensors)."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers."""

@@ -1,0 +1,97 @@
+"""Rows of the object store -> padded micro-batches.
+
+A `Row` is what a policy worker keeps of one sample during one step: the tokens it fetched and the logprobs it computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from nemo_rl.types import LossInputs, MicroBatch, PlannedSample, RankPlan, RolloutGroup
+
+
+@dataclass(kw_only=True)
+class Row:
+    """One sample on its policy worker. Tensors are CPU, [T]."""
+
+    sample_id: str
+    token_ids: torch.Tensor  # int64
+    token_mask: torch.Tensor  # bool; True on tokens the policy sampled
+    generation_logprobs: torch.Tensor  # float32
+    advantages: torch.Tensor  # float32; one value per token
+    mask: float  # 0.0: carries no gradient
+    prev_logprobs: torch.Tensor | None = None
+    reference_policy_logprobs: torch.Tensor | None = None
+
+
+RowKey = tuple[int, int]
+"""(number of the group in the plan, index of the sample in it)."""
+
+
+def key_of(planned: PlannedSample) -> RowKey:
+    return planned.group, planned.index
+
+
+def rows_of_plan(plan: RankPlan, groups: dict[int, RolloutGroup]) -> dict[RowKey, Row]:
+    """The rows this rank owns. `groups`: number in the plan -> fetched group."""
+    rows = {}
+    for planned in (planned for batch in plan.logprobs for planned in batch):
+        sample = groups[planned.group].samples[planned.index]
+        mask = torch.from_numpy(sample.token_mask.copy())
+        rows[key_of(planned)] = Row(
+            sample_id=sample.meta.sample_id,
+            token_ids=torch.from_numpy(sample.token_ids.copy()),
+            token_mask=mask,
+            generation_logprobs=torch.from_numpy(sample.generation_logprobs.copy()),
+            advantages=torch.full(mask.shape, planned.advantage, dtype=torch.float32),
+            mask=planned.mask,
+        )
+    return rows
+
+
+def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
+    """Right-pad 1-D tensors with zeros to [B, length]."""
+    out = torch.zeros(len(tensors), length, dtype=tensors[0].dtype)
+    for row, tensor in enumerate(tensors):
+        out[row, : len(tensor)] = tensor
+    return out
+
+
+def width_of(rows: list[Row], divisible_by: int) -> int:
+    longest = max(len(row.token_ids) for row in rows)
+    return -(-longest // divisible_by) * divisible_by
+
+
+def model_inputs(rows: list[Row], divisible_by: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`input_ids` int64 [B, S] and the mask bool [B, S] of tokens to score."""
+    width = width_of(rows, divisible_by)
+    ids = pad([row.token_ids for row in rows], width)
+    mask = pad([row.token_mask for row in rows], width)
+    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
+
+
+def loss_inputs(rows: list[Row], divisible_by: int, device: torch.device) -> LossInputs:
+    """One micro-batch as a loss sees it. Logprobs that were not computed are zeros."""
+    width = width_of(rows, divisible_by)
+
+    def padded(name: Literal["generation_logprobs", "advantages", "prev_logprobs", "reference_policy_logprobs"]) -> torch.Tensor:
+        values = [getattr(row, name) for row in rows]
+        values = [torch.zeros(len(row.token_ids)) if v is None else v for row, v in zip(rows, values, strict=True)]
+        return pad(values, width).to(device, non_blocking=True)
+
+    return LossInputs(
+        input_ids=pad([row.token_ids for row in rows], width).to(device, non_blocking=True),
+        token_mask=pad([row.token_mask for row in rows], width).float().to(device, non_blocking=True),
+        sample_mask=torch.tensor([row.mask for row in rows]).to(device, non_blocking=True),
+        advantages=padded("advantages"),
+        prev_logprobs=padded("prev_logprobs"),
+        generation_logprobs=padded("generation_logprobs"),
+        reference_policy_logprobs=padded("reference_policy_logprobs"),
+    )
+
+
+def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
+    return [rows[key_of(planned)] for planned in batch]
