@@ -1,0 +1,168 @@
+"""Numbers reported about a step: what was rolled out, how well the policy does, how fast, and the reduced loss metrics.
+
+Names carry no prefix; the caller adds `train/`, `validation/` or `performance/`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from nemo_rl.types import GroupHandle, LossMetrics, SampleStatus
+
+
+def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:
+    """Statistics of all samples of a step. `reward` is what the environments gave, before scaling and shaping.
+
+    Means and rates are over the samples that carry a reward, NaN when there is none; `failed_sample_rate` is over all
+    samples. `weight_version_lag` is how many weight updates older than now a sample's weights were.
+    """
+    samples = [sample for handle in handles for sample in handle.samples]
+    assert samples
+    scored = [sample for sample in samples if sample.has_reward]
+    turns = [sample.num_turns for sample in scored]
+    generated = [sample.num_generated_tokens for sample in scored]
+    lags = [current_weight_version - sample.weight_version for sample in scored]
+    assert all(lag >= 0 for lag in lags), "a sample from weights newer than the current ones"
+    env_tokens = [sample.length - sample.num_prompt_tokens - sample.num_generated_tokens for sample in scored]
+    too_long = [any(s.status is SampleStatus.PROMPT_TOO_LONG for s in handle.samples) for handle in handles]
+    return {
+        "reward": _mean([sample.reward for sample in scored]),
+        "total_turns": float(sum(turns)),
+        "avg_turns_per_sample": _mean(turns),
+        "max_turns_per_sample": _max(turns),
+        "natural_termination_rate": _mean([sample.status is SampleStatus.COMPLETED for sample in scored]),
+        "truncation_rate": _mean([sample.status is SampleStatus.TRUNCATED for sample in scored]),
+        "mean_total_tokens_per_sample": _mean([sample.length for sample in scored]),
+        "mean_gen_tokens_per_sample": _mean(generated),
+        "max_gen_tokens_per_sample": _max(generated),
+        "mean_env_tokens_per_sample": _mean(env_tokens),
+        "mean_prompt_length": _mean([sample.num_prompt_tokens for sample in scored]),
+        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+        "num_prompts_too_long": float(sum(too_long)),
+        "weight_version_lag/mean": _mean(lags),
+        "weight_version_lag/max": _max(lags),
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of `k` samples drawn without replacement is correct: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
+    _check_k(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def best_of_k(rewards: Sequence[float], k: int) -> float:
+    """Expected largest reward of `k` samples drawn without replacement.
+
+    The i-th smallest of n (from 1) is the largest of C(i-1, k-1) of the C(n, k) draws. For 0/1 rewards this is pass@k.
+    """
+    num = len(rewards)
+    _check_k(num, k)
+    draws = math.comb(num, k)
+    return sum(math.comb(i, k - 1) / draws * reward for i, reward in enumerate(sorted(rewards)))
+
+
+def validation_metrics(
+    handles: Sequence[GroupHandle], *, k_values: Sequence[int] = (), success_reward: float = 1.0
+) -> dict[str, float]:
+    """Validation results over the samples that carry a reward; NaN when there is none.
+
+    accuracy            share of samples with a reward of at least `success_reward`
+    reward              mean reward
+    avg_length          mean number of generated tokens
+    pass_at_{k}         mean over prompts of `pass_at_k`
+    best_of_{k}         mean over prompts of `best_of_k`
+    failed_sample_rate  share of all samples that failed; they are not counted as wrong
+
+    A prompt with fewer than k rewarded samples is left out of `pass_at_{k}` and `best_of_{k}`.
+    """
+    samples = [sample for handle in handles for sample in handle.samples]
+    assert samples
+    scored = [sample for sample in samples if sample.has_reward]
+    metrics = {
+        "accuracy": _mean([sample.reward >= success_reward for sample in scored]),
+        "reward": _mean([sample.reward for sample in scored]),
+        "avg_length": _mean([sample.num_generated_tokens for sample in scored]),
+        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+    }
+    groups = [[sample.reward for sample in handle.samples if sample.has_reward] for handle in handles]
+    for k in k_values:
+        enough = [group for group in groups if len(group) >= k]
+        metrics[f"pass_at_{k}"] = _mean([pass_at_k(len(g), sum(r >= success_reward for r in g), k) for g in enough])
+        metrics[f"best_of_{k}"] = _mean([best_of_k(g, k) for g in enough])
+    return metrics
+
+
+def performance_metrics(
+    timings_s: Mapping[str, float],
+    *,
+    num_samples: int,
+    num_tokens: int,
+    num_generated_tokens: int,
+    num_training_devices: int,
+    num_generation_devices: int,
+    colocated: bool,
+) -> dict[str, float]:
+    """Throughput of one step. A device is a GPU, or on a CPU machine one worker.
+
+    `timings_s` holds seconds of the phases `total_step_time`, `generation`, `policy_and_reference_logprobs` and
+    `policy_training`. `num_tokens` counts prompts too. Colocated training and generation share their devices.
+    """
+    num_devices = (
+        max(num_training_devices, num_generation_devices)
+        if colocated
+        else num_training_devices + num_generation_devices
+    )
+    step_s = timings_s["total_step_time"]
+    generation_s = timings_s["generation"]
+    training_s = timings_s["policy_training"]
+    logprobs_s = timings_s["policy_and_reference_logprobs"]
+    worker_group_rate = num_tokens / (training_s + logprobs_s)
+    return {
+        "samples_per_sec": num_samples / step_s,
+        "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
+        "tokens_per_sec": num_tokens / step_s,
+        "tokens_per_sec_per_gpu": num_tokens / step_s / num_devices,
+        "policy_training_tokens_per_sec_per_gpu": num_tokens / training_s / num_training_devices,
+        "policy_and_reference_logprobs_tokens_per_sec_per_gpu": num_tokens / logprobs_s / num_training_devices,
+        "training_worker_group_tokens_per_sec": worker_group_rate,
+        "training_worker_group_tokens_per_sec_per_gpu": worker_group_rate / num_training_devices,
+        "generation_tokens_per_sec": num_generated_tokens / generation_s,
+        "generation_tokens_per_sec_per_gpu": num_generated_tokens / generation_s / num_generation_devices,
+    }
+
+
+def reduce_loss_metrics(parts: Sequence[LossMetrics]) -> LossMetrics:
+    """Metrics of the micro-batches of one optimizer step into those of the step: `_min` by minimum, `_max` by maximum,
+    every other by sum.
+    """
+    assert parts and all(part.keys() == parts[0].keys() for part in parts), [sorted(part) for part in parts]
+    reduced: LossMetrics = {}
+    for name in parts[0]:
+        values = torch.stack([part[name] for part in parts])
+        if name.endswith("_min"):
+            reduced[name] = values.amin()
+        elif name.endswith("_max"):
+            reduced[name] = values.amax()
+        else:
+            reduced[name] = values.sum()
+    return reduced
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k={k} needs at least k samples per prompt, and there are {num_samples}.")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) > 0 else math.nan
+
+
+def _max(values: Sequence[float]) -> float:
+    return float(max(values)) if len(values) > 0 else math.nan
