@@ -1,0 +1,122 @@
+"""What makes a checkpoint recognisable as whole: a manifest with the size and digest of every file.
+
+In: a directory of files that other processes have finished writing. Out: the same directory on stable storage, with
+`manifest.json` written last. A directory without a manifest was never finished; one that differs from it is damaged.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+MANIFEST_NAME = "manifest.json"
+
+_CHUNK_BYTES = 8 << 20
+_NUM_THREADS = 8  # hashing and fsync both release the interpreter lock
+
+
+def seal(directory: Path) -> int:
+    """Digests and fsyncs every file, writes the manifest, fsyncs every directory. Returns the bytes of all files.
+
+    Raises OSError (ENOSPC included: a disk may tell only now that it is full).
+    """
+    paths = sorted(_files_under(directory))
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        digests = list(pool.map(lambda path: _digest(path, sync=True), paths))
+    files = {
+        path.relative_to(directory).as_posix(): {"size": size, "xxh3_128": digest}
+        for path, (size, digest) in zip(paths, digests, strict=True)
+    }
+    write_synced(directory / MANIFEST_NAME, json.dumps({"files": files, "sha256": _digest_of(files)}, indent=1))
+    for parent, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(parent))
+    return sum(size for size, _ in digests)
+
+
+def find_damage(directory: Path) -> str | None:
+    """Why `directory` must not be loaded, naming the file; None when every file is as it was sealed."""
+    manifest_path = directory / MANIFEST_NAME
+    if not manifest_path.is_file():
+        return f"{MANIFEST_NAME} is missing: the checkpoint was never finished"
+    files = _read_manifest(manifest_path)
+    if files is None:
+        return f"{MANIFEST_NAME} is damaged"
+
+    def damage_of(name: str) -> str | None:
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        expected_size, expected_digest = files[name]["size"], files[name]["xxh3_128"]
+        if (size := path.stat().st_size) != expected_size:
+            return f"{name} has {size} bytes instead of {expected_size}"
+        try:
+            _, digest = _digest(path, sync=False)
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+        return None if digest == expected_digest else f"{name} is not what was saved: its digest differs"
+
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        return next((damage for damage in pool.map(damage_of, sorted(files)) if damage is not None), None)
+
+
+def sealed_bytes(directory: Path) -> int | None:
+    """Bytes of all files by the manifest; None when it is missing or damaged."""
+    manifest_path = directory / MANIFEST_NAME
+    files = _read_manifest(manifest_path) if manifest_path.is_file() else None
+    return None if files is None else sum(int(entry["size"]) for entry in files.values())
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes `text` and returns once it is on stable storage."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names inside `path` (new files, renames) durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _files_under(directory: Path) -> Iterator[Path]:
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            if not (Path(parent) == directory and name == MANIFEST_NAME):
+                yield Path(parent) / name
+
+
+def _digest(path: Path, *, sync: bool) -> tuple[int, str]:
+    """Size in bytes and digest of a file, read through the descriptor that is fsynced."""
+    hasher = xxhash.xxh3_128()
+    size = 0
+    with path.open("rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while chunk := file.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            size += len(chunk)
+    return size, hasher.hexdigest()
+
+
+def _digest_of(files: dict[str, dict[str, int | str]]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, dict] | None:
+    """The `files` of a manifest whose own digest is right, else None."""
+    try:
+        manifest = json.loads(path.read_bytes())
+    except ValueError:
+        return None
+    if not isinstance(manifest, dict) or manifest.keys() != {"files", "sha256"}:
+        return None
+    return manifest["files"] if manifest["sha256"] == _digest_of(manifest["files"]) else None

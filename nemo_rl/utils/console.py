@@ -1,0 +1,223 @@
+"""What a person sees of a run: progress, a summary of each step, alarms, sample rollouts. All of it goes through here.
+
+On a terminal a live line at the bottom shows step, phase, tokens per second and time left. Elsewhere (a file, a CI log)
+there is no live line and no colour: one plain line per step and one per event.
+"""
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
+
+MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation do not agree on what was sampled
+
+_SUMMARY = (  # metric, name shown, format
+    ("train/reward", "reward", ".4f"),
+    ("train/loss", "loss", ".5f"),
+    ("train/grad_norm", "grad norm", ".4f"),
+    ("train/token_mult_prob_error", "token_mult_prob_error", ".7f"),
+    ("validation/accuracy", "accuracy", ".4f"),
+)
+_MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/accuracy")
+_TOKENS_PER_S = "performance/tokens_per_sec"
+_TIMING_PREFIX = "timing/train/"
+_STEP_TIMER = "total_step_time"  # not a phase: the sum of them
+_NUM_STEPS_FOR_TIME_LEFT = 20
+_ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
+
+
+class RunConsole:
+    """The console of one run of steps `start_step + 1` to `num_steps`. Enter it when the steps begin.
+
+    with RunConsole(num_steps=100) as console:
+        with console.phase("rollout"):
+            ...
+        console.finish_step(1, metrics)
+
+    `file` defaults to standard output; `clock` returns seconds and never goes back.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_steps: int,
+        start_step: int = 0,
+        file: TextIO | None = None,
+        force_terminal: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._num_steps = num_steps
+        self._clock = clock
+        self._console = Console(file=file or sys.stdout, force_terminal=force_terminal, highlight=False)
+        self.is_live = self._console.is_terminal
+        self._phases: list[str] = []
+        self._step_ends: deque[float] = deque(maxlen=_NUM_STEPS_FOR_TIME_LEFT + 1)
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("[bold]{task.fields[phase]}"),
+            TextColumn("{task.fields[speed]}"),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("", total=num_steps, completed=start_step, phase="", speed="", left="")
+
+    def __enter__(self) -> "RunConsole":
+        self._step_ends.clear()
+        self._step_ends.append(self._clock())
+        if self.is_live:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.is_live:
+            self._progress.stop()
+
+    # ---- events
+
+    def info(self, message: str) -> None:
+        self._line(Text(visible(message)))
+
+    def warn(self, message: str) -> None:
+        self._line(Text("WARNING ", style="bold yellow").append(visible(message), style="yellow"))
+
+    def error(self, message: str) -> None:
+        self._line(Text("ERROR ", style="bold red").append(visible(message), style="red"))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows `name` in the live line while the body runs; phases nest."""
+        self._phases.append(name)
+        self._progress.update(self._task, phase=" > ".join(self._phases))
+        try:
+            yield
+        finally:
+            self._phases.pop()
+            self._progress.update(self._task, phase=" > ".join(self._phases))
+
+    # ---- steps
+
+    def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the summary and the alarms of step `step`, and moves the progress on. `metrics` by logged name."""
+        self._step_ends.append(self._clock())
+        seconds_left = self.seconds_left(step)
+        speed = f"{metrics[_TOKENS_PER_S]:,.0f} tok/s" if _TOKENS_PER_S in metrics else ""
+        self._progress.update(self._task, completed=step, speed=speed, left=f"{format_duration(seconds_left)} left")
+        line = Text(f"step {step}/{self._num_steps}", style="bold")
+        line.append("  " + summary_line(metrics), style="not bold")
+        line.append(f"  {format_duration(seconds_left)} left", style="not bold")
+        self._line(line)
+        for alarm in alarms(metrics):
+            self.warn(alarm)
+
+    def seconds_left(self, step: int) -> float:
+        """From the mean of the latest steps that ended here; 0.0 before the first."""
+        num_steps = len(self._step_ends) - 1
+        if num_steps < 1:
+            return 0.0
+        return (self._num_steps - step) * (self._step_ends[-1] - self._step_ends[0]) / num_steps
+
+    def show_samples(
+        self,
+        message_logs: Sequence[Sequence[Mapping[str, Any]]],
+        rewards: Sequence[float],
+        *,
+        num_samples: int,
+        title: str,
+    ) -> None:
+        """Shows the first `num_samples` rollouts: messages ("role", "content") coloured by role, and the reward."""
+        for index, (messages, reward) in enumerate(zip(message_logs, rewards, strict=True)):
+            if index == num_samples:
+                break
+            heading = f"{title}, sample {index + 1}, reward {reward:.4f}"
+            body = Text()
+            for message in messages:
+                style = _ROLE_STYLES.get(message["role"], "white")
+                body.append(f"{message['role']}: ", style=f"bold {style}")
+                body.append(visible(str(message["content"])) + "\n", style=style)
+            body.rstrip()
+            if self.is_live:
+                self._console.print(Panel(body, title=Text(heading), title_align="left"))
+            else:
+                self._line(Text(f"--- {heading}\n").append_text(body))
+
+    def configure_logging(self, level: int = logging.INFO) -> None:
+        """Sends the log records of this process to the console, above the live line."""
+        handler: logging.Handler
+        if self.is_live:
+            handler = RichHandler(console=self._console, show_path=False, markup=False, rich_tracebacks=False)
+            handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        else:
+            handler = logging.StreamHandler(self._console.file)
+            handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+        root = logging.getLogger()
+        root.handlers[:] = [handler]
+        root.setLevel(level)
+
+    def _line(self, text: Text) -> None:
+        # Lines of a log file are not folded: soft_wrap.
+        self._console.print(text, soft_wrap=not self.is_live)
+        self._console.file.flush()
+
+
+def summary_line(metrics: Mapping[str, float]) -> str:
+    """One line: the main metrics, tokens per second, and the seconds of each phase, longest first."""
+    parts = [f"{name} {float(metrics[key]):{spec}}" for key, name, spec in _SUMMARY if key in metrics]
+    if _TOKENS_PER_S in metrics:
+        parts.append(f"{metrics[_TOKENS_PER_S]:,.0f} tok/s")
+    seconds = {
+        key.removeprefix(_TIMING_PREFIX): value for key, value in metrics.items() if key.startswith(_TIMING_PREFIX)
+    }
+    total = seconds.get(_STEP_TIMER)
+    phases = sorted(
+        # "a/b" is part of "a"; "valid_tokens_per_sec_per_gpu" stands among the timings and is no time
+        ((value, name) for name, value in seconds.items() if "/" not in name and "per_sec" not in name),
+        reverse=True,
+    )
+    shown = ", ".join(f"{name} {value:.1f}" for value, name in phases if name != _STEP_TIMER and value >= 0.05)
+    if total is not None or shown:
+        parts.append((f"{total:.1f} s" if total is not None else "seconds") + (f" ({shown})" if shown else ""))
+    return "  ".join(parts)
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """What a person should look at in the metrics of one step; empty when all is well."""
+    found = [
+        f"{key} is {metrics[key]}" for key in _MUST_BE_FINITE if key in metrics and not math.isfinite(metrics[key])
+    ]
+    error = metrics.get("train/token_mult_prob_error")
+    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR:
+        found.append(
+            f"train/token_mult_prob_error is {error:.4f}, above {MAX_TOKEN_MULT_PROB_ERROR}: training and generation "
+            "disagree on the probabilities of the sampled tokens (stale weights, other dtype, temperature or mask)"
+        )
+    if metrics.get("train/baseline_reward/pct_mixed") == 0.0:
+        found.append("every group got equal rewards: this step has no gradient (task too easy or too hard)")
+    if (num_failed := metrics.get("train/num_failed_samples", 0.0)) > 0:
+        found.append(f"{num_failed:.0f} episodes failed and are left out of the baseline and the loss")
+    if (num_skipped := metrics.get("train/num_skipped_steps", 0.0)) > 0:
+        found.append(f"{num_skipped:.0f} optimizer steps were skipped: loss or gradient was not finite")
+    return found
+
+
+def visible(text: str) -> str:
+    """`text` with every control character but newline and tab as its escape: model output must not drive a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def format_duration(seconds: float) -> str:
+    """1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,163 @@
+"""The metrics of a run, on disk and at the services that are switched on.
+
+    <log_dir>/exp_NNN/{config.yaml, metrics.jsonl, tensorboard/, wandb/, ...}
+
+Metrics of a step are collected under `<prefix>/<name>` by `log_metrics` and leave together in `finish_step`, as one
+line of metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 0.8, "timing/train/generation": 1.25}`.
+Every line is valid JSON: a value that is not finite is the string "NaN", "Infinity" or "-Infinity".
+"""
+
+import numbers
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from nemo_rl.utils import strict_json
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.config import LoggerConfig, WandbConfig
+
+METRICS_NAME = "metrics.jsonl"
+
+_EXPERIMENT_PATTERN = re.compile(r"exp_(\d+)")
+
+
+class Logger:
+    """Writes the metrics of one run into `run_dir` (made by `get_next_experiment_dir`) and to the backends of `cfg`."""
+
+    def __init__(self, cfg: "LoggerConfig", run_dir: Path | str) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._step: int | None = None  # of the metrics collected so far
+        self._metrics: dict[str, float] = {}
+        self._file = (self.run_dir / METRICS_NAME).open("a", encoding="utf-8")
+        self._backends: list[_TensorBoard | _Wandb] = []
+        if cfg.tensorboard_enabled:
+            self._backends.append(_TensorBoard(self.run_dir))
+        if cfg.wandb_enabled:
+            self._backends.append(_Wandb(cfg.wandb, self.run_dir))
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
+        """Adds numbers (nested mappings too) to step `step` as `<prefix>/<name>`.
+
+        Raises TypeError for a value that is no number, ValueError for a name the step has already.
+        """
+        assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
+        self._step = step
+        for name, value in flatten_dict(metrics, "/").items():
+            full_name = f"{prefix}/{name}" if prefix else name
+            if not isinstance(value, numbers.Real):
+                raise TypeError(f"metric {full_name} is {type(value).__name__} {value!r}, not a number")
+            if full_name in self._metrics:
+                raise ValueError(f"metric {full_name} is logged twice in step {step}")
+            self._metrics[full_name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Writes everything logged for `step` as one line, hands it to the backends, and returns it."""
+        assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
+        metrics, self._metrics, self._step = self._metrics, {}, None
+        self._file.write(strict_json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        for backend in self._backends:
+            backend.log(metrics, step)
+        return metrics
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Writes the resolved configuration as `config.yaml` of the run folder and to the backends."""
+        plain = strict_json.to_plain(params)
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        (self.run_dir / "config.yaml").write_text(text, encoding="utf-8")
+        for backend in self._backends:
+            backend.log_hyperparams(plain, text)
+
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        """A distribution, for the backends that draw one; metrics.jsonl holds numbers only."""
+        for backend in self._backends:
+            backend.log_histogram(values, step, name)
+
+    def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
+        """Writes one JSON object per line to `file_name` in the run folder (rollouts of a step, offending samples)."""
+        path = self.run_dir / file_name
+        with path.open("w", encoding="utf-8") as file:
+            file.writelines(strict_json.dumps(record) + "\n" for record in records)
+        return path
+
+    def close(self) -> None:
+        """Ends the backends. Metrics of an unfinished step are not written: the step did not happen."""
+        self._file.close()
+        for backend in self._backends:
+            backend.close()
+
+
+class _TensorBoard:
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
+        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), 0)
+
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        import numpy as np
+
+        self._writer.add_histogram(name, np.asarray(values), step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    def __init__(self, cfg: "WandbConfig", run_dir: Path) -> None:
+        import wandb
+
+        self._histogram = wandb.Histogram
+        self._run = wandb.init(
+            project=cfg.project, name=cfg.name, entity=cfg.entity, mode=cfg.mode, dir=str(run_dir), reinit="create_new"
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
+        self._run.config.update(dict(params), allow_val_change=True)
+
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        self._run.log({name: self._histogram(list(values))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def flatten_dict(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+    """Leaves of nested mappings by joined key."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}{sep}{inner}": leaf for inner, leaf in flatten_dict(value, sep).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
+def get_next_experiment_dir(log_dir: Path | str) -> Path:
+    """Makes and returns `<log_dir>/exp_NNN`, one above the highest there is. Two runs never get the same one."""
+    base = Path(log_dir)
+    base.mkdir(parents=True, exist_ok=True)
+    while True:
+        matches = (_EXPERIMENT_PATTERN.fullmatch(path.name) for path in base.iterdir())
+        number = max((int(match[1]) for match in matches if match), default=-1) + 1
+        path = base / f"exp_{number:03d}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue  # another run took the number in between
+        return path

@@ -1,0 +1,119 @@
+"""Randomness: a seed per sample that depends on nothing but the sample, and the state of every generator of a process.
+
+torch is imported inside the functions that need it: the actors that run episodes only derive seeds.
+"""
+
+import json
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    import torch
+
+_SEED_MASK = 2**63 - 1  # engines take a signed 64-bit seed
+_NUM_PYTHON_WORDS = 625  # Mersenne Twister: 624 words and the position
+_REQUIRED = {"python/words", "python/gauss", "numpy/words", "numpy/position", "numpy/gauss", "torch/cpu"}
+_FORMAT = "nemo_rl rng state 1"
+
+
+def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int, turn: int) -> int:
+    """Seed in [0, 2**63) of one turn of one sample. Worker, rank and order of arrival do not enter.
+
+    The five values are hashed as one JSON array, so no two different tuples share a text.
+    """
+    text = json.dumps([run_seed, step, prompt_id, sample_index, turn], separators=(",", ":"))
+    return xxhash.xxh3_64_intdigest(text.encode()) & _SEED_MASK
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds python, numpy and torch (CPU and every CUDA device) of this process. `seed` >= 0."""
+    import torch
+
+    if seed < 0:
+        raise ValueError(f"the seed is {seed}; set it to 0 or more")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # numpy's legacy generator takes 32 bits
+    torch.manual_seed(seed)
+
+
+def rng_state_dict() -> "dict[str, torch.Tensor]":
+    """State of every generator of this process, as CPU tensors only.
+
+    python/words int64 [625], python/gauss and numpy/gauss float64 [2] (is one kept back, its value),
+    numpy/words int64 [624], numpy/position int64 [1], torch/cpu uint8 [N], torch/cuda/<device> uint8 [N].
+    """
+    import torch
+
+    _, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    state = {
+        "python/words": torch.tensor(words, dtype=torch.int64),
+        "python/gauss": torch.tensor([float(gauss is not None), gauss or 0.0], dtype=torch.float64),
+        "numpy/words": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "numpy/position": torch.tensor([numpy_state["state"]["pos"]], dtype=torch.int64),
+        "numpy/gauss": torch.tensor([float(numpy_state["has_gauss"]), numpy_state["gauss"]], dtype=torch.float64),
+        "torch/cpu": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        for device, device_state in enumerate(torch.cuda.get_rng_state_all()):
+            state[f"torch/cuda/{device}"] = device_state
+    return state
+
+
+def load_rng_state_dict(state: "dict[str, torch.Tensor]") -> None:
+    """Puts every generator back. Raises ValueError when the state is not whole or of other CUDA devices."""
+    import torch
+
+    num_saved = sum(name.startswith("torch/cuda/") for name in state)
+    num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_saved != num_here:
+        raise ValueError(
+            f"the random state was saved by a process that saw {num_saved} CUDA devices, this one sees {num_here}; "
+            "resume with the same devices per process, or start anew with another checkpointing.checkpoint_dir"
+        )
+    missing = _REQUIRED - state.keys()
+    if missing:
+        raise ValueError(f"the random state lacks {', '.join(sorted(missing))}")
+    words = tuple(state["python/words"].tolist())
+    if len(words) != _NUM_PYTHON_WORDS:
+        raise ValueError(f"the random state of python has {len(words)} words instead of {_NUM_PYTHON_WORDS}")
+    kept, gauss = state["python/gauss"].tolist()
+    random.setstate((3, words, gauss if kept else None))
+    kept, gauss = state["numpy/gauss"].tolist()
+    np.random.set_state(
+        {
+            "bit_generator": "MT19937",
+            "state": {
+                "key": state["numpy/words"].numpy().astype(np.uint32),
+                "pos": int(state["numpy/position"].item()),
+            },
+            "has_gauss": int(kept),
+            "gauss": gauss,
+        }
+    )
+    torch.set_rng_state(state["torch/cpu"])
+    for device in range(num_saved):
+        torch.cuda.set_rng_state(state[f"torch/cuda/{device}"], device)
+
+
+def save_rng_state(path: Path) -> None:
+    """Writes `rng_state_dict()` as safetensors: reading it executes nothing."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in rng_state_dict().items()}, path, {"format": _FORMAT})
+
+
+def load_rng_state(path: Path) -> None:
+    """Restores what `save_rng_state` wrote. Raises FileNotFoundError or ValueError with the file's name."""
+    from safetensors import safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"no random state at {path}: the checkpoint was saved by another number of processes")
+    with safe_open(path, framework="pt") as file:
+        if (file.metadata() or {}).get("format") != _FORMAT:
+            raise ValueError(f"{path} holds no random state of this library")
+        load_rng_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no iterator)
