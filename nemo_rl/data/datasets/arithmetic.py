@@ -1,0 +1,77 @@
+"""Generated sums, differences and products of small numbers: a dataset that needs no download.
+
+A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. The held-out tenth is chosen by a hash of
+the text alone, so training and validation never share a problem, whatever the other options are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import xxhash
+
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+}
+HELD_OUT_ONE_IN = 10
+SPLITS = ("train", "validation", "all")
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether this problem belongs to the validation split."""
+    return xxhash.xxh64_intdigest(problem.encode()) % HELD_OUT_ONE_IN == 0
+
+
+def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tuple[str, int]]:
+    """Every (problem, answer) of a split ("train", "validation" or "all"), in a fixed order.
+
+    Raises:
+        ValueError: for an option out of range, or a split without a single problem.
+    """
+    unknown = sorted(set(operators) - set(OPERATIONS))
+    if unknown or not operators or len(set(operators)) != len(operators):
+        raise ValueError(
+            f"arithmetic: operators must be some of {' '.join(OPERATIONS)} without repetition, written as one string "
+            f"such as '+-'; got {operators!r}"
+        )
+    if max_operand < 0:
+        raise ValueError(f"arithmetic: max_operand must be 0 or more, got {max_operand}")
+    if split not in SPLITS:
+        raise ValueError(f"arithmetic: split must be one of {', '.join(SPLITS)}, got {split!r}")
+
+    def problems() -> Iterator[tuple[str, int]]:
+        for operator in operators:
+            for a in range(max_operand + 1):
+                for b in range(max_operand + 1):
+                    yield f"{a}{operator}{b}", OPERATIONS[operator](a, b)
+
+    space = [(text, value) for text, value in problems() if split == "all" or is_held_out(text) == (split != "train")]
+    if not space:
+        raise ValueError(
+            f"arithmetic: no problem with operators {operators!r} and max_operand {max_operand} falls into split "
+            f"{split!r} (one in {HELD_OUT_ONE_IN} is held out for validation): raise max_operand"
+        )
+    return space
+
+
+def arithmetic_rows(
+    *, num_samples: int, max_operand: int = 20, operators: str = "+-", seed: int = 42, split: str = "train"
+) -> list[dict[str, str]]:
+    """`num_samples` rows {"problem", "expected_answer"}: the split in random order, again and again when it is smaller.
+
+    Raises:
+        ValueError: see `arithmetic_space`; also for `num_samples` below 1.
+    """
+    if num_samples < 1:
+        raise ValueError(f"arithmetic: num_samples must be 1 or more, got {num_samples}")
+    space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
+    generator = np.random.default_rng(seed)
+    rows: list[dict[str, str]] = []
+    while len(rows) < num_samples:
+        for i in generator.permutation(len(space))[: num_samples - len(rows)]:
+            problem, value = space[int(i)]
+            rows.append({"problem": problem, "expected_answer": str(value)})
+    return rows

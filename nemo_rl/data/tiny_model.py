@@ -1,0 +1,254 @@
+"""The model named `tiny:arithmetic`: a 0.3M-parameter Qwen2 made on this machine in half a minute, without a download.
+
+It writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
+byte-level tokenizer. Its short supervised warm-up ends on demonstrations of which a part is off by one, so it
+knows the answers and is not sure of them: sampled at temperature 1 it is right in roughly four of ten problems,
+decoded greedily about as rarely or less, and reinforcement learning has something to improve.
+
+The same machine and package versions give the same bytes: seeds, thread count and file order are fixed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl.data.datasets.arithmetic import arithmetic_space
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+TINY_MODEL_PREFIX = "tiny:"
+RECIPE_VERSION = 1  # raise it when the code below changes what comes out
+
+BOXED = "\\boxed{"
+ROLES = ("system", "user", "assistant", "environment", "tool")
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|' + message['role'] + '|>' + message['content'] + '<eos>' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyModelRecipe:
+    """Everything that decides the bytes of a tiny model, apart from package versions."""
+
+    hidden_size: int = 128
+    num_layers: int = 2
+    head_dim: int = 32  # the smallest that vLLM's CPU attention takes
+    num_kv_heads: int = 2
+    max_position_embeddings: int = 2048
+    initializer_range: float = 0.06  # with tied embeddings and so few steps, 0.02 learns three times slower
+    max_operand: int = 15
+    operators: str = "+-"
+    num_clean_steps: int = 250
+    num_doubtful_steps: int = 50  # the last ones, with wrong answers among the demonstrations
+    batch_size: int = 128
+    learning_rate: float = 4e-3
+    mistake_probability: float = 0.62
+    seed: int = 0
+
+
+RECIPES: dict[str, TinyModelRecipe] = {"arithmetic": TinyModelRecipe()}
+
+
+def resolve_model(name: str) -> str:
+    """A model name or path as it is, except `tiny:<recipe>`: the directory of that model, made on first use.
+
+    Raises:
+        ValueError: for an unknown recipe behind `tiny:`.
+    """
+    if not name.startswith(TINY_MODEL_PREFIX):
+        return name
+    recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
+    if recipe_name not in RECIPES:
+        near = get_close_matches(recipe_name, RECIPES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"There is no model {name!r}. Did you mean '{TINY_MODEL_PREFIX}{near}'?")
+    recipe = RECIPES[recipe_name]
+    return ensure_tiny_model(cache_root() / f"tiny-{recipe_name}-{recipe_hash(recipe)}", recipe)
+
+
+def cache_root() -> Path:
+    """`$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
+    return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
+
+
+def recipe_hash(recipe: TinyModelRecipe) -> str:
+    """12 hexadecimal digits over the recipe and the versions of the packages that decide the bytes."""
+    import tokenizers
+    import torch
+    import transformers
+
+    identity = {
+        "recipe": asdict(recipe),
+        "version": RECIPE_VERSION,
+        "chat_template": CHAT_TEMPLATE,
+        "packages": [torch.__version__, transformers.__version__, tokenizers.__version__],
+    }
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> str:
+    """The directory with a finished tiny model in it, made now if it is not there. Safe from several processes."""
+    target = Path(directory).expanduser().absolute()
+    if target.is_dir():
+        return str(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _file_lock(target.with_name(target.name + ".lock")):
+        if target.is_dir():
+            return str(target)
+        logger.info("making the tiny model in %s (about half a minute, once)", target)
+        work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
+        try:
+            _make(recipe, work)
+            work.chmod(0o755)
+            work.rename(target)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return str(target)
+
+
+@contextmanager
+def _file_lock(path: Path) -> Iterator[None]:
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte of the text, apart from `\\boxed{` and the role marks, which are one token each.
+
+    It is a `Qwen2Tokenizer` because transformers 5 loads that class for every Qwen2 model, whatever the directory says.
+    """
+    from tokenizers import AddedToken, pre_tokenizers
+    from transformers import Qwen2Tokenizer
+
+    special = ["<pad>", "<eos>", *(f"<|{role}|>" for role in ROLES)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate([*special, *alphabet, BOXED])},
+        merges=[],
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token=None,
+        extra_special_tokens=special[2:],
+        clean_up_tokenization_spaces=False,
+        model_max_length=TinyModelRecipe().max_position_embeddings,
+    )
+    tokenizer.add_tokens([AddedToken(BOXED, special=False, normalized=False)])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """An untrained float32 model whose weights depend on `recipe.seed` only."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=2 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.hidden_size // recipe.head_dim,
+        num_key_value_heads=recipe.num_kv_heads,
+        max_position_embeddings=recipe.max_position_embeddings,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return Qwen2ForCausalLM(config)
+
+
+def _make(recipe: TinyModelRecipe, directory: Path) -> None:
+    import torch
+
+    # One thread: the order of float additions is then fixed, and on busy cores it is also faster for sizes like these.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tokenizer = build_tiny_tokenizer()
+        model = build_untrained_model(recipe, tokenizer)
+        _warm_up(model, tokenizer, recipe)
+    finally:
+        torch.set_num_threads(num_threads)
+    model.generation_config.temperature = 1.0
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def demonstrate(value: int, mistake_probability: float, rng: random.Random) -> str:
+    """The assistant's text for an answer; with `mistake_probability` one too high (mostly) or one too low."""
+    if rng.random() < mistake_probability:
+        value += 1 if rng.random() < 0.9 else -1
+    return BOXED + f"{value}}}"
+
+
+def _warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyModelRecipe) -> None:
+    import torch
+    import torch.nn.functional as F
+
+    rng = random.Random(recipe.seed)
+    # Pretraining, so to speak: it sees the held-out problems too, as a real model has seen arithmetic before.
+    space = arithmetic_space(max_operand=recipe.max_operand, operators=recipe.operators, split="all")
+    num_steps = recipe.num_clean_steps + recipe.num_doubtful_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    model.train()
+    for step in range(num_steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 20) * max(0.05, 1 - step / num_steps)
+        mistakes = recipe.mistake_probability if step >= recipe.num_clean_steps else 0.0
+        rows = [
+            (problem, demonstrate(value, mistakes, rng)) for problem, value in rng.choices(space, k=recipe.batch_size)
+        ]
+        input_ids, labels = _encode_demonstrations(rows, tokenizer)
+        hidden = model.model(input_ids).last_hidden_state[:, :-1]
+        targets = labels[:, 1:]
+        learned = targets != -100
+        loss = F.cross_entropy(model.lm_head(hidden[learned]), targets[learned])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+def _encode_demonstrations(
+    rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded `input_ids` and `labels` (-100 on prompt and padding), both int64 [B, S]."""
+    import torch
+
+    prompts = [f"<|user|>{problem}<eos><|assistant|>" for problem, _ in rows]
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    answer_ids = tokenizer([answer + "<eos>" for _, answer in rows], add_special_tokens=False)["input_ids"]
+    width = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True))
+    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), width), -100)
+    for i, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
+        end = len(prompt) + len(answer)
+        input_ids[i, :end] = torch.tensor(prompt + answer)
+        labels[i, len(prompt) : end] = torch.tensor(answer)
+    return input_ids, labels
