@@ -1,4 +1,4 @@
-"""Fixtures of the whole suite. No test reaches the network: the model hub is switched off before anything imports it."""
+"""Fixtures of the whole suite. The model hub is switched off before anything imports it: tests need no network."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import ray
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
 
+_WORKER_THREAD = "worker"
 _MAX_CONCURRENT_CALLS = 4096  # of async methods; sync methods run one after another
 
 
@@ -38,8 +39,8 @@ class ActorHost:
     """Imports the worker's class in the worker's own environment, makes it, and calls its methods.
 
     Sync methods and the constructor run one at a time on one thread, always the same: the current CUDA device and
-    torch's thread-local modes hold from call to call. Async methods are awaited on the actor's event loop, many at once.
-    `stack()` and `phase()` answer from another concurrency group while any of them blocks.
+    torch's thread-local modes hold from call to call. Async methods are awaited on the actor's event loop, many at
+    once. `stack()` and `phase()` answer from another concurrency group while any of them blocks.
 
     What the worker raises arrives as WorkerCallError.
     """
@@ -54,7 +55,7 @@ class ActorHost:
         self._name = name or fqn
         self._rank = rank
         self._worker: Any = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=_WORKER_THREAD)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, tuple[str, float]] = {}
         self._call_ids = itertools.count()
@@ -90,16 +91,17 @@ class ActorHost:
             raise self._failure(method, AttributeError(f"{self._fqn} has no method {method!r}"))
         function = getattr(self._worker, method)
         if inspect.iscoroutinefunction(function):
-            return await self._tracked(method, function(*args, **kwargs))
-        return await self._tracked(
-            method, self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        )
+            # A task of its own, by name: that is what `stack` can see into.
+            return await self._tracked(method, asyncio.create_task(function(*args, **kwargs), name=method))
+        return await self._tracked(method, self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs)))
 
     @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:
         """The methods that run or wait now, and for how long."""
         now = time.monotonic()
-        calls = [f"{method} for {now - since:.0f} s" for method, since in sorted(self._running.values(), key=lambda c: c[1])]
+        calls = [
+            f"{method} for {now - since:.0f} s" for method, since in sorted(self._running.values(), key=lambda c: c[1])
+        ]
         if len(calls) > 8:
             calls[8:] = [f"and {len(calls) - 8} more calls"]
         return ", ".join(calls) or "idle"
@@ -107,13 +109,21 @@ class ActorHost:
     @ray.method(concurrency_group="inspect")
     async def stack(self) -> str:
         """Python stacks of all threads and of all asyncio tasks of this process."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        parts = []
-        for ident, frame in sys._current_frames().items():
-            if ident != threading.get_ident():
-                parts.append(f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}")
+        frames = sys._current_frames()
+        threads = [thread for thread in threading.enumerate() if thread.ident in frames]
+        # The worker's own thread first: the others mostly belong to Ray.
+        threads.sort(key=lambda thread: not thread.name.startswith(_WORKER_THREAD))
+        parts = [
+            f"Thread {thread.name}:\n{''.join(traceback.format_stack(frames[thread.ident]))}"
+            for thread in threads
+            if thread.ident is not None and thread.ident != threading.get_ident()
+        ]
         tasks = asyncio.all_tasks(self._loop) if self._loop is not None else set()
-        parts += [f"Task {task.get_name()}:\n{_coroutine_stack(task.get_coro())}" for task in tasks]
+        parts += [
+            f"Task {task.get_name()}:\n{_coroutine_stack(task.get_coro())}"
+            for task in tasks
+            if inspect.iscoroutine(task.get_coro())  # Ray's own are compiled and show nothing
+        ]
         return "\n".join(parts)
 
     def _construct(self) -> None:

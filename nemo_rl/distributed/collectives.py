@@ -1,8 +1,8 @@
 """The rendezvous of a worker group, and torch.distributed on top of it.
 
 The usual way - find a free port, close it, hope that it is still free when rank 0 binds it - loses the port to another
-process now and then. Here rank 0 binds a port the system chose, keeps the listening socket, and its key-value store takes
-the socket over. Ranks that connect before the store is up wait in the socket's queue.
+process now and then. Here rank 0 binds a port the system chose, keeps the listening socket, and its key-value store
+takes the socket over. Ranks that connect before the store is up wait in the socket's queue.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def rendezvous_store(timeout_s: float = 600.0) -> Store:
 def init_process_group(backend: str, timeout_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group` over the worker group this process belongs to.
 
-    Call it once in the worker's constructor, e.g. with "gloo", "nccl" or "cpu:gloo,cuda:nccl". Rank, world size and address
-    come from the worker group. `timeout_s` limits the rendezvous and every later collective. A world that the process
-    has already joined (a test's, say) is used as it is. May be called again after `destroy_process_group`.
+    Call it once in the worker's constructor, e.g. with "gloo", "nccl" or "cpu:gloo,cuda:nccl". Rank, world size and
+    address come from the worker group. `timeout_s` limits the rendezvous and every later collective. A world that the
+    process has already joined (a test's, say) is used as it is. May be called again after `destroy_process_group`.
     """
     global _num_groups
     import torch.distributed as dist

@@ -43,7 +43,9 @@ class WorkerHang(WorkerError):
 class WorkerCallError(Exception):
     """How an exception travels out of a worker: as text, so that it can be read in an environment without its class."""
 
-    def __init__(self, worker: str, rank: int, method: str, exception_type: str, text: str, remote_traceback: str) -> None:
+    def __init__(
+        self, worker: str, rank: int, method: str, exception_type: str, text: str, remote_traceback: str
+    ) -> None:
         super().__init__(worker, rank, method, exception_type, text, remote_traceback)
         self.worker = worker
         self.rank = rank

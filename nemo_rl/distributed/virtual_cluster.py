@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-# Read by Ray when it is imported: under `uv run` its hook would start every worker by the driver's own `uv run` command,
-# in the driver's environment whatever `py_executable` says.
+# Read by Ray when it is imported: under `uv run` its hook would start every worker by the driver's own `uv run`
+# command, in the driver's environment whatever `py_executable` says.
 os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
@@ -34,23 +35,23 @@ _started_here = False  # this process started the cluster, so no node will join 
 def init_ray(log_dir: str | None = None) -> None:
     """Connect to Ray once: to `RAY_ADDRESS`, else to the cluster `ray start` left on this machine, else to a new one.
 
-    A local cluster takes no dashboard, a bounded object store, and ends with this process. `log_dir` is where its own
-    session and log files go. The environment of the driver is not handed to workers: a worker group passes the
-    variables it is given.
+    A local cluster takes no dashboard, a bounded object store, and ends with this process. `log_dir`
+    gets a link `ray` to the logs of Ray and of every worker. The environment of the driver is not handed to workers: a
+    worker group passes the variables it is given.
     """
     if ray.is_initialized():
         return
     address = os.environ.get("RAY_ADDRESS") or _address_of_running_cluster()
     if address is None:
-        start_local_ray(log_dir=log_dir)
-        return
-    logger.info("Joining the Ray cluster at %s", address)
-    ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        start_local_ray()
+    else:
+        logger.info("Joining the Ray cluster at %s", address)
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    if log_dir is not None:
+        _link_logs(Path(log_dir))
 
 
-def start_local_ray(
-    *, num_cpus: int | None = None, object_store_gb: float | None = None, log_dir: str | None = None
-) -> None:
+def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | None = None) -> None:
     """Start a Ray cluster of this machine alone, which ends with this process.
 
     Its CPUs are worker slots, not cores: by default at least 64, so that the bundles of a small run fit on a laptop.
@@ -70,7 +71,6 @@ def start_local_ray(
         include_dashboard=False,
         log_to_driver=True,
         logging_level=logging.WARNING,
-        _temp_dir=os.path.abspath(log_dir) if log_dir is not None else None,
         _system_config={
             # One idle process per logical CPU otherwise, started at once.
             "prestart_worker_first_driver": False,
@@ -80,6 +80,16 @@ def start_local_ray(
         },
     )
     _started_here = True
+
+
+def _link_logs(log_dir: Path) -> None:
+    # A link, not Ray's own temporary directory: its sockets live there and their paths may have 107 characters.
+    from ray._private.worker import global_worker
+
+    log_dir.mkdir(parents=True, exist_ok=True)
+    link = log_dir / "ray"
+    link.unlink(missing_ok=True)
+    link.symlink_to(global_worker.node.get_logs_dir_path())
 
 
 def _address_of_running_cluster() -> str | None:
@@ -107,13 +117,13 @@ class Bundle:
 class RayVirtualCluster:
     """Bundles booked in Ray's cluster, `bundle_ct_per_node_list[i]` of them on the i-th node.
 
-    A bundle is one GPU (or none, `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group that
-    may sit on it. CPUs count worker slots here. Bundles are booked at first use: one placement group per node, each packed
-    onto one node, so that neighbouring ranks (a tensor-parallel group) share a node; or, once a single worker spans nodes, one
-    unified group laid out by `placement_group_strategy` and ordered by node and GPU.
+    A bundle is one GPU (or none, `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group
+    that may sit on it. CPUs count worker slots here. Bundles are booked at first use: one placement group per node,
+    each packed onto one node, so that neighbouring ranks (a tensor-parallel group) share a node; or, once a single
+    worker spans nodes, one unified group laid out by `placement_group_strategy` and ordered by node and GPU.
 
-    Raises ValueError for a layout that cannot be, ResourceInsufficientError when the cluster has not the room: at once on a
-    cluster this process started, after `wait_s` seconds on one whose nodes may still join or be freed.
+    Raises ValueError for a layout that cannot be, ResourceInsufficientError when the cluster has not the room: at once
+    on a cluster this process started, after `wait_s` seconds on one whose nodes may still join or be freed.
     """
 
     def __init__(
@@ -235,7 +245,9 @@ class RayVirtualCluster:
         for i, count in enumerate(counts):
             suffix = "unified" if unified else f"node{i}"
             self._placement_groups.append(
-                placement_group([resources] * count, strategy=strategy, name=f"{self.name}-{suffix}" if self.name else "")
+                placement_group(
+                    [resources] * count, strategy=strategy, name=f"{self.name}-{suffix}" if self.name else ""
+                )
             )
         self._wait_until_ready(max(deadline, time.monotonic() + 30.0))
 

@@ -35,6 +35,7 @@ def test_exception_of_one_rank_ends_the_world() -> None:
 def test_rank_that_disappears() -> None:
     def one_exits(rank: int, world_size: int) -> None:
         if rank == 1:
+            time.sleep(0.5)  # rank 0 has left the set-up of the world by then
             os._exit(3)
         time.sleep(60)
 

@@ -1,0 +1,82 @@
+"""Plain worker classes for the tests of worker groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import time
+from typing import Any
+
+
+class EchoWorker:
+    def __init__(self, greeting: str = "hello", *, fail_on_rank: int | None = None) -> None:
+        self.greeting = greeting
+        self.rank = int(os.environ["RANK"])
+        if fail_on_rank == self.rank:
+            raise ValueError("no such weights")
+
+    def echo(self, *args: Any, **kwargs: Any) -> tuple[str, int, tuple[Any, ...], dict[str, Any]]:
+        return self.greeting, self.rank, args, kwargs
+
+    def environment(self) -> dict[str, str]:
+        return dict(os.environ)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def raise_on(self, rank: int) -> None:
+        if rank == self.rank:
+            raise KeyError("missing row")
+        time.sleep(60)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def sleep_on(self, rank: int, seconds: float) -> None:
+        if rank == self.rank:
+            time.sleep(seconds)
+
+    async def wait_async(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    async def block_loop(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def start_child(self) -> int:
+        return subprocess.Popen(["sleep", "600"]).pid
+
+    def six_version(self) -> str:
+        import six
+
+        return six.__version__
+
+
+class SlowStartWorker:
+    def __init__(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class CollectiveWorker:
+    def __init__(self) -> None:
+        from nemo_rl.distributed.collectives import init_process_group
+
+        init_process_group("gloo", timeout_s=60)
+
+    def sum_ranks(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([float(dist.get_rank())])
+        dist.all_reduce(value)
+        return value.item()
+
+    def join_again(self) -> int:
+        import torch.distributed as dist
+
+        from nemo_rl.distributed.collectives import init_process_group
+
+        dist.destroy_process_group()
+        init_process_group("gloo", timeout_s=60)
+        return dist.get_world_size()
