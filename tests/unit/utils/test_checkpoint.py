@@ -1,0 +1,369 @@
+"""Checkpoints: layout, ranking, and what is left after every kind of damage."""
+
+import errno
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils.checkpoint import (
+    CheckpointError,
+    CheckpointIdentityError,
+    CheckpointManager,
+    DiskFullError,
+    TimeoutChecker,
+    check_identity,
+    parse_duration_s,
+)
+from nemo_rl.utils.checkpoint_manifest import MANIFEST_NAME, find_damage
+from nemo_rl.utils.config import CheckpointingConfig
+
+
+def manager_in(directory: Path, free_bytes: Callable[[Path], int] | None = None, **overrides) -> CheckpointManager:
+    cfg = CheckpointingConfig(checkpoint_dir=str(directory), **{"keep_top_k": None, "metric_name": None} | overrides)
+    return CheckpointManager(cfg) if free_bytes is None else CheckpointManager(cfg, free_bytes)
+
+
+def write_state(content: str) -> Callable[[Path], None]:
+    def write(directory: Path) -> None:
+        for part in ("weights", "optimizer"):
+            (directory / "policy" / part).mkdir(parents=True)
+            (directory / "policy" / part / "shard_0.bin").write_text(content * 100)
+
+    return write
+
+
+def save(manager: CheckpointManager, step: int, content: str = "x", **metrics: float) -> Path:
+    logged = {name.replace("__", "/"): value for name, value in metrics.items()}
+    return manager.save(step, write_state(content), {"current_step": step}, "seed: 1\n", logged)
+
+
+def steps_in(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_saved_checkpoint_is_complete_and_readable(tmp_path):
+    manager = manager_in(tmp_path / "new" / "dir")
+    path = save(manager, 3, train__reward=0.5, train__loss=float("nan"))
+    assert path.name == "step_3"
+    assert (path / "config.yaml").read_text() == "seed: 1\n"
+    info = manager.load_training_info(path)
+    assert info == {"current_step": 3, "metrics": {"train/reward": 0.5, "train/loss": "NaN"}}
+    assert manager.get_resume_paths(path) == (path / "policy" / "weights", path / "policy" / "optimizer")
+    files = json.loads((path / MANIFEST_NAME).read_text())["files"]
+    assert set(files) == {
+        "config.yaml",
+        "training_info.json",
+        "policy/weights/shard_0.bin",
+        "policy/optimizer/shard_0.bin",
+    }
+    assert files["policy/weights/shard_0.bin"]["size"] == 100
+    assert find_damage(path) is None
+    assert steps_in(path.parent) == ["step_3"]
+
+
+def test_an_empty_directory_has_no_checkpoint(tmp_path):
+    manager = manager_in(tmp_path / "none")
+    assert manager.latest_sound() is None
+    assert manager.get_latest_checkpoint_path() is None
+    assert manager.get_best_checkpoint_path() is None
+    assert manager.load_training_info(None) is None
+    assert manager.get_resume_paths(None) == (None, None)
+
+
+def test_resume_paths_without_optimizer(tmp_path):
+    (tmp_path / "policy" / "weights").mkdir(parents=True)
+    assert CheckpointManager.get_resume_paths(tmp_path) == (tmp_path / "policy" / "weights", None)
+
+
+def test_latest_is_by_number_not_by_name(tmp_path):
+    manager = manager_in(tmp_path)
+    for step in (2, 10, 9):
+        save(manager, step)
+    (tmp_path / "step_99_copy").mkdir()
+    assert manager.get_latest_checkpoint_path() == tmp_path / "step_10"
+
+
+@pytest.mark.parametrize(
+    ("higher_is_better", "kept"), [(True, ["step_2", "step_3", "step_5"]), (False, ["step_1", "step_4", "step_5"])]
+)
+def test_the_best_and_the_latest_are_kept(tmp_path, higher_is_better, kept):
+    manager = manager_in(tmp_path, keep_top_k=2, metric_name="val:accuracy", higher_is_better=higher_is_better)
+    for step, accuracy in [(1, 0.2), (2, 0.9), (3, 0.8), (4, 0.1), (5, 0.5)]:
+        save(manager, step, validation__accuracy=accuracy)
+    assert steps_in(tmp_path) == kept
+    assert manager.get_best_checkpoint_path() == tmp_path / ("step_2" if higher_is_better else "step_4")
+
+
+def test_without_a_metric_the_newest_are_kept(tmp_path):
+    manager = manager_in(tmp_path, keep_top_k=2)
+    for step in (1, 2, 3, 12):
+        save(manager, step)
+    assert steps_in(tmp_path) == ["step_12", "step_3"]
+
+
+def test_ties_prefer_the_newer_and_missing_or_nan_is_worst(tmp_path, caplog):
+    manager = manager_in(tmp_path, keep_top_k=2, metric_name="val:accuracy")
+    save(manager, 1, validation__accuracy=0.5)
+    save(manager, 2, validation__accuracy=0.5)
+    save(manager, 3, validation__accuracy=float("nan"))
+    save(manager, 4, train__reward=1.0)
+    assert "counts as the worst" in caplog.text
+    assert manager.get_best_checkpoint_path() == tmp_path / "step_2"
+    save(manager, 5, validation__accuracy=0.5)
+    assert steps_in(tmp_path) == ["step_2", "step_5"]
+
+
+def test_a_metric_that_no_run_produces_is_an_error_after_saving(tmp_path):
+    manager = manager_in(tmp_path, metric_name="val:acuracy")
+    with pytest.raises(ValueError, match=r"validation/acuracy; there are: validation/accuracy"):
+        save(manager, 1, validation__accuracy=0.5)
+    assert manager.latest_sound() == tmp_path / "step_1"
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: flip_a_byte(path / "policy/weights/shard_0.bin"), "policy/weights/shard_0.bin is not what was saved"),
+        (lambda path: (path / "policy/weights/shard_0.bin").unlink(), "policy/weights/shard_0.bin is missing"),
+        (
+            lambda path: os.truncate(path / "policy/optimizer/shard_0.bin", 7),
+            "policy/optimizer/shard_0.bin has 7 bytes instead of 100",
+        ),
+        (lambda path: flip_a_byte(path / "training_info.json"), "training_info.json is not what was saved"),
+        (lambda path: flip_a_byte(path / MANIFEST_NAME), f"{MANIFEST_NAME} is damaged"),
+        (lambda path: (path / MANIFEST_NAME).unlink(), f"{MANIFEST_NAME} is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, damage, reason):
+    save(manager_in(tmp_path), 10)
+    save(manager_in(tmp_path), 20)
+    damage(tmp_path / "step_20")
+    manager = manager_in(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert manager.latest_sound() == tmp_path / "step_10"
+    assert f"step_20 is refused: {reason}" in caplog.text
+    assert "falling back" in caplog.text
+
+
+def test_no_sound_checkpoint_is_an_error_that_lists_all(tmp_path):
+    manager = manager_in(tmp_path)
+    for step in (1, 2):
+        flip_a_byte(save(manager, step) / "policy/weights/shard_0.bin")
+    with pytest.raises(CheckpointError, match=r"2 checkpoints and none is sound:\n  step_2: .*\n  step_1: .*shard_0.bin"):
+        manager.latest_sound()
+
+
+def test_after_falling_back_the_damaged_one_neither_counts_nor_displaces(tmp_path):
+    for step in (10, 20):
+        save(manager_in(tmp_path), step)
+    flip_a_byte(tmp_path / "step_20" / "policy/weights/shard_0.bin")
+    manager = manager_in(tmp_path, keep_top_k=1)
+    assert manager.latest_sound() == tmp_path / "step_10"
+    save(manager, 15)
+    assert steps_in(tmp_path) == ["step_15", "step_20"]
+    assert manager.get_latest_checkpoint_path() == tmp_path / "step_15"
+    save(manager, 20, content="y")
+    assert manager.latest_sound() == tmp_path / "step_20"
+
+
+def test_a_write_that_raises_leaves_nothing_behind(tmp_path):
+    manager = manager_in(tmp_path)
+    save(manager, 1)
+
+    def write(directory: Path) -> None:
+        (directory / "half").write_text("x")
+        raise RuntimeError("rank 3 died")
+
+    with pytest.raises(RuntimeError, match="rank 3 died"):
+        manager.save(2, write, {}, "", {})
+    assert steps_in(tmp_path) == ["step_1"]
+    save(manager, 2)
+    assert manager.latest_sound() == tmp_path / "step_2"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_full_disk_while_writing_keeps_the_last_one_and_says_so(tmp_path, wrapped):
+    manager = manager_in(tmp_path)
+    save(manager, 1)
+
+    def write(directory: Path) -> None:
+        (directory / "half").write_bytes(b"x" * 4096)
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if wrapped:
+            raise RuntimeError("worker 0 failed") from error
+        raise error
+
+    with pytest.raises(DiskFullError, match=r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched") as caught:
+        manager.save(2, write, {}, "", {})
+    assert caught.value.__cause__ is not None
+    assert steps_in(tmp_path) == ["step_1"]
+    assert manager.latest_sound() == tmp_path / "step_1"
+
+
+def test_too_little_space_is_noticed_before_anything_is_written(tmp_path):
+    save(manager_in(tmp_path), 1)
+    manager = manager_in(tmp_path, free_bytes=lambda path: 150)
+    with pytest.raises(DiskFullError, match=r"\d{3} bytes are needed and 150 bytes are free.*step_1 is untouched"):
+        save(manager, 2)
+    with pytest.raises(DiskFullError, match=r"3\.0 GiB are needed"):
+        manager.save(2, write_state("x"), {}, "", {}, estimated_bytes=3 << 30)
+    assert steps_in(tmp_path) == ["step_1"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB; skipped where this user may not mount one."""
+    directory = tmp_path / "disk"
+    directory.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(directory)], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield directory
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.parametrize("writer", ["python", "torch", "safetensors"])
+def test_a_disk_that_is_really_full(small_disk, writer):
+    import torch
+    from safetensors.torch import save_file
+
+    manager = manager_in(small_disk)
+    save(manager, 1)
+
+    def write(directory: Path) -> None:
+        tensor = torch.ones(3 << 18)  # 3 MiB
+        if writer == "torch":
+            torch.save(tensor, directory / "weights.pt")
+        elif writer == "safetensors":
+            save_file({"w": tensor}, directory / "weights.safetensors")
+        else:
+            (directory / "weights.bin").write_bytes(tensor.numpy().tobytes())
+
+    with pytest.raises(DiskFullError, match="the disk was full after"):
+        manager.save(2, write, {}, "", {})
+    assert steps_in(small_disk) == ["step_1"]
+    assert manager_in(small_disk).latest_sound() == small_disk / "step_1"
+
+
+KILLED_WHILE_SAVING = """
+    import os, signal, sys
+    from pathlib import Path
+    from nemo_rl.utils import checkpoint, checkpoint_manifest
+    from nemo_rl.utils.config import CheckpointingConfig
+
+    directory, moment = sys.argv[1:]
+    manager = checkpoint.CheckpointManager(
+        CheckpointingConfig(checkpoint_dir=directory, keep_top_k=None, metric_name=None)
+    )
+
+    class DiesAt:
+        '''Audit hook: the process is killed right before its n-th rename, or while writing.'''
+        renames = 0
+
+    def hook(event, args):
+        if event == "os.rename":
+            DiesAt.renames += 1
+            if moment == f"rename {DiesAt.renames}":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def write(path):
+        (path / "policy" / "weights").mkdir(parents=True)
+        (path / "policy" / "weights" / "shard_0.bin").write_text("new" * 100)
+        if moment == "write":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    manager.save(2, write, {}, "", {})
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "before", "expected"),
+    [
+        ("write", [1], "step_1 x"),
+        ("rename 1", [1], "step_1 x"),  # all is written, step_2 not yet named
+        ("never", [1], "step_2 new"),
+        ("rename 1", [1, 2], "step_2 x"),  # step_2 exists and is about to step aside
+        ("rename 2", [1, 2], "step_2 x"),  # it has stepped aside, the new one is not named yet
+        ("rename 2", [2], "step_2 x"),
+        ("never", [1, 2], "step_2 new"),
+    ],
+)
+def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, before, expected):
+    for step in before:
+        save(manager_in(tmp_path), step)
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED_WHILE_SAVING), str(tmp_path), moment], check=False, timeout=60
+    )
+    assert process.returncode == (0 if moment == "never" else -signal.SIGKILL)
+
+    manager = manager_in(tmp_path)
+    name, content = expected.split()
+    latest = manager.latest_sound()
+    assert latest is not None and latest.name == name
+    assert (latest / "policy/weights/shard_0.bin").read_text() == content * 100
+    assert all(path.startswith("step_") for path in steps_in(tmp_path))
+
+
+def test_what_a_living_process_is_writing_is_left_alone(tmp_path):
+    writer = manager_in(tmp_path)
+    tmp = writer.init_tmp_checkpoint(5, {}, "")
+    other = manager_in(tmp_path)
+    assert tmp.is_dir()
+    with pytest.raises(CheckpointError, match="two runs share one directory"):
+        save(other, 5)
+    assert writer.finalize_checkpoint(tmp) == tmp_path / "step_5"
+
+
+def test_identity_lists_every_difference():
+    saved = {"model": {"config": "aa", "tokenizer": "tt"}, "dataset": "d1", "keys": [1, 2], "gone": 1}
+    check_identity(saved, json.loads(json.dumps(saved)))
+    check_identity(saved, saved | {"keys": (1, 2)})
+    with pytest.raises(CheckpointIdentityError) as caught:
+        check_identity(saved, {"model": {"config": "bb", "tokenizer": "tt"}, "dataset": "d2", "keys": [1, 2]})
+    text = str(caught.value)
+    assert "model.config: the checkpoint has 'aa', this run 'bb'" in text
+    assert "dataset: the checkpoint has 'd1', this run 'd2'" in text
+    assert "gone: the checkpoint has 1, this run '(absent)'" in text
+    assert "tokenizer" not in text
+    assert "checkpointing.checkpoint_dir" in text
+
+
+def test_durations():
+    assert parse_duration_s("00:03:45:00") == 3 * 3600 + 45 * 60
+    assert parse_duration_s("01:00:00:01") == 86401
+    for text in ("3:45:00", "00:24:00:00", "00:00:60:00", "", "a:b:c:d"):
+        with pytest.raises(ValueError, match="DD:HH:MM:SS"):
+            parse_duration_s(text)
+
+
+def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
+    now = 0.0
+    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    now = 20.0
+    checker.start_iterations()
+    told = []
+    for _ in range(4):
+        now += 25.0
+        checker.mark_iteration()
+        told.append(checker.check_save())
+    # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
+    assert told == [False, False, True, False]
+    forever = TimeoutChecker(None, clock=lambda: 1e12)
+    assert not forever.check_save()

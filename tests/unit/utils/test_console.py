@@ -1,0 +1,122 @@
+import io
+import logging
+
+import pytest
+
+from nemo_rl.utils.console import RunConsole, alarms, format_duration, summary_line, visible
+
+METRICS = {
+    "train/reward": 0.5,
+    "train/loss": -0.0125,
+    "train/grad_norm": 1.5,
+    "train/token_mult_prob_error": 1.0000012,
+    "performance/tokens_per_sec": 12345.6,
+    "timing/train/total_step_time": 4.0,
+    "timing/train/refit": 0.25,
+    "timing/train/rollout": 3.0,
+    "timing/train/rollout/env": 1.0,
+    "timing/train/valid_tokens_per_sec_per_gpu": 99999.0,
+}
+
+
+class FakeClock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_without_a_terminal_a_step_is_one_plain_line():
+    file, clock = io.StringIO(), FakeClock()
+    with RunConsole(num_steps=10, start_step=4, file=file, clock=clock) as console:
+        clock.now = 60.0
+        with console.phase("rollout"):
+            pass
+        console.finish_step(5, METRICS)
+        console.info("saved [bold]step_5[/bold]")
+    assert file.getvalue().splitlines() == [
+        "step 5/10  reward 0.5000  loss -0.01250  grad norm 1.5000  token_mult_prob_error 1.0000012  12,346 tok/s  "
+        "4.0 s (rollout 3.0, refit 0.2)  5:00 left",
+        "saved [bold]step_5[/bold]",
+    ]
+
+
+def test_on_a_terminal_the_live_line_shows_phase_step_speed_and_time_left():
+    file, clock = io.StringIO(), FakeClock()
+    with RunConsole(num_steps=10, file=file, force_terminal=True, clock=clock) as console:
+        clock.now = 7.0
+        console.finish_step(1, METRICS)
+        with console.phase("train"), console.phase("backward"):
+            console._progress.refresh()
+    shown = file.getvalue()
+    for text in ("step 1/10", "train > backward", "12,346 tok/s", "1:03 left", "\x1b["):
+        assert text in shown
+
+
+def test_time_left_is_from_the_latest_steps():
+    clock = FakeClock()
+    with RunConsole(num_steps=100, file=io.StringIO(), clock=clock) as console:
+        assert console.seconds_left(0) == 0.0
+        for step, seconds in enumerate([1000.0] + [2.0] * 30, start=1):
+            clock.now += seconds
+            console.finish_step(step, {})
+        assert console.seconds_left(50) == pytest.approx(100.0)
+
+
+def test_a_healthy_step_raises_no_alarm():
+    assert alarms(METRICS) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "text"),
+    [
+        ({"train/token_mult_prob_error": 1.06}, "token_mult_prob_error is 1.0600, above 1.05"),
+        ({"train/token_mult_prob_error": float("nan")}, "token_mult_prob_error is nan"),
+        ({"train/loss": float("nan")}, "train/loss is nan"),
+        ({"train/baseline_reward/pct_mixed": 0.0}, "no gradient"),
+        ({"train/num_failed_samples": 2.0}, "2 episodes failed"),
+        ({"train/num_skipped_steps": 1}, "1 optimizer steps were skipped"),
+    ],
+)
+def test_alarms(metrics, text):
+    (alarm,) = alarms(metrics)
+    assert text in alarm
+    file = io.StringIO()
+    RunConsole(num_steps=2, file=file).finish_step(1, metrics)
+    assert file.getvalue().splitlines()[1] == f"WARNING {alarm}"
+
+
+def test_samples_show_roles_and_reward_and_cannot_drive_the_terminal():
+    logs = [
+        [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "[red]4\x1b[2J\x07"}],
+        [{"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}],
+    ]
+    file = io.StringIO()
+    RunConsole(num_steps=1, file=file).show_samples(logs, [1.0, 0.0], num_samples=1, title="validation at step 5")
+    text = file.getvalue()
+    assert "validation at step 5, sample 1, reward 1.0000" in text
+    assert "user: 2+2?\nassistant: [red]4\\x1b[2J\\x07" in text
+    assert "3+3" not in text
+    live = io.StringIO()
+    RunConsole(num_steps=1, file=live, force_terminal=True).show_samples(logs, [1.0, 0.0], num_samples=2, title="t")
+    assert "\x1b[2J" not in live.getvalue()
+    assert "3+3" in live.getvalue()
+
+
+def test_log_records_go_to_the_console():
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    file = io.StringIO()
+    try:
+        RunConsole(num_steps=1, file=file).configure_logging()
+        logging.getLogger("nemo_rl.x").warning("step_%d is refused", 3)
+    finally:
+        root.handlers[:], root.level = handlers, level
+    assert file.getvalue().rstrip().endswith("WARNING nemo_rl.x: step_3 is refused")
+
+
+def test_small_pieces():
+    assert summary_line({}) == ""
+    assert format_duration(59.6) == "1:00"
+    assert format_duration(3723) == "1:02:03"
+    assert visible("a\tb\n\x00é\u202e") == "a\tb\n\\x00é\\u202e"

@@ -1,0 +1,127 @@
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl.utils.config import LoggerConfig, WandbConfig
+from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir
+
+
+def lines_of(run_dir: Path) -> list[dict]:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_one_line_per_step_with_everything(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_metrics({"reward": 0.1 + 0.2, "advantages": {"mean": np.float32(0.5)}}, 3, "train")
+    logger.log_metrics({"accuracy": 1}, 3, "validation")
+    logger.log_metrics({"generation": 1.25}, 3, "timing/train")
+    returned = logger.finish_step(3)
+    assert lines_of(tmp_path) == [{"step": 3, **returned}], "a line is on disk as soon as its step is finished"
+    assert returned == {
+        "train/reward": 0.30000000000000004,
+        "train/advantages/mean": 0.5,
+        "validation/accuracy": 1,
+        "timing/train/generation": 1.25,
+    }
+    logger.log_metrics({"reward": 1.0}, 4, "train")
+    logger.finish_step(4)
+    assert [line["step"] for line in lines_of(tmp_path)] == [3, 4]
+    logger.close()
+
+
+def test_values_that_are_not_finite_stay_readable(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_metrics({"a": float("nan"), "b": float("inf"), "c": -np.float64("inf")}, 1, "train")
+    logger.finish_step(1)
+    (line,) = lines_of(tmp_path)
+    assert line == {"step": 1, "train/a": "NaN", "train/b": "Infinity", "train/c": "-Infinity"}
+    assert float(line["train/c"]) == -float("inf")
+
+
+def test_mistakes_are_named(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1, "train")
+    with pytest.raises(ValueError, match="train/loss is logged twice in step 1"):
+        logger.log_metrics({"loss": 2.0}, 1, "train")
+    with pytest.raises(TypeError, match=r"metric train/name is str"):
+        logger.log_metrics({"name": "x"}, 1, "train")
+    with pytest.raises(AssertionError, match="step 1 is not finished"):
+        logger.log_metrics({"loss": 2.0}, 2, "train")
+
+
+def test_a_step_without_its_end_is_not_written(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.close()
+    assert lines_of(tmp_path) == []
+
+
+def test_hyperparams_and_records(tmp_path):
+    logger = Logger(LoggerConfig(), tmp_path)
+    logger.log_hyperparams({"grpo": {"seed": 1, "path": Path("a/b")}})
+    assert (tmp_path / "config.yaml").read_text() == "grpo:\n  seed: 1\n  path: a/b\n"
+    path = logger.log_records([{"reward": float("nan")}, {"text": "ä"}], "bad_samples_step_3.jsonl")
+    assert path.read_text() == '{"reward": "NaN"}\n{"text": "ä"}\n'
+
+
+def test_tensorboard_gets_every_number(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
+    logger.log_hyperparams({"seed": 1})
+    for step in (1, 2):
+        logger.log_metrics({"reward": step / 4}, step, "train")
+        logger.log_histogram([1.0, 2.0], step, "train/lengths")
+        logger.finish_step(step)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["histograms"] == ["train/lengths"]
+
+
+def test_wandb_offline_writes_below_the_run(tmp_path):
+    logger = Logger(LoggerConfig(wandb_enabled=True, wandb=WandbConfig(mode="offline")), tmp_path)
+    logger.log_hyperparams({"seed": 1})
+    logger.log_metrics({"reward": 0.5}, 1, "train")
+    logger.finish_step(1)
+    logger.close()
+    (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    content = recorded.read_bytes()
+    assert b"train/reward" in content
+
+
+def test_flatten_dict():
+    assert flatten_dict({"a": {"b": {"c": 1}, "d": 2}, "e": 3}) == {"a.b.c": 1, "a.d": 2, "e": 3}
+
+
+def test_experiment_directories_count_on(tmp_path):
+    base = tmp_path / "logs"
+    assert get_next_experiment_dir(base) == base / "exp_000"
+    (base / "exp_1004").mkdir()
+    (base / "exp_notes").mkdir()
+    assert get_next_experiment_dir(base) == base / "exp_1005"
+
+
+def test_two_runs_never_share_a_directory(tmp_path):
+    directories: list[Path] = []
+    start = threading.Barrier(8)
+
+    def take() -> None:
+        start.wait()
+        for _ in range(10):
+            directories.append(get_next_experiment_dir(tmp_path))
+
+    threads = [threading.Thread(target=take) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(directories) == len(set(directories)) == 80

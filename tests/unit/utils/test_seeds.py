@@ -1,0 +1,82 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.utils.seeds import (
+    load_rng_state,
+    load_rng_state_dict,
+    rng_state_dict,
+    sample_seed,
+    save_rng_state,
+    seed_everything,
+)
+
+
+def test_sample_seed_is_fixed_for_ever():
+    # A change of this value breaks the exact resume of runs that exist.
+    assert sample_seed(42, 3, "gsm8k:17", 1, 0) == 8075391773274398054
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**63), st.integers(0, 10**9), st.text(), st.integers(0, 4096), st.integers(0, 999))
+def test_sample_seed_is_a_nonnegative_int64(run_seed, step, prompt_id, sample_index, turn):
+    assert 0 <= sample_seed(run_seed, step, prompt_id, sample_index, turn) < 2**63
+
+
+def test_every_part_of_the_sample_enters():
+    seeds = {
+        sample_seed(run_seed, step, prompt_id, index, turn)
+        for run_seed in (0, 1)
+        for step in (1, 11)
+        for prompt_id in ("a:1", "a:11", "a:1,1", 'a:1",1')
+        for index in (0, 1, 11)
+        for turn in (0, 1)
+    }
+    assert len(seeds) == 2 * 2 * 4 * 3 * 2
+
+
+def draws() -> list[float]:
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.rand()),
+        float(np.random.randn()),
+        *torch.rand(3).tolist(),
+        *torch.randn(3).tolist(),
+    ]
+
+
+def test_equal_seeds_give_equal_draws():
+    seed_everything(2**40 + 5)
+    first = draws()
+    seed_everything(2**40 + 5)
+    assert draws() == first
+    seed_everything(6)
+    assert draws() != first
+    with pytest.raises(ValueError, match="0 or more"):
+        seed_everything(-1)
+
+
+def test_state_on_disk_continues_every_generator(tmp_path):
+    seed_everything(1)
+    draws()  # leaves half a pair of normal draws in python's and numpy's generator
+    save_rng_state(tmp_path / "rank_0.safetensors")
+    expected = draws()
+    seed_everything(2)
+    load_rng_state(tmp_path / "rank_0.safetensors")
+    assert draws() == expected
+
+
+def test_a_state_that_is_not_whole_is_refused(tmp_path):
+    state = rng_state_dict()
+    with pytest.raises(ValueError, match="lacks torch/cpu"):
+        load_rng_state_dict({name: tensor for name, tensor in state.items() if name != "torch/cpu"})
+    with pytest.raises(ValueError, match="saw 9 CUDA devices"):
+        without = {name: tensor for name, tensor in state.items() if "cuda" not in name}
+        load_rng_state_dict(without | {f"torch/cuda/{i}": state["torch/cpu"] for i in range(9)})
+    with pytest.raises(FileNotFoundError, match="no random state at"):
+        load_rng_state(tmp_path / "absent.safetensors")
