@@ -39,8 +39,11 @@ class Accelerator:
     def register(
         self, name: str, onload: Callable[[], None], offload: Callable[[], None], *, on_device: bool = False
     ) -> None:
-        """Make a tenant known. `on_device`: it is on the device now, as it was built there; one tenant at most can
-        be.""" if name in self._tenants:
+        """Make a tenant known.
+
+        `on_device`: it is on the device now, as it was built there; one tenant at most can be.
+        """
+        if name in self._tenants:
             raise ValueError(f"{name!r} is registered already")
         if on_device and self.exclusive:
             if self._present is not None:

@@ -53,9 +53,8 @@ def log_tail(worker: Worker) -> str:
 def _silence(worker: Worker, timeout_s: float) -> str:
     if worker.identity is None:
         return (
-            f"its process has not started (asked for {timeout_s:g} s): its Python environment may be missing or still be
-            "
-            "made, or its node may be out of reach"
+            f"its process has not started (asked for {timeout_s:g} s): its Python environment may be missing or "
+            "still be made, or its node may be out of reach"
         )
     state = _on_node(worker.identity, _process_state, worker.identity.pid)
     return (
