@@ -137,7 +137,10 @@ def flip_a_byte(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (lambda path: flip_a_byte(path / "policy/weights/shard_0.bin"), "policy/weights/shard_0.bin is not what was saved"),
+        (
+            lambda path: flip_a_byte(path / "policy/weights/shard_0.bin"),
+            "policy/weights/shard_0.bin is not what was saved",
+        ),
         (lambda path: (path / "policy/weights/shard_0.bin").unlink(), "policy/weights/shard_0.bin is missing"),
         (
             lambda path: os.truncate(path / "policy/optimizer/shard_0.bin", 7),
@@ -163,7 +166,9 @@ def test_no_sound_checkpoint_is_an_error_that_lists_all(tmp_path):
     manager = manager_in(tmp_path)
     for step in (1, 2):
         flip_a_byte(save(manager, step) / "policy/weights/shard_0.bin")
-    with pytest.raises(CheckpointError, match=r"2 checkpoints and none is sound:\n  step_2: .*\n  step_1: .*shard_0.bin"):
+    with pytest.raises(
+        CheckpointError, match=r"2 checkpoints and none is sound:\n  step_2: .*\n  step_1: .*shard_0.bin"
+    ):
         manager.latest_sound()
 
 
@@ -207,7 +212,9 @@ def test_a_full_disk_while_writing_keeps_the_last_one_and_says_so(tmp_path, wrap
             raise RuntimeError("worker 0 failed") from error
         raise error
 
-    with pytest.raises(DiskFullError, match=r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched") as caught:
+    with pytest.raises(
+        DiskFullError, match=r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched"
+    ) as caught:
         manager.save(2, write, {}, "", {})
     assert caught.value.__cause__ is not None
     assert steps_in(tmp_path) == ["step_1"]
