@@ -1,0 +1,255 @@
+"""Python environments for workers: the driver's own where it will do, else one made by uv from an extra of the project.
+
+Engines pin packages that contradict each other, so each lives in an extra of `pyproject.toml`, and a worker that needs
+one runs in an environment of that extra. It is made once on each node, and again when `pyproject.toml` changed or
+`NRL_FORCE_REBUILD_VENVS=true`. `NEMO_RL_VENV_DIR` says where (default: `venvs/` in the project).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+logger = logging.getLogger(__name__)
+
+_STAMP = ".nemo_rl_stamp.json"
+_NUM_LINES_KEPT = 60
+_NODE_BUILD_TIMEOUT_S = 3600.0
+_NETWORK_WORDS = ("error sending request", "dns error", "timed out", "connection", "network", "failed to fetch")
+
+_rebuilt: set[Path] = set()  # environments forced anew by this process: once is enough
+
+
+class VenvBuildError(RuntimeError):
+    """An environment could not be made; the message holds uv's own words and what to do."""
+
+
+def python_executable_for(extra: str, project_root: Path | None = None) -> str:
+    """Path of a Python in whose environment `extra` of the project is installed, made now if need be.
+
+    The driver's own Python when it has everything the extra asks for. With Ray up the environment is made on each node.
+    `project_root` is the folder of `pyproject.toml`, by default the project this package runs from. Raises ValueError
+    for an unknown extra or a package without its project, VenvBuildError when the build fails.
+    """
+    root = find_project_root() if project_root is None else project_root.resolve()
+    unmet = unmet_requirements(extra, root)
+    if not unmet:
+        return sys.executable
+    path = venv_path(extra, root)
+    force = _force_rebuild() and path not in _rebuilt
+    logger.info("%s does not have %s: using the environment %s", sys.executable, ", ".join(unmet), path)
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        python = ensure_on_all_nodes(extra, root, force=force)
+    else:
+        python = ensure_venv(extra, root, force=force)
+    _rebuilt.add(path)
+    return python
+
+
+def find_project_root() -> Path:
+    """The folder of the project's `pyproject.toml`. Raises ValueError when the package was installed without it."""
+    package = Path(__file__).resolve().parents[1]
+    root = package.parent
+    if not (root / "pyproject.toml").is_file():
+        raise ValueError(
+            f"{package} is installed apart from its pyproject.toml, so no worker environment can be made from it: "
+            "run from a clone of the repository, or install the extra where the driver runs (pip install 'nemo-rl[vllm]')"
+        )
+    return root
+
+
+def unmet_requirements(extra: str, project_root: Path) -> list[str]:
+    """What `extra` asks for and this process's environment does not have, e.g. ["vllm==0.32.0 (not installed)"]."""
+    unmet = []
+    for text in _extra_requirements(extra, project_root):
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unmet.append(f"{requirement.name}{requirement.specifier} (not installed)")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            unmet.append(f"{requirement.name}{requirement.specifier} ({version} is installed)")
+    return unmet
+
+
+def venv_path(extra: str, project_root: Path) -> Path:
+    """Where the environment of `extra` lies, made or not."""
+    folder = os.environ.get("NEMO_RL_VENV_DIR")
+    return (Path(folder).expanduser().resolve() if folder else project_root / "venvs") / extra
+
+
+def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
+    """Make the environment of `extra` on this machine unless it is there and up to date; path of its Python.
+
+    A lock keeps two drivers from building at once. The environment counts only once its stamp is written, last of all: one
+    left half made is made again.
+    """
+    path = venv_path(extra, project_root)
+    python = path / "bin" / "python"
+    stamp = _stamp(extra, project_root)
+    with _lock(path.with_name(f".{extra}.lock")):
+        if not force and _read_stamp(path) == stamp and python.exists():
+            return str(python)
+        if path.exists():
+            logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or half made")
+            shutil.rmtree(path)
+        logger.info("Making the environment of extra %r in %s", extra, path)
+        _build(extra, project_root, path)
+        (path / _STAMP).write_text(json.dumps(stamp))
+    return str(python)
+
+
+def ensure_on_all_nodes(extra: str, project_root: Path, *, force: bool = False) -> str:
+    """`ensure_venv` on every node of the Ray cluster, side by side; the path is the same on all."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    remote = ray.remote(num_cpus=0, max_retries=0)(_ensure_venv_on_node)
+    refs = [
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+            extra, str(project_root), str(venv_path(extra, project_root)), force
+        )
+        for node in others
+    ]
+    python = ensure_venv(extra, project_root, force=force)
+    if refs:
+        logger.info("Waiting for the environment of extra %r on %d other nodes", extra, len(refs))
+        failures = [failure for failure in ray.get(refs, timeout=_NODE_BUILD_TIMEOUT_S) if failure is not None]
+        if failures:
+            raise VenvBuildError(f"failed on {len(failures)} of {len(refs)} other nodes; the first:\n{failures[0]}")
+    return python
+
+
+def _ensure_venv_on_node(extra: str, project_root: str, path: str, force: bool) -> str | None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    os.environ["NEMO_RL_VENV_DIR"] = str(Path(path).parent)
+    try:
+        # On a file system the nodes share, the others find what the first one made.
+        ensure_venv(extra, Path(project_root), force=force)
+    except (VenvBuildError, ValueError, OSError) as error:
+        return f"{os.uname().nodename}: {error}"
+    return None
+
+
+def _build(extra: str, project_root: Path, path: Path) -> None:
+    uv = shutil.which("uv")
+    if uv is None:
+        raise VenvBuildError(
+            f"extra {extra!r} needs an environment of its own and uv, which makes it, is not on PATH: install uv, or "
+            "start the driver from an environment that has the extra"
+        )
+    # Ray refuses a worker whose Python differs from the driver's in any digit.
+    command = [uv, "sync", "--extra", extra, "--no-default-groups", "--python", sys.executable]
+    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    env["UV_PROJECT_ENVIRONMENT"] = str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
+    process = subprocess.Popen(
+        command,
+        cwd=project_root,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            logger.info("uv: %s", line.rstrip())
+        returncode = process.wait()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    if returncode != 0:
+        raise VenvBuildError(_failure_message(extra, project_root, path, list(lines), returncode))
+
+
+def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str], returncode: int) -> str:
+    starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("error", "\N{MULTIPLICATION SIGN}"))]
+    words = lines[starts[0] :] if starts else lines[-15:]
+    text = "\n".join(words).lower()
+    if "wheel" in text and "platform" in text:
+        advice = "the package has no wheel for this platform: use a machine it is built for, or another extra"
+    elif "no space left" in text:
+        advice = "the disk is full: make room, or set NEMO_RL_VENV_DIR and UV_CACHE_DIR to another disk"
+    elif "no solution found" in text:
+        advice = "the requirements contradict each other: change them in pyproject.toml"
+    elif any(word in text for word in _NETWORK_WORDS):
+        advice = "uv could not reach the package index: check the network and the proxy settings, then start again"
+    else:
+        advice = "see uv's message above"
+    return "\n".join(
+        [
+            f"uv could not make the environment of extra {extra!r} (exit status {returncode}):",
+            *(f"  {line}" for line in words),
+            f"What to do: {advice}. By hand:",
+            f"  cd {project_root} && UV_PROJECT_ENVIRONMENT={path} uv sync --extra {extra} --no-default-groups",
+        ]
+    )
+
+
+def _extra_requirements(extra: str, project_root: Path) -> list[str]:
+    with open(project_root / "pyproject.toml", "rb") as file:
+        project: dict[str, Any] = tomllib.load(file)["project"]
+    extras = {canonicalize_name(name): requirements for name, requirements in project["optional-dependencies"].items()}
+    if canonicalize_name(extra) not in extras:
+        raise ValueError(f"{project_root / 'pyproject.toml'} has no extra {extra!r}: it has {sorted(extras)}")
+    return extras[canonicalize_name(extra)]
+
+
+def _stamp(extra: str, project_root: Path) -> dict[str, str]:
+    """What the environment is made from. uv.lock is left out: uv writes it on the way."""
+    digest = hashlib.sha256((project_root / "pyproject.toml").read_bytes())
+    version_file = project_root / ".python-version"
+    if version_file.is_file():
+        digest.update(version_file.read_bytes())
+    return {"extra": extra, "python": sys.version, "project": digest.hexdigest()}
+
+
+def _read_stamp(path: Path) -> dict[str, str] | None:
+    stamp = path / _STAMP
+    return json.loads(stamp.read_text()) if stamp.is_file() else None
+
+
+def _force_rebuild() -> bool:
+    value = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
+    if value not in ("true", "1", "false", "0", ""):
+        raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {value!r}")
+    return value in ("true", "1")
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("Waiting for another process that makes this environment (%s)", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,69 @@
+import pytest
+
+from nemo_rl.distributed.accelerator import Accelerator
+
+
+def build(exclusive: bool) -> tuple[Accelerator, list[str]]:
+    accelerator, moves = Accelerator(exclusive), []
+    for name in ("policy", "generation"):
+        accelerator.register(name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}"))
+    return accelerator, moves
+
+
+def test_tenants_take_turns_and_stay_until_another_asks() -> None:
+    accelerator, moves = build(True)
+    for name in ("policy", "policy", "generation", "policy"):
+        with accelerator.hold(name):
+            assert accelerator.present == name
+    assert moves == ["+policy", "-policy", "+generation", "-generation", "+policy"]
+
+
+def test_nothing_moves_when_everybody_fits() -> None:
+    accelerator, moves = build(False)
+    with accelerator.hold("policy"), accelerator.hold("generation"):
+        pass
+    assert moves == [] and accelerator.present is None
+
+
+def test_a_held_device_is_not_taken_away() -> None:
+    accelerator, moves = build(True)
+    with accelerator.hold("policy"):
+        with accelerator.hold("policy"):
+            pass
+        with pytest.raises(RuntimeError, match="'generation' wants the device while 'policy' holds it"):
+            accelerator.acquire("generation")
+        with pytest.raises(RuntimeError, match="still held"):
+            accelerator.release("policy")
+    accelerator.release("policy")
+    assert moves == ["+policy", "-policy"] and accelerator.present is None
+
+
+def test_first_tenant_may_be_on_the_device_already() -> None:
+    accelerator, moves = build(True)
+    accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), on_device=True)
+    accelerator.acquire("critic")
+    accelerator.acquire("policy")
+    assert moves == ["-critic", "+policy"]
+    with pytest.raises(ValueError, match="'late' cannot be on the device: 'policy' is"):
+        accelerator.register("late", lambda: None, lambda: None, on_device=True)
+
+
+def test_nobody_is_present_after_a_move_that_failed() -> None:
+    accelerator, _ = build(True)
+
+    def fail() -> None:
+        raise MemoryError("out of memory")
+
+    accelerator.register("big", fail, lambda: None)
+    accelerator.acquire("policy")
+    with pytest.raises(MemoryError):
+        accelerator.acquire("big")
+    assert accelerator.present is None
+
+
+def test_unknown_and_doubled_names() -> None:
+    accelerator, _ = build(True)
+    with pytest.raises(ValueError, match="'critic' is not registered"):
+        accelerator.acquire("critic")
+    with pytest.raises(ValueError, match="registered already"):
+        accelerator.register("policy", lambda: None, lambda: None)

@@ -1,0 +1,183 @@
+"""Worker environments: made once, made again when they should be, and failing with what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils import venvs
+from nemo_rl.utils.venvs import (
+    VenvBuildError,
+    ensure_venv,
+    find_project_root,
+    python_executable_for,
+    unmet_requirements,
+)
+
+needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+
+PYPROJECT = """\
+[project]
+name = "tiny"
+version = "0"
+requires-python = ">=3.11"
+dependencies = []
+[project.optional-dependencies]
+old = ["six==1.16.0"]
+new = ["six==1.17.0"]
+here = ["pytest>=1", "nowhere-at-all>=3; sys_platform == 'win32'"]
+broken = ["pytest>=1", "six==0.0.0.1"]
+empty = []
+[tool.uv]
+package = false
+conflicts = [[{ extra = "old" }, { extra = "new" }]]
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("NEMO_RL_VENV_DIR", raising=False)
+    monkeypatch.delenv("NRL_FORCE_REBUILD_VENVS", raising=False)
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    return tmp_path
+
+
+@pytest.fixture
+def fake_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A uv that makes an empty environment and counts its calls in `calls`; with `fail` beside it, it prints that."""
+    folder = tmp_path / "fake_bin"
+    folder.mkdir()
+    script = folder / "uv"
+    script.write_text(
+        f"""#!/bin/sh
+echo "$@" >> {folder}/calls
+if [ -f {folder}/fail ]; then mkdir -p "$UV_PROJECT_ENVIRONMENT"; cat {folder}/fail >&2; exit 2; fi
+sleep 0.2
+echo "Resolved 1 package in 1ms" >&2
+mkdir -p "$UV_PROJECT_ENVIRONMENT/bin" && ln -s {sys.executable} "$UV_PROJECT_ENVIRONMENT/bin/python"
+"""
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def num_calls(fake_uv: Path) -> int:
+    calls = fake_uv / "calls"
+    return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+
+def test_the_projects_own_extras_are_found() -> None:
+    assert (find_project_root() / "pyproject.toml").is_file()
+    with pytest.raises(ValueError, match=r"no extra 'vlm': it has \[.*'vllm'"):
+        unmet_requirements("vlm", find_project_root())
+
+
+def test_drivers_environment_is_used_when_it_has_the_extra(project: Path) -> None:
+    assert python_executable_for("here", project) == sys.executable
+    assert not (project / "venvs").exists()
+
+
+def test_unmet_requirements_are_named(project: Path) -> None:
+    (unmet,) = unmet_requirements("broken", project)
+    assert unmet.startswith("six==0.0.0.1 (") and unmet.endswith(" is installed)")
+
+
+def test_made_once_and_again_when_the_project_changes(project: Path, fake_uv: Path) -> None:
+    python = ensure_venv("old", project)
+    assert python == str(project / "venvs" / "old" / "bin" / "python")
+    assert ensure_venv("old", project) == python
+    assert num_calls(fake_uv) == 1
+    (project / "pyproject.toml").write_text(PYPROJECT + "# changed\n")
+    ensure_venv("old", project)
+    assert num_calls(fake_uv) == 2
+    (project / ".python-version").write_text("3.11\n")
+    ensure_venv("old", project)
+    assert num_calls(fake_uv) == 3
+
+
+def test_forced_rebuild_happens_once_in_a_process(
+    project: Path, fake_uv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure_venv("broken", project)
+    monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "true")
+    python_executable_for("broken", project)
+    python_executable_for("broken", project)
+    assert num_calls(fake_uv) == 2
+    monkeypatch.setenv("NRL_FORCE_REBUILD_VENVS", "yes please")
+    with pytest.raises(ValueError, match="NRL_FORCE_REBUILD_VENVS"):
+        python_executable_for("broken", project)
+
+
+def test_half_made_environment_is_made_again(project: Path, fake_uv: Path) -> None:
+    (fake_uv / "fail").write_text("error: killed\n")
+    with pytest.raises(VenvBuildError):
+        ensure_venv("old", project)
+    (fake_uv / "fail").unlink()
+    assert Path(ensure_venv("old", project)).exists()
+
+
+def test_two_drivers_build_once(project: Path, fake_uv: Path) -> None:
+    threads = [threading.Thread(target=ensure_venv, args=("old", project)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert num_calls(fake_uv) == 1
+
+
+def test_place_can_be_chosen(project: Path, fake_uv: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(project / "elsewhere"))
+    assert ensure_venv("old", project) == str(project / "elsewhere" / "old" / "bin" / "python")
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("error: Failed to fetch: `https://index/simple/six/`\n  Caused by: dns error", "check the network"),
+        ("error: Distribution `six==1 @ registry` can't be installed because it doesn't have a wheel for the current "
+         "platform", "no wheel for this platform"),
+        ("  \N{MULTIPLICATION SIGN} Failed to download `six==1`\n  ╰─▶ No space left on device (os error 28)", "disk is full"),
+    ],
+)  # fmt: skip
+def test_failed_build_says_what_to_do(project: Path, fake_uv: Path, words: str, advice: str) -> None:
+    (fake_uv / "fail").write_text("Resolved 3 packages in 2ms\n" + words + "\n")
+    with pytest.raises(VenvBuildError, match=r"(?s)extra 'old'.*six.*What to do.*uv sync --extra old") as caught:
+        ensure_venv("old", project)
+    assert advice in str(caught.value)
+    assert "Resolved 3 packages" not in str(caught.value)
+
+
+def test_without_uv(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(project))
+    with pytest.raises(VenvBuildError, match="uv, which makes it, is not on PATH"):
+        ensure_venv("old", project)
+
+
+def test_package_installed_without_its_project(tmp_path: Path) -> None:
+    package = Path(venvs.__file__).parents[1]
+    shutil.copytree(package / "utils", tmp_path / "nemo_rl" / "utils", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "nemo_rl" / "__init__.py").touch()
+    code = "from nemo_rl.utils.venvs import find_project_root; find_project_root()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 1
+    assert "installed apart from its pyproject.toml" in result.stderr
+
+
+@needs_uv
+def test_failing_package_is_named_by_the_real_uv(project: Path) -> None:
+    text = PYPROJECT.replace("six==0.0.0.1", f"unbuildable @ file://{project}/unbuildable")
+    (project / "pyproject.toml").write_text(text)
+    package = project / "unbuildable"
+    package.mkdir()
+    (package / "pyproject.toml").write_text('[project]\nname = "unbuildable"\n')
+    with pytest.raises(VenvBuildError, match=r"(?s)extra 'broken'.*unbuildable"):
+        ensure_venv("broken", project)
