@@ -58,8 +58,8 @@ class ClippedPGLoss:
         gen, advantages = at_valid(inputs.generation_logprobs), at_valid(inputs.advantages)
 
         def aggregate(values: Tensor) -> Tensor:
-            if cfg.constant_length_normalizer_tokens is not None:
-                return constant_length_mean(values, mask, global_valid_seqs, cfg.constant_length_normalizer_tokens)
+            if cfg.length_normalizer is not None:
+                return constant_length_mean(values, mask, global_valid_seqs, cfg.length_normalizer)
             if cfg.token_level_loss:
                 return token_mean(values, mask, global_valid_toks)
             return sequence_mean(values, inputs.token_mask, inputs.sample_mask, global_valid_seqs)

@@ -1,0 +1,419 @@
+"""The loss against numbers worked out by hand, a naive scalar version of every formula, and every split of a batch."""
+
+import itertools
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.metrics import reduce_loss_metrics
+from nemo_rl.types import LossInputs, LossMetrics
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "clip_higher": {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28},
+    "dual_clip": {"ratio_clip_c": 1.25},
+    "k1": {"reference_policy_kl_type": "k1"},
+    "k2": {"reference_policy_kl_type": "k2"},
+    "k3_clamped": {"kl_input_clamp_value": 0.2, "kl_output_clamp_value": 0.01},
+    "k3_unclamped": {"kl_input_clamp_value": None, "kl_output_clamp_value": None},
+    "no_kl": {"reference_policy_kl_penalty": 0.0},
+    "on_policy_kl": {"use_on_policy_kl_approximation": True},
+    "sequence_loss": {"token_level_loss": False},
+    "gspo": {"token_level_loss": False, "sequence_level_importance_ratios": True, "ratio_clip_min": 0.05},
+    "gspo_corrected": {
+        "token_level_loss": False,
+        "sequence_level_importance_ratios": True,
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_ratio": 1.1,
+    },
+    "dr_grpo": {"length_normalizer": 7},
+    "on_policy": {"force_on_policy_ratio": True},
+    "reinforce": {"disable_ppo_ratio": True},
+    "cispo": {"use_cispo": True},
+    "correction": {"use_importance_sampling_correction": True},
+    "tis": {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 1.1},
+    "icepop": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "icepop",
+        "truncated_importance_sampling_ratio": 1.2,
+        "truncated_importance_sampling_ratio_min": 0.8,
+    },
+    "seq_mask_tis": {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": "seq-mask-tis",
+        "truncated_importance_sampling_ratio": 1.05,
+        "truncated_importance_sampling_ratio_min": 0.95,
+    },
+}
+
+
+def config(name: str) -> ClippedPGLossConfig:
+    return ClippedPGLossConfig(**({"reference_policy_kl_penalty": 0.1} | SWITCHES[name]))
+
+
+def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, LossInputs]:
+    """Ragged rows with a gap in the middle (an environment turn), one row masked out if there are three or more."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(num_rows, length, generator=generator)
+
+    prev = -torch.rand(num_rows, length, generator=generator) * 3
+    token_mask = torch.zeros(num_rows, length)
+    for row in range(num_rows):
+        token_mask[row, 1 : 2 + int(torch.randint(1, length - 1, (1,), generator=generator))] = 1.0
+        if length > 4:
+            token_mask[row, 3] = 0.0
+    sample_mask = torch.ones(num_rows)
+    if num_rows >= 3:
+        sample_mask[1] = 0.0
+    inputs = LossInputs(
+        input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
+        token_mask=token_mask,
+        sample_mask=sample_mask,
+        advantages=torch.randn(num_rows, 1, generator=generator).expand(num_rows, length).clone(),
+        prev_logprobs=prev,
+        generation_logprobs=prev + noise(0.15),
+        reference_policy_logprobs=prev + noise(0.3),
+    )
+    return (prev + noise(0.4)).requires_grad_(), inputs
+
+
+def counts(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return inputs.sample_mask.sum(), (inputs.token_mask * inputs.sample_mask[:, None]).sum()
+
+
+def one_row(curr: list[float], prev: list[float], advantage: float, **changes: list[float]) -> tuple[Any, LossInputs]:
+    """Probabilities of the tokens of one row, all valid."""
+
+    def log(probs: list[float]) -> torch.Tensor:
+        return torch.tensor([probs]).log()
+
+    inputs = LossInputs(
+        input_ids=torch.zeros(1, len(curr), dtype=torch.int64),
+        token_mask=torch.ones(1, len(curr)),
+        sample_mask=torch.ones(1),
+        advantages=torch.full((1, len(curr)), advantage),
+        prev_logprobs=log(prev),
+        generation_logprobs=log(changes.get("gen", prev)),
+        reference_policy_logprobs=log(changes.get("reference", prev)),
+    )
+    return log(curr).requires_grad_(), inputs
+
+
+def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: LossInputs) -> torch.Tensor:
+    """Every formula with scalars, one token at a time; nothing shared with the implementation."""
+    rows = [r for r in range(len(curr)) if x.sample_mask[r] > 0]
+    tokens = {r: [t for t in range(curr.shape[1]) if x.token_mask[r, t] > 0] for r in rows}
+    num_tokens = sum(len(t) for t in tokens.values())
+    total = torch.zeros(())
+    for r in rows:
+        seq_log_ratio = sum(curr[r, t] - x.prev_logprobs[r, t] for t in tokens[r]) / len(tokens[r])
+        seq_log_weight = sum((x.prev_logprobs[r, t] - x.generation_logprobs[r, t]).item() for t in tokens[r])
+        row_total = torch.zeros(())
+        for t in tokens[r]:
+            adv, logp = x.advantages[r, t].item(), curr[r, t]
+            prev, gen, ref = (
+                v[r, t].item() for v in (x.prev_logprobs, x.generation_logprobs, x.reference_policy_logprobs)
+            )
+            if cfg.force_on_policy_ratio:
+                ratio = torch.exp(logp - logp.item())
+            else:
+                ratio = torch.exp(seq_log_ratio if cfg.sequence_level_importance_ratios else logp - prev)
+            low, high = 1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max
+            if cfg.disable_ppo_ratio:
+                token = -adv * logp
+            elif cfg.use_cispo:
+                token = -adv * min(max(ratio.item(), low), high) * logp
+            else:
+                clipped = ratio.item() > high if adv >= 0 else ratio.item() < low
+                token = torch.tensor(-adv * (high if adv >= 0 else low)) if clipped else -adv * ratio
+                if cfg.ratio_clip_c is not None and adv < 0 and token.item() > -cfg.ratio_clip_c * adv:
+                    token = torch.tensor(-cfg.ratio_clip_c * adv)
+            if cfg.use_importance_sampling_correction:
+                weight = math.exp(seq_log_weight if cfg.sequence_level_importance_ratios else prev - gen)
+                low_w = cfg.truncated_importance_sampling_ratio_min or 0.0
+                high_w = cfg.truncated_importance_sampling_ratio or math.inf
+                if cfg.truncated_importance_sampling_type == "tis":
+                    weight = min(max(weight, low_w), high_w)
+                elif cfg.truncated_importance_sampling_type == "icepop":
+                    weight = weight if low_w <= weight <= high_w else 0.0
+                elif not low_w <= math.exp(seq_log_weight / len(tokens[r])) <= high_w:
+                    weight = 0.0
+                token = token * weight
+            if cfg.reference_policy_kl_penalty > 0 and not cfg.use_kl_in_reward:
+                bound = math.inf if cfg.kl_input_clamp_value is None else cfg.kl_input_clamp_value
+                log_r = torch.clamp(ref - logp, -bound, bound)
+                kl = {"k1": -log_r, "k2": log_r**2 / 2, "k3": torch.exp(log_r) - 1 - log_r}
+                out = math.inf if cfg.kl_output_clamp_value is None else cfg.kl_output_clamp_value
+                value = torch.clamp(kl[cfg.reference_policy_kl_type], -out, out)
+                if cfg.use_on_policy_kl_approximation:
+                    value = value * math.exp(logp.item() - gen)
+                token = token + cfg.reference_policy_kl_penalty * value
+            row_total = row_total + token
+        if cfg.length_normalizer is not None:
+            total = total + row_total / (len(rows) * cfg.length_normalizer)
+        elif cfg.token_level_loss:
+            total = total + row_total / num_tokens
+        else:
+            total = total + row_total / len(tokens[r]) / len(rows)
+    return total
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_value_and_gradient_equal_the_naive_formula(name: str, seed: int):
+    cfg = config(name)
+    logprobs, inputs = random_batch(4, 9, seed)
+    loss, metrics = ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))
+    expected = naive_loss(cfg, logprobs, inputs)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert metrics["loss"].item() == loss.item()
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, logprobs), torch.autograd.grad(expected, logprobs), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in SWITCHES if name not in ("grpo", "on_policy", "k3_unclamped")])
+def test_every_switch_changes_something(name: str):
+    logprobs, inputs = random_batch(4, 9, 1)
+    baseline = config("sequence_loss" if name.startswith("gspo") else "grpo")
+    values = [ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))[0] for cfg in (baseline, config(name))]
+    assert values[0].item() != pytest.approx(values[1].item(), abs=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    name=st.sampled_from(sorted(SWITCHES)),
+    num_rows=st.integers(1, 6),
+    cuts=st.sets(st.integers(1, 5)),
+    extra_padding=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
+    name: str, num_rows: int, cuts: set[int], extra_padding: int, seed: int
+):
+    loss_fn = ClippedPGLoss(config(name))
+    logprobs, inputs = random_batch(num_rows, 8, seed)
+    whole, whole_metrics = loss_fn(logprobs, inputs, *counts(inputs))
+    (whole_grad,) = torch.autograd.grad(whole, logprobs)
+
+    edges = [0, *sorted(cut for cut in cuts if cut < num_rows), num_rows]
+    parts: list[torch.Tensor] = []
+    metrics: list[LossMetrics] = []
+    for start, end in itertools.pairwise(edges):
+
+        def piece(values: torch.Tensor, rows: slice = slice(start, end)) -> torch.Tensor:
+            if values.dim() == 1:
+                return values[rows]
+            return torch.nn.functional.pad(values[rows], (0, extra_padding))
+
+        part = LossInputs(**{f.name: piece(getattr(inputs, f.name)) for f in fields(inputs)})
+        value, part_metrics = loss_fn(piece(logprobs), part, *counts(inputs))
+        parts.append(value)
+        metrics.append(part_metrics)
+    total = torch.stack(parts).sum()
+    torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], whole_grad, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(reduce_loss_metrics(metrics), whole_metrics, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(name=st.sampled_from(sorted(SWITCHES)), order=st.permutations(range(5)), seed=st.integers(0, 1000))
+def test_the_order_of_samples_does_not_matter(name: str, order: list[int], seed: int):
+    loss_fn = ClippedPGLoss(config(name))
+    logprobs, inputs = random_batch(5, 8, seed)
+    permuted = LossInputs(**{f.name: getattr(inputs, f.name)[order] for f in fields(inputs)})
+    (grad,) = torch.autograd.grad(loss_fn(logprobs, inputs, *counts(inputs))[0], logprobs)
+    (permuted_grad,) = torch.autograd.grad(loss_fn(logprobs[order], permuted, *counts(inputs))[0], logprobs)
+    torch.testing.assert_close(permuted_grad, grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "switches"),
+    [
+        ("grpo", {"token_level_loss": False}),
+        ("dapo", {"token_level_loss": True}),
+        ("dr_grpo", {"length_normalizer": 8}),
+    ],
+)
+def test_values_equal_trl_loss_types(loss_type: str, switches: dict[str, Any]):
+    """TRL's `loss_type` (https://huggingface.co/docs/trl/grpo_trainer), written out.
+
+    The per-token loss is averaged over each sequence and then over sequences (grpo), or summed over completion tokens
+    and divided by all tokens of the batch (dapo) or by sequences times max_completion_length (dr_grpo). The KL term is
+    beta * (exp(ref - logp) - (ref - logp) - 1).
+    """
+    beta, eps, max_completion_length = 0.04, 0.2, 8
+    logprobs, inputs = random_batch(2, 9, 3)
+    mask = inputs.token_mask
+    per_token_logps, old = logprobs[:, 1:], inputs.prev_logprobs[:, 1:]
+    ref, advantages, mask = inputs.reference_policy_logprobs[:, 1:], inputs.advantages[:, 1:], mask[:, 1:]
+    coef = torch.exp(per_token_logps - old)
+    per_token = -torch.min(coef * advantages, torch.clamp(coef, 1 - eps, 1 + eps) * advantages)
+    per_token = per_token + beta * (torch.exp(ref - per_token_logps) - (ref - per_token_logps) - 1)
+    expected = {
+        "grpo": ((per_token * mask).sum(-1) / mask.sum(-1)).mean(),
+        "dapo": (per_token * mask).sum() / mask.sum(),
+        "dr_grpo": (per_token * mask).sum() / (2 * max_completion_length),
+    }[loss_type]
+    cfg = ClippedPGLossConfig(reference_policy_kl_penalty=beta, **switches)
+    loss, _ = ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))
+    torch.testing.assert_close(loss, expected)
+
+
+NO_KL = {"reference_policy_kl_penalty": 0.0}
+
+
+def run(cfg: dict[str, Any], logprobs: torch.Tensor, inputs: LossInputs) -> tuple[float, list[float], dict[str, float]]:
+    loss, metrics = ClippedPGLoss(ClippedPGLossConfig(**(NO_KL | cfg)))(logprobs, inputs, *counts(inputs))
+    (grad,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
+
+
+def test_clip_by_hand():
+    # Ratios 1.5 and 0.5 with A = 2: min(3.0, 2.4) and min(1.0, 1.6).
+    loss, grad, metrics = run({}, *one_row([0.6, 0.2], [0.4, 0.4], 2.0))
+    assert loss == pytest.approx(-(2.4 + 1.0) / 2)
+    assert grad == pytest.approx([0.0, -1.0 / 2])  # the clipped token has no gradient
+    assert metrics["clip_fraction"] == 0.5
+    assert metrics["probs_ratio"] == pytest.approx(1.0)
+    assert metrics["probs_ratio_clamped"] == pytest.approx(1.0)
+    assert (metrics["probs_ratio_min"], metrics["probs_ratio_max"]) == pytest.approx((0.5, 1.5))
+    assert (metrics["probs_ratio_clamped_min"], metrics["probs_ratio_clamped_max"]) == pytest.approx((0.8, 1.2))
+
+
+def test_asymmetric_clip_by_hand():
+    loss, _, _ = run({"ratio_clip_max": 0.4}, *one_row([0.6], [0.4], 1.0))
+    assert loss == pytest.approx(-1.4)
+
+
+def test_dual_clip_by_hand():
+    # Ratio 5 with A = -1: the plain loss is 5; the dual clip bounds it at 3.
+    plain, _, _ = run({}, *one_row([0.5], [0.1], -1.0))
+    bounded, grad, metrics = run({"ratio_clip_c": 3.0}, *one_row([0.5], [0.1], -1.0))
+    assert (plain, bounded) == pytest.approx((5.0, 3.0))
+    assert grad == [0.0] and metrics["clip_fraction"] == 1.0
+
+
+def test_gspo_ratio_is_the_geometric_mean():
+    switches = {"sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_max": 10.0}
+    # Token ratios 4 and 1: the sequence ratio is 2 and each token gets half of its gradient.
+    loss, grad, metrics = run(switches, *one_row([0.4, 0.4], [0.1, 0.4], 1.0))
+    assert loss == pytest.approx(-2.0)
+    assert grad == pytest.approx([-1.0, -1.0])
+    assert metrics["probs_ratio"] == pytest.approx(2.0)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    loss, grad, metrics = run({"use_cispo": True}, *one_row([0.6], [0.4], 2.0))
+    assert loss == pytest.approx(-1.2 * 2.0 * math.log(0.6))
+    assert grad == pytest.approx([-1.2 * 2.0])
+    assert metrics["clip_fraction"] == 1.0
+
+
+def test_reinforce_gradient_is_minus_the_advantage():
+    _, grad, metrics = run({"disable_ppo_ratio": True}, *one_row([0.9, 0.1], [0.1, 0.1], 3.0))
+    assert grad == pytest.approx([-1.5, -1.5])
+    assert metrics["clip_fraction"] == 0.0
+
+
+def test_forced_on_policy_ratio_is_one_with_a_gradient():
+    loss, grad, metrics = run({"force_on_policy_ratio": True}, *one_row([0.9], [0.1], 3.0))
+    assert (loss, grad, metrics["probs_ratio_max"]) == (pytest.approx(-3.0), pytest.approx([-3.0]), 1.0)
+
+
+def test_kl_in_reward_is_reported_and_not_in_the_loss():
+    batch = one_row([0.5], [0.5], 0.0, reference=[0.25])
+    inside, _, inside_metrics = run({"reference_policy_kl_penalty": 2.0}, *batch)
+    outside, grad, metrics = run({"reference_policy_kl_penalty": 2.0, "use_kl_in_reward": True}, *batch)
+    kl = 0.5 - 1 + math.log(2)
+    assert inside == pytest.approx(2 * kl) and inside_metrics["kl_penalty"] == pytest.approx(kl)
+    assert outside == 0.0 and grad == [0.0] and metrics["kl_penalty"] == pytest.approx(kl)
+
+
+def test_importance_metrics_by_hand():
+    batch = one_row([0.4, 0.4], [0.4, 0.4], 1.0, gen=[0.1, 0.4])
+    switches = {"use_importance_sampling_correction": True, "truncated_importance_sampling_ratio": 2.0}
+    loss, _, metrics = run(switches, *batch)
+    assert loss == pytest.approx(-(2.0 + 1.0) / 2)
+    assert metrics["sampling_importance_ratio"] == pytest.approx(2.5)
+    assert metrics["is_oob_ratio"] == 0.5
+    entropy = -(4.0 * math.log(0.4) + 1.0 * math.log(0.4)) / 2
+    assert metrics["approx_entropy"] == pytest.approx(entropy)
+    assert metrics["num_valid_samples"] == 1.0
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", SWITCHES)
+def test_padding_may_hold_anything(name: str, garbage: float):
+    loss_fn = ClippedPGLoss(config(name))
+    logprobs, inputs = random_batch(4, 9, 0)
+    clean, clean_metrics = loss_fn(logprobs, inputs, *counts(inputs))
+    (clean_grad,) = torch.autograd.grad(clean, logprobs)
+    masked = (inputs.token_mask * inputs.sample_mask[:, None]) == 0
+    dirty = logprobs.detach().masked_fill(masked, garbage).requires_grad_()
+    for name_ in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        setattr(inputs, name_, getattr(inputs, name_).masked_fill(masked, garbage))
+    loss, metrics = loss_fn(dirty, inputs, *counts(inputs))
+    assert torch.equal(loss, clean) and torch.equal(torch.autograd.grad(loss, dirty)[0], clean_grad)
+    torch.testing.assert_close(metrics, clean_metrics, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "where", ["logprobs", "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"]
+)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "icepop", "reinforce"])
+def test_a_bad_value_at_a_valid_token_makes_the_loss_not_finite(name: str, where: str, bad: float):
+    logprobs, inputs = random_batch(2, 6, 0)
+    values = (logprobs if where == "logprobs" else getattr(inputs, where)).detach().clone()
+    values[0, 1] = bad
+    if where == "logprobs":
+        logprobs = values.requires_grad_()
+    else:
+        setattr(inputs, where, values)
+    loss, _ = ClippedPGLoss(config(name))(logprobs, inputs, *counts(inputs))
+    assert not torch.isfinite(loss)
+
+
+def test_a_ratio_that_overflows_is_not_hidden_by_the_clip():
+    logprobs, inputs = one_row([0.5], [0.5], 1.0)
+    inputs.prev_logprobs = torch.tensor([[-100.0]])
+    inputs.generation_logprobs = torch.tensor([[-100.0]])
+    loss, _ = ClippedPGLoss(ClippedPGLossConfig())(logprobs, inputs, *counts(inputs))
+    assert torch.isnan(loss)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("global_count", [0.0, 12.0])
+def test_an_empty_micro_batch_is_zero_with_a_graph_and_neutral_metrics(name: str, global_count: float):
+    logprobs, inputs = random_batch(2, 6, 0)
+    inputs.sample_mask = torch.zeros(2)
+    loss, metrics = ClippedPGLoss(config(name))(
+        logprobs, inputs, torch.tensor(global_count), torch.tensor(global_count)
+    )
+    assert loss.item() == 0.0
+    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], torch.zeros_like(logprobs))
+    for metric, value in metrics.items():
+        neutral = math.inf if metric.endswith("_min") else -math.inf if metric.endswith("_max") else 0.0
+        assert value.item() == neutral, metric
+
+
+def test_metric_names_and_detachment():
+    logprobs, inputs = random_batch(2, 6, 0)
+    _, metrics = ClippedPGLoss(config("grpo"))(logprobs, inputs, *counts(inputs))
+    assert set(metrics) == {
+        *("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "clip_fraction", "approx_entropy"),
+        *("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max"),
+        *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        *("sampling_importance_ratio", "is_oob_ratio", "num_valid_samples"),
+    }
+    assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())

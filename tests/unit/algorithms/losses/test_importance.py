@@ -1,0 +1,82 @@
+import math
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.losses.importance import (
+    agreement_metrics,
+    bound_importance_weights,
+    raw_importance_weights,
+    sequence_mult_prob_error,
+)
+
+RAW = torch.tensor([[0.5, 1.0, 4.0], [1.0, 1.1, 1.0]])
+MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+
+
+def test_raw_weights_per_token_and_per_sequence():
+    prev = torch.tensor([[-1.0, -2.0, 0.0]])
+    gen = torch.tensor([[-1.5, -1.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0]])
+    tokens = raw_importance_weights(prev, gen, mask, sequence_level=False)
+    assert tokens[0, :2].tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0)])
+    sequences = raw_importance_weights(prev, gen, mask, sequence_level=True)
+    assert sequences.tolist() == [pytest.approx([math.exp(-0.5)] * 3)]
+
+
+def test_tis_clamps():
+    weights = bound_importance_weights(RAW, MASK, kind="tis", minimum=None, maximum=2.0)
+    assert weights.used[0].tolist() == [0.5, 1.0, 2.0]
+    assert weights.out_of_bounds[0].tolist() == [False, False, True]
+    low = bound_importance_weights(RAW, MASK, kind="tis", minimum=0.8, maximum=2.0)
+    assert low.used[0].tolist() == pytest.approx([0.8, 1.0, 2.0])
+
+
+def test_icepop_leaves_tokens_out():
+    weights = bound_importance_weights(RAW, MASK, kind="icepop", minimum=0.5, maximum=2.0)
+    assert weights.used[0].tolist() == [0.5, 1.0, 0.0]  # the bound itself is inside
+    assert weights.out_of_bounds[0].tolist() == [False, False, True]
+
+
+def test_sequence_mask_leaves_sequences_out_by_their_geometric_mean():
+    # Geometric means: (0.5 * 1 * 4)^(1/3) = 1.26, and sqrt(1.1) = 1.049 with the last token masked.
+    weights = bound_importance_weights(RAW, MASK, kind="seq-mask-tis", minimum=0.9, maximum=1.2)
+    assert weights.used[0].tolist() == [0.0, 0.0, 0.0]
+    assert weights.used[1].tolist() == pytest.approx([1.0, 1.1, 1.0])
+    kept = bound_importance_weights(RAW, MASK, kind="seq-mask-tis", minimum=0.9, maximum=1.3)
+    assert kept.used[0].tolist() == [0.5, 1.0, 4.0]  # not truncated
+
+
+def test_without_bounds_nothing_changes():
+    for kind in ("tis", "icepop", "seq-mask-tis", None):
+        weights = bound_importance_weights(RAW, MASK, kind=kind, minimum=None, maximum=None)
+        assert torch.equal(weights.used, RAW) and not weights.out_of_bounds.any()
+
+
+def test_agreement_of_equal_distributions_is_perfect():
+    logprobs = torch.tensor([[0.0, -1.0, -3.0]])
+    metrics = agreement_metrics(logprobs, logprobs, torch.ones(1, 3), torch.tensor(3.0))
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "token_mult_prob_error": pytest.approx(1.0),
+        "gen_kl_error": 0.0,
+        "policy_kl_error": 0.0,
+        "js_divergence_error": pytest.approx(0.0, abs=1e-6),
+    }
+
+
+def test_agreement_by_hand():
+    prev, gen = torch.tensor([[math.log(0.4)]]), torch.tensor([[math.log(0.5)]])
+    metrics = agreement_metrics(prev, gen, torch.ones(1, 1), torch.tensor(1.0))
+    assert metrics["token_mult_prob_error"].item() == pytest.approx(1.25)
+    assert metrics["gen_kl_error"].item() == pytest.approx(0.8 - 1 - math.log(0.8), abs=1e-6)
+    assert metrics["policy_kl_error"].item() == pytest.approx(1.25 - 1 - math.log(1.25), abs=1e-6)
+    ratios = (0.45 / 0.4, 0.45 / 0.5)
+    js = sum(r - 1 - math.log(r) for r in ratios) / 2
+    assert metrics["js_divergence_error"].item() == pytest.approx(js, abs=1e-6)
+
+
+def test_sequence_error_ignores_masked_positions():
+    prev = torch.tensor([[0.0, -1.0, float("nan")], [0.0, 0.0, 0.0]])
+    gen = torch.tensor([[0.0, -1.0 - math.log(2), 0.0], [0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    assert sequence_mult_prob_error(prev, gen, mask).tolist() == pytest.approx([1.5, 0.0])

@@ -1,0 +1,213 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    GroupRewards,
+    compute_advantages,
+    subtract_kl_to_go,
+    whiten,
+    whitening_sums,
+)
+from nemo_rl.algorithms.config import AdvEstimatorConfig
+
+
+def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[int] | None = None) -> GroupRewards:
+    return GroupRewards(
+        rewards=rewards, valid=valid or [True] * len(rewards), num_loss_tokens=tokens or [10] * len(rewards)
+    )
+
+
+def cfg(
+    name: str = "grpo", *, normalize: bool = True, leave_one_out: bool = False, minus_baseline: bool = True
+) -> AdvEstimatorConfig:
+    return AdvEstimatorConfig(
+        name=name,  # pyright: ignore[reportArgumentType]
+        normalize_rewards=normalize,
+        use_leave_one_out_baseline=leave_one_out,
+        minus_baseline=minus_baseline,
+        eps=1e-6,
+    )
+
+
+def test_two_generations_with_leave_one_out_are_divided_by_their_std():
+    result = compute_advantages([group([0.0, 1.0])], cfg(leave_one_out=True))
+    std = math.sqrt(0.5)  # 0.7071
+    assert result.advantages[0] == pytest.approx([-1 / (std + 1e-6), 1 / (std + 1e-6)])
+
+
+def test_small_spread_on_large_rewards_is_not_lost():
+    result = compute_advantages([group([1000.00, 1000.01, 1000.02, 1000.03])], cfg())
+    std = 0.01 * math.sqrt(5 / 3)  # 0.0129
+    assert result.advantages[0] == pytest.approx([d / (std + 1e-6) for d in (-0.015, -0.005, 0.005, 0.015)], rel=1e-6)
+    assert result.num_zero_variance_groups == 0
+
+
+def test_the_same_prompt_twice_stays_two_groups():
+    result = compute_advantages([group([0.0, 0.0]), group([1.0, 1.0])], cfg())
+    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]]
+    assert result.num_zero_variance_groups == 2
+    assert result.metrics["baseline_reward/pct_0"] == 0.5
+    assert result.metrics["baseline_reward/pct_1"] == 0.5
+    assert result.metrics["baseline_reward/pct_mixed"] == 0.0
+
+
+def test_group_normalised_by_hand():
+    result = compute_advantages([group([1.0, 2.0, 3.0])], cfg())
+    assert result.advantages[0] == pytest.approx([-1 / (1 + 1e-6), 0.0, 1 / (1 + 1e-6)])
+    assert result.metrics["advantages/max"] == pytest.approx(1.0, rel=1e-5)
+    assert result.metrics["advantages/min"] == pytest.approx(-1.0, rel=1e-5)
+    assert result.metrics["advantages/mean"] == pytest.approx(0.0)
+
+
+def test_leave_one_out_and_dr_grpo_by_hand():
+    rewards = [1.0, 0.0, 0.0, 0.0]
+    assert compute_advantages([group(rewards)], cfg(normalize=False)).advantages[0] == pytest.approx(
+        [0.75, -0.25, -0.25, -0.25]
+    )
+    leave_one_out = compute_advantages([group(rewards)], cfg(normalize=False, leave_one_out=True))
+    assert leave_one_out.advantages[0] == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+
+
+def test_failed_samples_get_zero_and_stay_out_of_the_statistics():
+    result = compute_advantages([group([1.0, 0.0, 3.0], [True, False, True])], cfg())
+    std = math.sqrt(2.0)
+    assert result.advantages[0] == pytest.approx([-1 / (std + 1e-6), 0.0, 1 / (std + 1e-6)])
+
+
+def test_groups_with_fewer_than_two_rewards_are_zeros_and_counted():
+    groups = [group([1.0, 0.0], [True, False]), group([1.0, 0.0], [False, False]), group([0.0, 1.0])]
+    result = compute_advantages(groups, cfg())
+    assert result.advantages[:2] == [[0.0, 0.0], [0.0, 0.0]]
+    assert (result.num_undersized_groups, result.num_zero_variance_groups) == (2, 0)
+
+
+def test_a_step_without_any_reward_has_no_statistics():
+    result = compute_advantages([group([0.0, 0.0], [False, False])], cfg())
+    assert result.advantages == [[0.0, 0.0]] and "advantages/mean" not in result.metrics
+
+
+def test_a_reward_that_is_not_a_number_is_refused():
+    with pytest.raises(ValueError, match="not finite"):
+        group([1.0, math.nan])
+    group([1.0, math.nan], [True, False])  # a failed sample's reward means nothing
+
+
+finite = st.floats(-1e3, 1e3).map(lambda x: round(x, 3))
+groups_of_rewards = st.lists(st.lists(finite, min_size=2, max_size=6), min_size=1, max_size=4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(reward=st.floats(-1e6, 1e6), size=st.integers(2, 9), normalize=st.booleans(), leave_one_out=st.booleans())
+def test_equal_rewards_give_exact_zeros(reward: float, size: int, normalize: bool, leave_one_out: bool):
+    result = compute_advantages([group([reward] * size)], cfg(normalize=normalize, leave_one_out=leave_one_out))
+    assert result.advantages == [[0.0] * size]
+    assert result.num_zero_variance_groups == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), rewards=groups_of_rewards, name=st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)))
+def test_permuting_samples_and_groups_permutes_advantages(data: st.DataObject, rewards: list[list[float]], name: str):
+    before = compute_advantages([group(r) for r in rewards], cfg(name)).advantages
+    group_order = data.draw(st.permutations(range(len(rewards))))
+    orders = [data.draw(st.permutations(range(len(rewards[g])))) for g in group_order]
+    permuted = [group([rewards[g][i] for i in order]) for g, order in zip(group_order, orders, strict=True)]
+    after = compute_advantages(permuted, cfg(name)).advantages
+    for g, order, got in zip(group_order, orders, after, strict=True):
+        assert got == pytest.approx([before[g][i] for i in order], rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(rewards=groups_of_rewards)
+def test_against_numpy(rewards: list[list[float]]):
+    result = compute_advantages([group(r) for r in rewards], cfg(leave_one_out=True))
+    for r, got in zip(rewards, result.advantages, strict=True):
+        if len(set(r)) > 1:
+            others = [np.mean([x for j, x in enumerate(r) if j != i]) for i in range(len(r))]
+            expected = (np.array(r) - others) / (np.std(r, ddof=1) + 1e-6)
+            assert got == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6)
+
+
+def test_reinforce_plus_plus_whitens_over_tokens():
+    groups = [group([1.0, 0.0], tokens=[1, 3]), group([1.0, 1.0], tokens=[2, 2])]
+    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
+    per_token = np.array([1.0] * 1 + [0.0] * 3 + [1.0] * 4)
+    whitened = (per_token - per_token.mean()) / (per_token.std(ddof=1) + 1e-6)
+    assert result.advantages == [pytest.approx([whitened[0], whitened[1]]), pytest.approx([whitened[4]] * 2)]
+
+
+def test_reinforce_plus_plus_with_baseline_by_hand():
+    groups = [group([1.0, 0.0], tokens=[1, 3]), group([5.0, 5.0]), group([9.0, 0.0], [True, False])]
+    result = compute_advantages(groups, cfg("reinforce_plus_plus"))
+    per_token = np.array([0.5] * 1 + [-0.5] * 3 + [0.0] * 20)
+    mean, std = per_token.mean(), per_token.std(ddof=1) + 1e-6
+    assert result.advantages[0] == pytest.approx([(0.5 - mean) / std, (-0.5 - mean) / std])
+    assert result.advantages[1] == pytest.approx([-mean / std] * 2)
+    assert result.advantages[2] == [0.0, 0.0]
+    assert (result.num_zero_variance_groups, result.num_undersized_groups) == (1, 1)
+
+
+def test_reinforce_plus_plus_leaves_masked_samples_out():
+    groups = [group([1.0, 0.0], tokens=[4, 0]), group([0.0, 1.0], tokens=[4, 4])]
+    result = compute_advantages(groups, cfg("reinforce_plus_plus", minus_baseline=False))
+    per_token = np.array([1.0] * 8 + [0.0] * 4)
+    assert result.advantages[0][0] == pytest.approx((1 - per_token.mean()) / (per_token.std(ddof=1) + 1e-6))
+    assert result.advantages[0][1] == 0.0
+
+
+def test_reinforce_plus_plus_without_any_variance_is_exact_zero():
+    result = compute_advantages(
+        [group([0.3, 0.3]), group([0.3, 0.3])], cfg("reinforce_plus_plus", minus_baseline=False)
+    )
+    assert result.advantages == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_kl_in_reward_needs_reinforce_plus_plus():
+    with pytest.raises(ValueError, match="reinforce_plus_plus"):
+        compute_advantages([group([0.0, 1.0])], cfg(), kl_in_reward=True)
+    result = compute_advantages([group([0.0, 1.0])], cfg("reinforce_plus_plus"), kl_in_reward=True)
+    assert result.advantages == [[-0.5, 0.5]]  # not whitened yet
+
+
+def test_kl_to_go_by_hand():
+    nan = float("nan")
+    advantages, mask = torch.full((1, 5), 1.0), torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0]])
+    kl = torch.tensor([[nan, 0.1, 0.2, nan, 0.4]])
+    assert subtract_kl_to_go(advantages, kl, mask, 0.5).tolist() == [pytest.approx([0.0, 0.65, 0.7, 0.0, 0.8])]
+
+
+@settings(max_examples=25, deadline=None)
+@given(cut=st.integers(1, 4), seed=st.integers(0, 1000))
+def test_whitening_by_added_sums_equals_whitening_the_whole(cut: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    advantages = 1000 + 0.01 * torch.randn(5, 6, generator=generator).double()
+    mask = (torch.rand(5, 6, generator=generator) > 0.3).float()
+    mask[0, :2] = 1.0
+    sums = whitening_sums(advantages[:cut], mask[:cut]) + whitening_sums(advantages[cut:], mask[cut:])
+    whitened = torch.cat(
+        [whiten(advantages[:cut], mask[:cut], sums, 1e-6), whiten(advantages[cut:], mask[cut:], sums, 1e-6)]
+    )
+    valid = advantages[mask > 0]
+    torch.testing.assert_close(whitened[mask > 0], (valid - valid.mean()) / (valid.std() + 1e-6), rtol=1e-5, atol=1e-5)
+    assert (whitened[mask == 0] == 0).all()
+
+
+def test_whitening_without_variance_or_tokens_is_exact_zero():
+    for mask in (torch.ones(2, 3), torch.zeros(2, 3), torch.tensor([[1.0, 0, 0], [0, 0, 0]])):
+        advantages = torch.full((2, 3), 0.3)
+        assert torch.equal(whiten(advantages, mask, whitening_sums(advantages, mask), 1e-6), torch.zeros(2, 3))
+
+
+def test_controller_and_worker_whitening_agree():
+    groups = [group([1.0, 0.0], tokens=[2, 3]), group([0.5, 0.25], tokens=[1, 3])]
+    on_controller = compute_advantages(groups, cfg("reinforce_plus_plus")).advantages
+    raw = compute_advantages(groups, cfg("reinforce_plus_plus"), kl_in_reward=True).advantages
+    advantages = torch.tensor(raw).flatten()[:, None].expand(4, 3).clone()
+    mask = (torch.arange(3) < torch.tensor([2, 3, 1, 3])[:, None]).float()
+    whitened = whiten(advantages, mask, whitening_sums(advantages, mask), 1e-6)
+    assert whitened[:, 0].tolist() == pytest.approx([a for row in on_controller for a in row], rel=1e-5)

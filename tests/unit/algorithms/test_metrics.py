@@ -1,0 +1,136 @@
+import math
+from itertools import combinations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.metrics import (
+    best_of_k,
+    pass_at_k,
+    performance_metrics,
+    reduce_loss_metrics,
+    rollout_metrics,
+    validation_metrics,
+)
+from nemo_rl.types import SampleStatus
+from tests.unit.algorithms.handles import handle, rewarded, sample
+
+
+def test_rollout_metrics_by_hand():
+    handles = [
+        handle(
+            sample(1.0, prompt=4, generated=6, env=2, turns=3, version=5),
+            sample(0.0, SampleStatus.TRUNCATED, prompt=4, generated=10, version=3),
+        ),
+        handle(sample(0.0, SampleStatus.FAILED), sample(1.0, prompt=8, generated=2, turns=2, version=5)),
+        handle(sample(0.0, SampleStatus.PROMPT_TOO_LONG), sample(0.0, SampleStatus.PROMPT_TOO_LONG)),
+    ]
+    metrics = rollout_metrics(handles, current_weight_version=5)
+    assert metrics == {
+        "reward": pytest.approx(2 / 3),
+        "total_turns": 6.0,
+        "avg_turns_per_sample": 2.0,
+        "max_turns_per_sample": 3.0,
+        "natural_termination_rate": pytest.approx(2 / 3),
+        "truncation_rate": pytest.approx(1 / 3),
+        "mean_total_tokens_per_sample": pytest.approx((12 + 14 + 10) / 3),
+        "mean_gen_tokens_per_sample": 6.0,
+        "max_gen_tokens_per_sample": 10.0,
+        "mean_env_tokens_per_sample": pytest.approx(2 / 3),
+        "mean_prompt_length": pytest.approx(16 / 3),
+        "failed_sample_rate": pytest.approx(1 / 6),
+        "num_prompts_too_long": 1.0,
+        "weight_version_lag/mean": pytest.approx(2 / 3),
+        "weight_version_lag/max": 2.0,
+    }
+
+
+def test_rollout_metrics_when_everything_failed():
+    metrics = rollout_metrics([handle(sample(status=SampleStatus.FAILED))], current_weight_version=0)
+    assert metrics["failed_sample_rate"] == 1.0
+    assert math.isnan(metrics["reward"])
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 1, 2) == pytest.approx(0.5)
+    assert pass_at_k(4, 0, 4) == 0.0
+    assert pass_at_k(4, 3, 2) == 1.0
+    with pytest.raises(ValueError, match="k=5"):
+        pass_at_k(4, 1, 5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rewards=st.lists(st.floats(-5, 5), min_size=1, max_size=7), data=st.data())
+def test_best_of_k_is_the_mean_over_all_draws(rewards: list[float], data: st.DataObject):
+    k = data.draw(st.integers(1, len(rewards)))
+    draws = [max(draw) for draw in combinations(rewards, k)]
+    assert best_of_k(rewards, k) == pytest.approx(sum(draws) / len(draws), abs=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=8), data=st.data())
+def test_pass_at_k_is_best_of_k_for_binary_rewards(correct: list[bool], data: st.DataObject):
+    k = data.draw(st.integers(1, len(correct)))
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(best_of_k([float(c) for c in correct], k))
+
+
+def test_validation_metrics_by_hand():
+    handles = [
+        rewarded(1.0, 0.0, 0.0, 0.0),
+        rewarded(0.5, 1.0, 1.0, 1.0),
+        handle(sample(1.0), sample(0.0, SampleStatus.FAILED)),
+    ]
+    metrics = validation_metrics(handles, k_values=(2,))
+    assert metrics["accuracy"] == pytest.approx(5 / 9)
+    assert metrics["reward"] == pytest.approx(5.5 / 9)
+    assert metrics["avg_length"] == 10.0
+    assert metrics["failed_sample_rate"] == pytest.approx(1 / 10)
+    assert metrics["pass_at_2"] == pytest.approx((0.5 + 1.0) / 2)  # the third prompt has one rewarded sample
+    assert metrics["best_of_2"] == pytest.approx((0.5 + 1.0) / 2)
+
+
+def test_performance_metrics_by_hand():
+    timings = {
+        "total_step_time": 10.0,
+        "generation": 5.0,
+        "policy_and_reference_logprobs": 1.0,
+        "policy_training": 4.0,
+    }
+    sizes = {"num_samples": 20, "num_tokens": 1000, "num_generated_tokens": 500}
+    devices = {"num_training_devices": 2, "num_generation_devices": 2}
+    metrics = performance_metrics(timings, **sizes, **devices, colocated=True)
+    assert metrics == {
+        "samples_per_sec": 2.0,
+        "samples_per_sec_per_gpu": 1.0,
+        "tokens_per_sec": 100.0,
+        "tokens_per_sec_per_gpu": 50.0,
+        "policy_training_tokens_per_sec_per_gpu": 125.0,
+        "policy_and_reference_logprobs_tokens_per_sec_per_gpu": 500.0,
+        "training_worker_group_tokens_per_sec": 200.0,
+        "training_worker_group_tokens_per_sec_per_gpu": 100.0,
+        "generation_tokens_per_sec": 100.0,
+        "generation_tokens_per_sec_per_gpu": 50.0,
+    }
+    apart = performance_metrics(timings, **sizes, **devices, colocated=False)
+    assert apart["tokens_per_sec_per_gpu"] == 25.0
+
+
+def test_reduction_goes_by_the_name():
+    parts = [
+        {"loss": torch.tensor(0.5), "probs_ratio_min": torch.tensor(0.9), "probs_ratio_max": torch.tensor(-math.inf)},
+        {"loss": torch.tensor(0.25), "probs_ratio_min": torch.tensor(math.inf), "probs_ratio_max": torch.tensor(1.5)},
+    ]
+    reduced = reduce_loss_metrics(parts)
+    assert {name: value.item() for name, value in reduced.items()} == {
+        "loss": 0.75,
+        "probs_ratio_min": pytest.approx(0.9),
+        "probs_ratio_max": 1.5,
+    }
+
+
+def test_reduction_refuses_parts_with_different_names():
+    with pytest.raises(AssertionError):
+        reduce_loss_metrics([{"loss": torch.tensor(0.5)}, {"kl": torch.tensor(0.5)}])

@@ -1,0 +1,133 @@
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.config import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.algorithms.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
+from nemo_rl.types import GroupHandle, SampleStatus
+from tests.unit.algorithms.handles import handle, rewarded, sample
+
+
+def grpo(**changes: Any) -> GRPOConfig:
+    values: dict[str, Any] = {
+        "num_prompts_per_step": 2,
+        "num_generations_per_prompt": 2,
+        "adv_estimator": AdvEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=False),
+        "reward_shaping": RewardShapingConfig(max_response_length=100),
+    }
+    return GRPOConfig(**(values | changes))
+
+
+def test_scaling_clamps_and_maps():
+    cfg = RewardScalingConfig(enabled=True, source_min=-1.0, source_max=3.0, target_min=0.0, target_max=2.0)
+    assert [scale_reward(r, cfg) for r in (-5.0, -1.0, 1.0, 3.0, 9.0)] == [0.0, 0.0, 1.0, 2.0, 2.0]
+    assert scale_reward(-5.0, RewardScalingConfig(enabled=False)) == -5.0
+
+
+@pytest.mark.parametrize(("generated", "expected"), [(10, 1.0), (80, 1.0), (90, 0.75), (100, 0.5), (150, 0.5)])
+def test_dapo_overlong_penalty(generated: int, expected: float):
+    cfg = RewardShapingConfig(
+        enabled=True, overlong_buffer_length=20, overlong_buffer_penalty=0.5, max_response_length=100
+    )
+    assert shape_reward(1.0, sample(1.0, generated=generated), cfg) == pytest.approx(expected)
+
+
+def test_stop_properly_penalty_replaces_the_overlong_one():
+    cfg = RewardShapingConfig(
+        enabled=True, max_response_length=5, overlong_buffer_length=5, stop_properly_penalty_coef=0.25
+    )
+    assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 0.5
+    assert shape_reward(2.0, sample(2.0), cfg) == 2.0
+
+
+def test_shaping_off():
+    cfg = RewardShapingConfig(enabled=False, max_response_length=1, overlong_buffer_length=1)
+    assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 2.0
+
+
+def test_masks():
+    kinds = [SampleStatus.COMPLETED, SampleStatus.TRUNCATED, SampleStatus.FAILED, SampleStatus.PROMPT_TOO_LONG]
+    assert [loss_mask(sample(1.0, kind), overlong_filtering=False) for kind in kinds] == [1.0, 1.0, 0.0, 0.0]
+    assert [loss_mask(sample(1.0, kind), overlong_filtering=True) for kind in kinds] == [1.0, 0.0, 0.0, 0.0]
+    assert loss_mask(sample(1.0, generated=0), overlong_filtering=False) == 0.0
+
+
+def test_scoring_scales_before_shaping_and_leaves_failures_alone():
+    cfg = grpo(
+        reward_scaling=RewardScalingConfig(enabled=True, target_min=10.0, target_max=20.0),
+        reward_shaping=RewardShapingConfig(enabled=True, max_response_length=1000, stop_properly_penalty_coef=0.5),
+        overlong_filtering=True,
+    )
+    (scored,) = score_groups(
+        [handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED), sample(0.0, SampleStatus.FAILED))], cfg
+    )
+    assert scored.rewards == [20.0, 10.0, 0.0]
+    assert scored.masks == [1.0, 0.0, 0.0]
+    rewards = scored.for_estimator()
+    assert list(rewards.valid) == [True, True, False]
+    assert list(rewards.num_loss_tokens) == [10, 0, 0]  # the filtered sample's reward counts, its tokens do not
+
+
+def collect(cfg: GRPOConfig, batches: list[list[GroupHandle]]) -> DynamicSampler:
+    sampler = DynamicSampler(cfg)
+    for batch in batches:
+        sampler.add(score_groups(batch, cfg))
+    return sampler
+
+
+def test_dynamic_sampling_keeps_groups_with_variance_over_batches():
+    cfg = grpo()
+    batches = [
+        [rewarded(0.0, 1.0, name="a"), rewarded(1.0, 1.0, name="b")],
+        [rewarded(1.0, 0.0, name="c"), rewarded(0.0, 1.0, name="d")],
+    ]
+    sampler = collect(cfg, batches)
+    assert sampler.is_complete
+    kept, metrics = sampler.take()
+    assert [group.handle.group_id for group in kept] == ["a", "c"]
+    assert metrics == {
+        "filtered_reward": 0.5,
+        "dynamic_sampling_num_gen_batches": 2.0,
+        "dynamic_sampling_num_zero_variance_groups": 1.0,
+        "dynamic_sampling_num_discarded_valid_samples": 2.0,
+    }
+    assert not sampler.is_complete  # ready for the next step
+
+
+def test_dynamic_sampling_ignores_rewards_of_failed_samples():
+    group = handle(sample(1.0), sample(1.0), sample(0.0, SampleStatus.FAILED))
+    assert not score_groups([group], grpo())[0].has_variance
+
+
+def test_dynamic_sampling_judges_shaped_rewards():
+    shaping = RewardShapingConfig(enabled=True, max_response_length=1000, stop_properly_penalty_coef=0.5)
+    group = handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED))
+    assert score_groups([group], grpo(reward_shaping=shaping))[0].has_variance
+
+
+def test_dynamic_sampling_gives_up_with_advice():
+    cfg = grpo(dynamic_sampling_max_gen_batches=2)
+    with pytest.raises(
+        ValueError, match=r"0 prompts .* 2 in 2 generation batches .* needs 2.*num_generations_per_prompt"
+    ):
+        collect(cfg, [[rewarded(1.0, 1.0)], [rewarded(0.0, 0.0)]])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rewards=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=8), needed=st.integers(1, 3)
+)
+def test_every_group_kept_has_variance_and_arrival_order_is_kept(rewards: list[tuple[int, int]], needed: int):
+    cfg = grpo(num_prompts_per_step=needed, dynamic_sampling_max_gen_batches=100)
+    sampler = DynamicSampler(cfg)
+    seen = []
+    for number, pair in enumerate(rewards):
+        if sampler.is_complete:
+            break
+        sampler.add(score_groups([rewarded(*map(float, pair), name=str(number))], cfg))
+        seen += [str(number)] if pair[0] != pair[1] else []
+    assert sampler.is_complete == (len(seen) >= needed)
+    if sampler.is_complete:
+        assert [group.handle.group_id for group in sampler.take()[0]] == seen[:needed]
