@@ -1,0 +1,119 @@
+"""ray.sub against a Slurm of shell scripts: what runs where, and how the job ends."""
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+RAY_SUB = Path(__file__).parents[2] / "ray.sub"
+
+SRUN = """#!/bin/bash
+# Records its arguments and runs the command here.
+echo "srun $*" >> "$FAKE_LOG"
+while [[ $1 == -* ]]; do
+    if [[ $1 == -w ]]; then export FAKE_NODE=$2; shift; fi
+    shift
+done
+exec "$@"
+"""
+RAY = """#!/bin/bash
+echo "ray@$FAKE_NODE $*" >> "$FAKE_LOG"
+touch "$FAKE_DIR/up-$FAKE_NODE"
+[[ $FAKE_NODE == "$FAKE_DIES" ]] && exit 1
+exec sleep 60
+"""
+PYTHON = """#!/bin/bash
+echo "noise"
+echo "RAY_HAS $(ls "$FAKE_DIR" | grep -c up-) $(( $(ls "$FAKE_DIR" | grep -c up-) * 4 ))"
+"""
+COMMANDS = {
+    "srun": SRUN,
+    "ray": RAY,
+    "python": PYTHON,
+    "scontrol": "#!/bin/bash\nprintf 'n0\\nn1\\nn2\\n'\n",
+    "hostname": "#!/bin/bash\necho 10.0.0.7 fe80::1\n",
+}
+
+
+@pytest.fixture
+def submit(tmp_path):
+    bin_dir, state = tmp_path / "bin", tmp_path / "state"
+    bin_dir.mkdir()
+    state.mkdir()
+    for name, text in COMMANDS.items():
+        (bin_dir / name).write_text(text)
+        (bin_dir / name).chmod(stat.S_IRWXU)
+
+    def run(**variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        env = {
+            "PATH": f"{bin_dir}:/usr/bin:/bin",
+            "FAKE_LOG": str(tmp_path / "calls"),
+            "FAKE_DIR": str(state),
+            "SLURM_JOB_ID": "17",
+            "SLURM_JOB_NODELIST": "n[0-2]",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_CPUS_ON_NODE": "32",
+            "GPUS_PER_NODE": "4",
+            "SETUP_COMMAND": "",
+            "RUN": "",
+            "POLL_S": "0.1",
+            "HOME": os.environ["HOME"],
+        }
+        done = subprocess.run(
+            ["bash", str(RAY_SUB)],
+            env=env | variables,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        return done, (tmp_path / "calls").read_text().splitlines()
+
+    return run
+
+
+def test_the_command_runs_on_the_head_when_all_nodes_are_there(submit, tmp_path):
+    done, calls = submit(COMMAND='echo "hello from $FAKE_NODE at $RAY_ADDRESS"; exit 3', SETUP_COMMAND="touch made")
+    assert done.returncode == 3, done.stderr
+    assert "hello from n0 at 10.0.0.7:6379" in done.stdout
+    assert "COMMAND ended with status 3" in done.stdout
+    assert (tmp_path / "made").exists()
+    assert "hello from n0" in (tmp_path / "17-logs" / "driver.log").read_text()
+    starts = sorted(call for call in calls if call.startswith("ray@"))
+    common = "--num-cpus=32 --num-gpus=4 --disable-usage-stats --block"
+    assert starts == [
+        f"ray@n0 start --head --port=6379 --node-ip-address=10.0.0.7 --include-dashboard=false {common}",
+        f"ray@n1 start --address=10.0.0.7:6379 {common}",
+        f"ray@n2 start --address=10.0.0.7:6379 {common}",
+    ]
+    assert not any("container" in call for call in calls)
+
+
+def test_a_container_gets_the_folder_and_the_mounts(submit, tmp_path):
+    done, calls = submit(COMMAND="true", CONTAINER="image.sqsh", MOUNTS="/data:/data")
+    assert done.returncode == 0, done.stderr
+    started = next(call for call in calls if call.startswith("srun") and "ray start --head" in call)
+    assert "--container-image=image.sqsh" in started
+    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data" in started
+
+
+def test_a_node_that_fails_ends_the_job_and_is_named(submit):
+    done, _ = submit(COMMAND="sleep 50", FAKE_DIES="n1")
+    assert done.returncode == 1
+    assert "Ray on n1 ended" in done.stderr
+
+
+def test_missing_nodes_end_the_job_with_the_difference(submit):
+    done, _ = submit(COMMAND="true", GPUS_PER_NODE="5", START_TIMEOUT_S="1")
+    assert done.returncode == 1
+    assert 'instead of "3 15"' in done.stderr
+
+
+def test_a_failed_setup_ends_the_job(submit):
+    done, calls = submit(COMMAND="true", SETUP_COMMAND="echo no network; exit 1")
+    assert done.returncode == 1
+    assert "SETUP_COMMAND failed" in done.stderr
+    assert not any(call.startswith("ray@") for call in calls)
