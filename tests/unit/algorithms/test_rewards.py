@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config import AdvEstimatorConfig, GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.algorithms.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
 from nemo_rl.algorithms.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.unit.algorithms.handles import handle, rewarded, sample
@@ -14,10 +14,14 @@ def grpo(**changes: Any) -> GRPOConfig:
     values: dict[str, Any] = {
         "num_prompts_per_step": 2,
         "num_generations_per_prompt": 2,
-        "adv_estimator": AdvEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=False),
-        "reward_shaping": RewardShapingConfig(max_response_length=100),
+        "adv_estimator": {"normalize_rewards": True, "use_leave_one_out_baseline": False},
+        "reward_shaping": shaping(enabled=False),
     }
-    return GRPOConfig(**(values | changes))
+    return GRPOConfig.model_validate(values | changes)
+
+
+def shaping(**changes: Any) -> RewardShapingConfig:
+    return RewardShapingConfig.model_validate({"enabled": True, "max_response_length": 1000} | changes)
 
 
 def test_scaling_clamps_and_maps():
@@ -28,22 +32,18 @@ def test_scaling_clamps_and_maps():
 
 @pytest.mark.parametrize(("generated", "expected"), [(10, 1.0), (80, 1.0), (90, 0.75), (100, 0.5), (150, 0.5)])
 def test_dapo_overlong_penalty(generated: int, expected: float):
-    cfg = RewardShapingConfig(
-        enabled=True, overlong_buffer_length=20, overlong_buffer_penalty=0.5, max_response_length=100
-    )
+    cfg = shaping(overlong_buffer_length=20, overlong_buffer_penalty=0.5, max_response_length=100)
     assert shape_reward(1.0, sample(1.0, generated=generated), cfg) == pytest.approx(expected)
 
 
 def test_stop_properly_penalty_replaces_the_overlong_one():
-    cfg = RewardShapingConfig(
-        enabled=True, max_response_length=5, overlong_buffer_length=5, stop_properly_penalty_coef=0.25
-    )
+    cfg = shaping(enabled=True, max_response_length=5, overlong_buffer_length=5, stop_properly_penalty_coef=0.25)
     assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 0.5
     assert shape_reward(2.0, sample(2.0), cfg) == 2.0
 
 
 def test_shaping_off():
-    cfg = RewardShapingConfig(enabled=False, max_response_length=1, overlong_buffer_length=1)
+    cfg = shaping(enabled=False, max_response_length=1, overlong_buffer_length=1)
     assert shape_reward(2.0, sample(2.0, SampleStatus.TRUNCATED), cfg) == 2.0
 
 
@@ -57,7 +57,7 @@ def test_masks():
 def test_scoring_scales_before_shaping_and_leaves_failures_alone():
     cfg = grpo(
         reward_scaling=RewardScalingConfig(enabled=True, target_min=10.0, target_max=20.0),
-        reward_shaping=RewardShapingConfig(enabled=True, max_response_length=1000, stop_properly_penalty_coef=0.5),
+        reward_shaping=shaping(stop_properly_penalty_coef=0.5),
         overlong_filtering=True,
     )
     (scored,) = score_groups(
@@ -102,9 +102,9 @@ def test_dynamic_sampling_ignores_rewards_of_failed_samples():
 
 
 def test_dynamic_sampling_judges_shaped_rewards():
-    shaping = RewardShapingConfig(enabled=True, max_response_length=1000, stop_properly_penalty_coef=0.5)
+    cfg = shaping(stop_properly_penalty_coef=0.5)
     group = handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED))
-    assert score_groups([group], grpo(reward_shaping=shaping))[0].has_variance
+    assert score_groups([group], grpo(reward_shaping=cfg))[0].has_variance
 
 
 def test_dynamic_sampling_gives_up_with_advice():

@@ -55,7 +55,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def config(name: str) -> ClippedPGLossConfig:
-    return ClippedPGLossConfig(**({"reference_policy_kl_penalty": 0.1} | SWITCHES[name]))
+    return ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": 0.1} | SWITCHES[name])
 
 
 def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, LossInputs]:
@@ -115,7 +115,7 @@ def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: LossInputs) -> t
     num_tokens = sum(len(t) for t in tokens.values())
     total = torch.zeros(())
     for r in rows:
-        seq_log_ratio = sum(curr[r, t] - x.prev_logprobs[r, t] for t in tokens[r]) / len(tokens[r])
+        seq_log_ratio = torch.stack([curr[r, t] - x.prev_logprobs[r, t] for t in tokens[r]]).mean()
         seq_log_weight = sum((x.prev_logprobs[r, t] - x.generation_logprobs[r, t]).item() for t in tokens[r])
         row_total = torch.zeros(())
         for t in tokens[r]:
@@ -264,7 +264,7 @@ def test_values_equal_trl_loss_types(loss_type: str, switches: dict[str, Any]):
         "dapo": (per_token * mask).sum() / mask.sum(),
         "dr_grpo": (per_token * mask).sum() / (2 * max_completion_length),
     }[loss_type]
-    cfg = ClippedPGLossConfig(reference_policy_kl_penalty=beta, **switches)
+    cfg = ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": beta} | switches)
     loss, _ = ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))
     torch.testing.assert_close(loss, expected)
 
@@ -273,7 +273,7 @@ NO_KL = {"reference_policy_kl_penalty": 0.0}
 
 
 def run(cfg: dict[str, Any], logprobs: torch.Tensor, inputs: LossInputs) -> tuple[float, list[float], dict[str, float]]:
-    loss, metrics = ClippedPGLoss(ClippedPGLossConfig(**(NO_KL | cfg)))(logprobs, inputs, *counts(inputs))
+    loss, metrics = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))(logprobs, inputs, *counts(inputs))
     (grad,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
 
@@ -388,7 +388,7 @@ def test_a_ratio_that_overflows_is_not_hidden_by_the_clip():
     logprobs, inputs = one_row([0.5], [0.5], 1.0)
     inputs.prev_logprobs = torch.tensor([[-100.0]])
     inputs.generation_logprobs = torch.tensor([[-100.0]])
-    loss, _ = ClippedPGLoss(ClippedPGLossConfig())(logprobs, inputs, *counts(inputs))
+    loss, _ = ClippedPGLoss(config("grpo"))(logprobs, inputs, *counts(inputs))
     assert torch.isnan(loss)
 
 
