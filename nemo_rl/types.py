@@ -210,6 +210,25 @@ class LossFunction(Protocol):
     ) -> tuple[torch.Tensor, LossMetrics]: ...
 
 
+class TokenAdvantages(Protocol):
+    """Advantages that differ by token, finished where the logprobs are. [T] float32 tensors of one sample.
+
+    The workers call `adjust` on every sample, add up `sums` over samples and ranks, then `finish` every sample.
+    """
+
+    def adjust(
+        self,
+        advantages: torch.Tensor,
+        logprobs: torch.Tensor,
+        reference_logprobs: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def sums(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...
+
+    def finish(self, advantages: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor) -> torch.Tensor: ...
+
+
 @dataclass(kw_only=True)
 class TrainResult:
     """What `policy.train` returns: one entry per optimizer step in each list, metrics reduced over all of them."""

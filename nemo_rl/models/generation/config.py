@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -14,17 +13,7 @@ def _minus_one_is_off(value: Any) -> Any:
     return None if type(value) is int and value == -1 else value
 
 
-TopK = Annotated[int | None, BeforeValidator(_minus_one_is_off), Field(ge=1)]
-
-
-class ResourcesConfig(StrictModel):
-    """Devices of generation when it has its own."""
-
-    gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs on each of its nodes. With one node in the cluster: how many of that node's GPUs are split off."""
-
-    num_nodes: int | None = Field(None, ge=1)
-    """Whole nodes split off from a cluster of several."""
+TopK = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_minus_one_is_off)]
 
 
 class ColocatedConfig(StrictModel):
@@ -33,8 +22,10 @@ class ColocatedConfig(StrictModel):
     enabled: bool = True
     """Generation and policy take turns on the same devices."""
 
-    resources: ResourcesConfig = ResourcesConfig()
-    """Used when `enabled` is false."""
+    not_yet: ClassVar = (
+        NotYet("enabled", one_of(True)),
+        NotYet("resources", anything),  # only asked for when `enabled` is false
+    )
 
 
 class VllmConfig(StrictModel):
@@ -136,12 +127,3 @@ class GenerationConfig(StrictModel):
         NotYet("refit_transport", one_of(None)),
         NotYet("refit_cfg", one_of({}, None)),
     )
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        resources = self.colocated.resources
-        if not self.colocated.enabled and resources.gpus_per_node is None and resources.num_nodes is None:
-            yield (
-                "colocated.resources",
-                "generation has its own devices (colocated.enabled=false), so say which: "
-                "gpus_per_node of a single node, or num_nodes of several",
-            )

@@ -8,6 +8,7 @@ A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked p
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,8 +29,8 @@ from nemo_rl.models.policy.logprobs import DEFAULT_CHUNK_TOKENS, LogprobModel
 from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, model_inputs, rows_of_plan, select
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.parallelize import build_on_meta, load_config, load_weights, materialize, shard
-from nemo_rl.types import LossFunction, LossMetrics, MicroBatch, RankPlan, RolloutGroup, SamplingParams, TrainResult
-from nemo_rl.utils.seeds import load_rng_state_dict, rng_state_dict, seed_everything
+from nemo_rl.types import LossFunction, LossMetrics, MicroBatch, RankPlan, RolloutGroup, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.utils.seeds import load_rng_state, save_rng_state, seed_everything
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,18 @@ class DTensorPolicyWorker:
         dist.all_reduce(masked)
         return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
 
+    def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        """See `TokenAdvantages`: the statistics are those of all ranks."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for row in self.rows.values():
+            assert row.prev_logprobs is not None and row.reference_policy_logprobs is not None
+            mask = row.token_mask * row.mask
+            row.advantages = advantages.adjust(row.advantages, row.prev_logprobs, row.reference_policy_logprobs, mask)
+            sums += advantages.sums(row.advantages, mask)
+        dist.all_reduce(sums)
+        for row in self.rows.values():
+            row.advantages = advantages.finish(row.advantages, row.token_mask * row.mask, sums)
+
     # -- training
 
     def train(self, loss_fn: LossFunction) -> TrainResult:
@@ -205,7 +218,7 @@ class DTensorPolicyWorker:
         result.losses.append(reduced["loss"])
         result.grad_norms.append(grad_norm)
         result.learning_rates.append(self.optimizer.param_groups[0]["lr"])
-        self._update(result, batches, losses, is_finite=bool(torch.tensor([reduced["loss"], grad_norm]).isfinite().all()))
+        self._update(result, batches, losses, is_finite=math.isfinite(reduced["loss"] + grad_norm))
         return reduced
 
     def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +250,8 @@ class DTensorPolicyWorker:
             result.num_skipped_steps += 1
             bad = [rows for rows, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
             # A finite loss with a non-finite gradient accuses no micro-batch: all of them are named.
-            result.nonfinite_samples += [row.sample_id for rows in (bad or batches) for row in rows]
+            accused = batches if math.isfinite(result.losses[-1]) else bad
+            result.nonfinite_samples += [row.sample_id for rows in accused for row in rows]
         self.optimizer.zero_grad(set_to_none=True)
 
     # -- checkpoints
@@ -252,7 +266,7 @@ class DTensorPolicyWorker:
             assert self.optimizer is not None
             checkpoint.save_optimizer(self.model, self.optimizer, self.scheduler, policy / "optimizer")
         (directory / "rng").mkdir(exist_ok=True)
-        torch.save(rng_state_dict(), directory / "rng" / f"policy_{self.rank}.pt")
+        save_rng_state(directory / "rng" / f"policy_{self.rank}.safetensors")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
@@ -261,15 +275,21 @@ class DTensorPolicyWorker:
         if load_optimizer:
             assert self.optimizer is not None
             checkpoint.load_optimizer(self.model, self.optimizer, self.scheduler, directory / "policy" / "optimizer")
-        rng = directory / "rng" / f"policy_{self.rank}.pt"
+        rng = directory / "rng" / f"policy_{self.rank}.safetensors"
         if rng.exists():
-            load_rng_state_dict(torch.load(rng, weights_only=True))
+            load_rng_state(rng)
 
     # -- refit and residency
 
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Build the sender; returns its layout and buffer handles."""
-        self.sender = WeightSender(lambda: checkpoint.hf_parameters(self.model), device=self.device, **settings)
+        self.sender = WeightSender(
+            lambda: checkpoint.hf_parameters(self.model),
+            device=self.device,
+            rank=self.rank,
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            **settings,
+        )
         return self.sender.describe()
 
     @torch.no_grad()

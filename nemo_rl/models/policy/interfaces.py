@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.types import BatchPlan, LossFunction, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
 
 
 class PolicyInterface(ABC):
@@ -41,8 +41,8 @@ class PolicyInterface(ABC):
         """
 
     @abstractmethod
-    def set_token_advantages(self, kl_coefficient: float, kl_type: str) -> dict[str, float]:
-        """Reinforce++ with the KL penalty inside the reward: advantages become per-token and are whitened globally."""
+    def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
 
     @abstractmethod
     def train(self, loss_fn: LossFunction) -> TrainResult:
@@ -57,8 +57,8 @@ class PolicyInterface(ABC):
         """Read what `save_checkpoint` wrote, on the same or another number of ranks."""
 
     @abstractmethod
-    def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Create the transfer buffers once; returns names, shapes, dtypes, offsets and buffer handles."""
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        """Create the transfer buffers once; per rank: names, shapes, dtypes, offsets and buffer handles."""
 
     @abstractmethod
     def start_pack(self, bucket: int) -> Any:

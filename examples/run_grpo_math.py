@@ -1,0 +1,34 @@
+"""GRPO on math problems.
+
+uv run examples/run_grpo_math.py                                             # Qwen2.5-1.5B on one GPU
+uv run --extra cpu examples/run_grpo_math.py --config examples/configs/grpo_math_cpu.yaml   # a CPU machine
+uv run examples/run_grpo_math.py --dry-run grpo.num_prompts_per_step=64      # what would run where
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        GRPOMasterConfig,
+        description="GRPO on math problems: sample answers, verify them, learn from what was right.",
+        default_config=str(CONFIGS / "grpo_math_1B.yaml"),
+        placement=describe_placement,
+        check=check_hardware,
+    )
+    from nemo_rl.algorithms.grpo_setup import run_grpo  # torch and Ray load here, after the configuration is known good
+
+    return run_grpo(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,284 @@
+"""GRPO: sample groups of answers, reward them, prefer what is better than the group (arXiv 2402.03300).
+
+One step is `GRPOTrainer.step`; each of its statements is a phase, and each phase a method below it. `grpo_setup.py`
+builds the parts. Nothing here knows which backend trains or generates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.advantages import AdvantageResult, ReinforceTokenAdvantages, compute_advantages
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.metrics import performance_metrics, rollout_metrics, validation_metrics
+from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
+from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
+from nemo_rl.algorithms.trainer import DataExhausted, RunTools, Schedule, Trainer
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.refit import Refit
+from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
+from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
+
+VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
+
+
+class TooManyFailures(RuntimeError):
+    """More episodes failed than `grpo.max_failed_sample_fraction` allows."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss or gradient was not finite and `policy.nonfinite_action` is `stop`."""
+
+
+class GRPOTrainer(Trainer):
+    """See the module."""
+
+    def __init__(
+        self,
+        config: GRPOMasterConfig,
+        tools: RunTools,
+        *,
+        policy: PolicyInterface,
+        generation: GenerationInterface,
+        refit: Refit,
+        rollouts: RolloutCollector,
+        prompts: Any,
+        validation_prompts: Sequence[Prompt],
+        train_sampling: SamplingParams,
+        val_sampling: SamplingParams,
+    ) -> None:
+        grpo = config.grpo
+        num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * prompts.batches_per_epoch)
+        super().__init__(
+            Schedule(
+                num_steps=num_steps,
+                val_period=grpo.val_period,
+                val_at_start=grpo.val_at_start,
+                val_at_end=grpo.val_at_end,
+            ),
+            tools,
+        )
+        self.config = config
+        # swappable parts
+        self.policy = policy
+        self.generation = generation
+        self.refit = refit
+        self.rollouts = rollouts
+        self.prompts = prompts
+        self.validation_prompts = validation_prompts[: grpo.max_val_samples]
+        self.loss_fn = ClippedPGLoss(config.loss_fn)
+        # run-time
+        self.train_sampling = train_sampling
+        self.val_sampling = val_sampling
+        self.sampler = DynamicSampler(grpo)
+        self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
+        self.token_bytes_before = 0
+
+    def step(self) -> None:
+        groups = self.rollout()
+        advantages = self.estimate_advantages(groups)
+        plan = self.plan(groups, advantages)
+        self.score(plan)
+        self.update()
+        self.sync_weights(self.state.total_steps + 1)
+        self.report(groups, plan)
+
+    # -- the phases, in order
+
+    def rollout(self) -> list[ScoredGroup]:
+        """Prompts -> finished, rewarded groups; with dynamic sampling, until enough of them have reward variance."""
+        with self.phase("generation"):
+            if not self.config.grpo.use_dynamic_sampling:
+                return score_groups(self.collect(self.next_prompts()), self.config.grpo)
+            while not self.sampler.is_complete:
+                self.sampler.add(score_groups(self.collect(self.next_prompts()), self.config.grpo))
+            groups, metrics = self.sampler.take()
+        self.record("train", metrics)
+        return groups
+
+    def next_prompts(self) -> list[Prompt]:
+        """The next batch of prompts; raises DataExhausted after the last epoch."""
+        batch = next(self.prompts, None)
+        if batch is None:
+            raise DataExhausted
+        return batch
+
+    def collect(self, prompts: Sequence[Prompt]) -> list[GroupHandle]:
+        """Play one batch of prompts. Raises when too many of its episodes have no outcome."""
+        step = self.state.total_steps + 1
+        requests = [
+            GroupRequest(
+                group_id=f"{step}/{position}/{prompt.prompt_id}",
+                prompt=prompt,
+                num_generations=self.config.grpo.num_generations_per_prompt,
+                sampling=self.train_sampling,
+                seed_step=step,
+            )
+            for position, prompt in enumerate(prompts)
+        ]
+        groups = self.rollouts.collect(requests)
+        self.check_failures(groups)
+        return groups
+
+    def check_failures(self, groups: Sequence[GroupHandle]) -> None:
+        """Say which samples have no outcome; stop the run when they are too many to be chance."""
+        samples = [sample for group in groups for sample in group.samples]
+        too_long = sorted({group.prompt_id for group in groups if group.samples[0].status is SampleStatus.PROMPT_TOO_LONG})
+        if too_long:
+            limit = self.config.data.max_input_seq_length
+            text = f"prompts longer than data.max_input_seq_length={limit}: {', '.join(too_long[:8])}"
+            if len(too_long) == len(groups):
+                raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
+            self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
+        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+        if failed:
+            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed, for example: {failed[0].failure}")
+        if len(failed) > self.config.grpo.max_failed_sample_fraction * len(samples):
+            raise TooManyFailures(
+                f"{len(failed)} of {len(samples)} episodes failed, more than grpo.max_failed_sample_fraction="
+                f"{self.config.grpo.max_failed_sample_fraction}. The first: {failed[0].failure}"
+            )
+
+    def estimate_advantages(self, groups: Sequence[ScoredGroup]) -> AdvantageResult:
+        """Rewards by group -> advantages."""
+        with self.phase("advantage_calculation"):
+            result = compute_advantages(
+                [group.for_estimator() for group in groups],
+                self.config.grpo.adv_estimator,
+                kl_in_reward=self.config.loss_fn.use_kl_in_reward,
+            )
+        self.record("train", result.metrics)
+        return result
+
+    def plan(self, groups: Sequence[ScoredGroup], advantages: AdvantageResult) -> BatchPlan:
+        """Which sample in which rank, optimizer step and micro-batch; the workers fetch their rows."""
+        policy = self.config.policy
+        plan = plan_batch(
+            [group.handle for group in groups],
+            advantages.advantages,
+            [group.masks for group in groups],
+            num_ranks=self.policy.data_parallel_size,
+            global_batch_size=policy.train_global_batch_size,
+            micro_batch_size=policy.train_micro_batch_size,
+            logprob_batch_size=policy.logprob_batch_size,
+        )
+        with self.phase("data_processing"):
+            self.policy.load(plan)
+        return plan
+
+    def score(self, plan: BatchPlan) -> None:
+        """Previous and reference logprobs, kept with the samples on the workers, and what follows from them."""
+        loss, grpo = self.config.loss_fn, self.config.grpo
+        with self.phase("policy_and_reference_logprobs"):
+            self.policy.compute_logprobs()
+            if self.uses_reference:
+                self.policy.compute_reference_logprobs()
+        if grpo.seq_logprob_error_threshold is not None:
+            self.record("train", self.policy.mask_mismatched(grpo.seq_logprob_error_threshold))
+        if loss.use_kl_in_reward:
+            self.policy.set_token_advantages(ReinforceTokenAdvantages(loss, grpo.adv_estimator))
+
+    def update(self) -> None:
+        """The optimizer steps. A loss or gradient that is not finite is written down, then skipped or raised."""
+        step = self.state.total_steps + 1
+        with self.phase("policy_training"):
+            result = self.policy.train(self.loss_fn)
+        if result.nonfinite_samples:
+            records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
+            path = self.tools.logger.log_records(records, f"nonfinite_step_{step}.jsonl")
+            text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
+            if self.config.policy.nonfinite_action == "stop":
+                raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
+            self.tools.console.warn(text)
+        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+        self.record("train", result.metrics)
+        self.record(
+            "train",
+            {
+                "grad_norm": math.fsum(result.grad_norms) / len(result.grad_norms),
+                "lr": result.learning_rates[-1],
+                "num_skipped_steps": result.num_skipped_steps,
+            },
+        )
+
+    def sync_weights(self, version: int) -> None:
+        """Policy weights -> generation weights, verified by fingerprints. Version n is that after n steps."""
+        with self.phase("weight_sync"):
+            self.refit.sync(version)
+
+    def report(self, groups: Sequence[ScoredGroup], plan: BatchPlan) -> None:
+        """What is known of the step from metadata alone."""
+        handles = [group.handle for group in groups]
+        samples = [sample for handle in handles for sample in handle.samples]
+        self.state.consumed_samples += len(samples)
+        self.record("train", rollout_metrics(handles, current_weight_version=self.state.total_steps))
+        seconds = self.timer.get_timing_metrics("sum")
+        workers = self.config.cluster.num_workers
+        seconds["total_step_time"] = sum(seconds.values())
+        throughput = performance_metrics(
+            seconds,
+            num_samples=len(samples),
+            num_tokens=sum(sample.length for sample in samples),
+            num_generated_tokens=sum(sample.num_generated_tokens for sample in samples),
+            num_training_devices=workers,
+            num_generation_devices=workers,
+            colocated=True,
+        )
+        token_bytes = self.policy.controller_tensor_bytes + self.rollouts.controller_tensor_bytes
+        throughput["average_token_imbalance"] = token_imbalance(plan)
+        throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
+        self.token_bytes_before = token_bytes
+        self.record("performance", throughput)
+
+    # -- validation
+
+    def validate(self) -> dict[str, float]:
+        """Play the validation prompts with `val_*` sampling; the same prompts and seeds every time."""
+        grpo = self.config.grpo
+        num = grpo.val_num_generations_per_prompt
+        requests = [
+            GroupRequest(
+                group_id=f"validation/{self.state.total_steps}/{position}/{prompt.prompt_id}",
+                prompt=prompt,
+                num_generations=num,
+                sampling=self.val_sampling,
+                seed_step=VALIDATION_SEED_STEP,
+            )
+            for position, prompt in enumerate(self.validation_prompts)
+        ]
+        groups: list[GroupHandle] = []
+        for start in range(0, len(requests), grpo.val_batch_size):
+            groups += self.rollouts.collect(requests[start : start + grpo.val_batch_size])
+        self.check_failures(groups)
+        num_shown = self.tools.logger_config.num_val_samples_to_print
+        if num_shown > 0:
+            shown = groups[:num_shown]
+            self.tools.console.show_samples(
+                [self.rollouts.messages(group) for group in shown],
+                [group.samples[0].reward for group in shown],
+                num_samples=num_shown,
+                title=f"validation after step {self.state.total_steps}",
+            )
+        return validation_metrics(groups, k_values=[k for k in (2**i for i in range(1, 16)) if k <= num])
+
+    # -- state
+
+    def write_state(self, directory: Path) -> None:
+        checkpointing = self.tools.checkpointing
+        self.policy.save_checkpoint(
+            directory,
+            save_optimizer=checkpointing.save_optimizer,
+            save_consolidated=checkpointing.save_consolidated,
+        )
+        save_dataloader_state(directory, self.prompts.state_dict())
+
+    def read_state(self, directory: Path) -> None:
+        self.policy.load_checkpoint(directory, load_optimizer=self.tools.checkpointing.save_optimizer)
+        self.prompts.load_state_dict(load_dataloader_state(directory))
+        self.refit.sync(self.state.total_steps)

@@ -1,0 +1,207 @@
+"""What every algorithm's loop shares: when to validate, to save, to log and to end. An algorithm brings its step.
+
+    while steps are left: step -> validate if due -> checkpoint if due -> log
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.utils.checkpoint import CheckpointManager, TimeoutChecker, check_identity
+from nemo_rl.utils.config import CheckpointingConfig
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.timer import Timer
+
+logger = logging.getLogger(__name__)
+
+MAX_RECOVERIES_AT_ONE_STEP = 2
+
+
+class DataExhausted(Exception):
+    """The training data has been passed over `max_num_epochs` times."""
+
+
+@dataclass(kw_only=True)
+class TrainerState:
+    """Counters that go into a checkpoint."""
+
+    total_steps: int = 0
+    consumed_samples: int = 0
+    total_valid_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When the loop does what."""
+
+    num_steps: int
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+
+
+@dataclass(kw_only=True)
+class RunTools:
+    """What a run writes to and is shown on."""
+
+    logger: Logger
+    console: RunConsole
+    checkpointing: CheckpointingConfig
+    resolved_config_yaml: str
+    identity: Mapping[str, Any]  # what a checkpoint must share with this run
+
+
+class Trainer(ABC):
+    """A run: state, tools and the loop. Subclasses implement `step`, `validate`, `write_state` and `read_state`."""
+
+    def __init__(self, schedule: Schedule, tools: RunTools) -> None:
+        self.schedule = schedule
+        self.tools = tools
+        self.state = TrainerState()
+        self.timer = Timer()
+        self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
+        self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
+        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
+
+    @abstractmethod
+    def step(self) -> None:
+        """One training step, number `state.total_steps + 1`. Logs through `record`; raises DataExhausted at the end."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """Metrics of a validation, by name without prefix."""
+
+    @abstractmethod
+    def write_state(self, directory: Path) -> None:
+        """Write everything the next step depends on under `directory`."""
+
+    @abstractmethod
+    def read_state(self, directory: Path) -> None:
+        """Inverse of `write_state`."""
+
+    def recover(self, error: WorkerDied) -> None:
+        """Rebuild what died. The default cannot: the error ends the run."""
+        raise error
+
+    # -- the loop
+
+    def train(self) -> None:
+        """Run until the steps, the data or the time are used up."""
+        num_recoveries, failed_at = 0, -1
+        with self.tools.console:
+            if self.schedule.val_at_start and self.state.total_steps == 0:
+                self._validate()
+                self._log()
+            self.deadline.start_iterations()
+            while self.state.total_steps < self.schedule.num_steps:
+                try:
+                    is_last = self._run_step()
+                except WorkerDied as error:
+                    num_recoveries = num_recoveries + 1 if failed_at == self.state.total_steps else 1
+                    failed_at = self.state.total_steps
+                    if num_recoveries > MAX_RECOVERIES_AT_ONE_STEP:
+                        raise
+                    self._recover(error)
+                    continue
+                if is_last:
+                    return
+
+    def _run_step(self) -> bool:
+        """One turn of the loop; True when it was the last."""
+        try:
+            with self.timer.time("total_step_time"):
+                self.step()
+        except DataExhausted:
+            self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
+            if self.state.total_steps > 0 and not self._checkpoint_exists():
+                self._checkpoint()
+            return True
+        self.state.total_steps += 1
+        if self._validation_is_due():
+            self._validate()
+        out_of_time = self.deadline.check_save()
+        if out_of_time or self._checkpoint_is_due():
+            self._checkpoint()
+        self._log()
+        self.deadline.mark_iteration()
+        if out_of_time:
+            self.tools.console.info("checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it")
+        return out_of_time
+
+    def _is_last_step(self) -> bool:
+        return self.state.total_steps == self.schedule.num_steps
+
+    def _validation_is_due(self) -> bool:
+        period = self.schedule.val_period
+        return (period > 0 and self.state.total_steps % period == 0) or (self.schedule.val_at_end and self._is_last_step())
+
+    def _checkpoint_is_due(self) -> bool:
+        return self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step()
+
+    def _validate(self) -> None:
+        with self.phase("validation"):
+            self.record("validation", self.validate())
+
+    def _log(self) -> None:
+        """One line for the step: everything recorded since the last one, and the seconds of each phase."""
+        self.record("timing/train", self.timer.get_timing_metrics("sum"))
+        self.timer.reset()
+        metrics, self.metrics = self.metrics, {}
+        self.tools.logger.log_metrics(metrics, self.state.total_steps)
+        self.tools.console.finish_step(self.state.total_steps, self.tools.logger.finish_step(self.state.total_steps))
+
+    def record(self, prefix: str, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the step in progress as `<prefix>/<name>`."""
+        for name, value in metrics.items():
+            assert f"{prefix}/{name}" not in self.metrics, f"{prefix}/{name} is recorded twice"
+            self.metrics[f"{prefix}/{name}"] = value
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase and show it while it runs."""
+        with self.tools.console.phase(name), self.timer.time(name):
+            yield
+
+    # -- checkpoints
+
+    def _checkpoint_exists(self) -> bool:
+        latest = self.checkpointer.get_latest_checkpoint_path() if self.checkpointer is not None else None
+        return self.checkpointer is None or (latest is not None and latest.name == f"step_{self.state.total_steps}")
+
+    def _checkpoint(self) -> None:
+        if self.checkpointer is None:
+            return
+        with self.phase("checkpointing"):
+            info = {**dataclasses.asdict(self.state), "identity": self.tools.identity}
+            self.checkpointer.save(
+                self.state.total_steps, self.write_state, info, self.tools.resolved_config_yaml, self.metrics
+            )
+
+    def resume(self) -> None:
+        """Continue from the newest sound checkpoint of this run, if there is one."""
+        path = self.checkpointer.latest_sound() if self.checkpointer is not None else None
+        if path is None:
+            return
+        info = CheckpointManager.load_training_info(path)
+        assert info is not None
+        check_identity(info["identity"], self.tools.identity)
+        self.state = TrainerState(**{field.name: info[field.name] for field in dataclasses.fields(TrainerState)})
+        self.read_state(path)
+        self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
+
+    def _recover(self, error: WorkerDied) -> None:
+        if self.checkpointer is None or self.checkpointer.latest_sound() is None:
+            raise error
+        self.tools.console.warn(f"{error}\nrebuilding from the last checkpoint")
+        self.metrics, self.timer = {}, Timer()
+        self.recover(error)
+        self.resume()

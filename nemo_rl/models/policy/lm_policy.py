@@ -1,0 +1,129 @@
+"""The driver's handle of a policy: plans and handles go out, metadata comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
+
+WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
+TENANT = "policy"
+
+
+class Policy(PolicyInterface):
+    """A policy on the bundles of `cluster`, one worker each.
+
+    `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as "policy".
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        config: PolicyConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        accelerator: Accelerator,
+        *,
+        model_path: str,
+        sampling: SamplingParams,
+        seed: int,
+        use_gpu: bool,
+        workers_per_node: int,
+        name_prefix: str = "policy",
+        init_optimizer: bool = True,
+        init_reference_model: bool = True,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.accelerator = accelerator
+        settings = PolicyWorkerSettings(
+            model_path=model_path,
+            sampling=sampling,
+            use_gpu=use_gpu,
+            workers_per_node=workers_per_node,
+            init_reference_model=init_reference_model,
+            init_optimizer=init_optimizer,
+            seed=seed,
+        )
+        self.group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(WORKER, config, settings),
+            name_prefix=name_prefix,
+            env_vars=config.dtensor_cfg.env_vars,
+        )
+        accelerator.register(TENANT, self._onload, self._offload, on_device=True)
+
+    def _onload(self) -> None:
+        self.group.call_all("onload")
+
+    def _offload(self) -> None:
+        self.group.call_all("offload")
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self.group.world_size
+
+    @property
+    def controller_tensor_bytes(self) -> int:
+        """Bytes of arrays that passed through the controller on their way to or from the workers."""
+        return self.group.controller_tensor_bytes
+
+    def load(self, plan: BatchPlan) -> None:
+        args = []
+        for rank_plan in plan.ranks:
+            numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
+            args.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
+        self.group.call_each("load", args)
+
+    def compute_logprobs(self) -> None:
+        with self.accelerator.hold(TENANT):
+            self.group.call_all("compute_logprobs")
+
+    def compute_reference_logprobs(self) -> None:
+        with self.accelerator.hold(TENANT):
+            self.group.call_all("compute_reference_logprobs")
+
+    def mask_mismatched(self, threshold: float) -> dict[str, float]:
+        return self.group.call_all("mask_mismatched", threshold)[0]
+
+    def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        self.group.call_all("set_token_advantages", advantages)
+
+    def train(self, loss_fn: LossFunction) -> TrainResult:
+        with self.accelerator.hold(TENANT):
+            results = self.group.call_all("train", loss_fn)
+        first = results[0]
+        first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
+        return first
+
+    def save_checkpoint(self, directory: Path, *, save_optimizer: bool, save_consolidated: bool) -> None:
+        with self.accelerator.hold(TENANT):
+            self.group.call_all(
+                "save_checkpoint", directory, save_optimizer=save_optimizer, save_consolidated=save_consolidated
+            )
+        self.tokenizer.save_pretrained(directory / "policy" / "tokenizer")
+
+    def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
+        with self.accelerator.hold(TENANT):
+            self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
+
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        with self.accelerator.hold(TENANT):
+            return self.group.call_all("prepare_refit", settings)
+
+    def start_pack(self, bucket: int) -> Any:
+        return self.group.start_all("pack", bucket)
+
+    def finish_pack(self, future: Any) -> list[dict[str, Any]]:
+        return self.group.wait(future)
+
+    def shutdown(self) -> None:
+        self.group.shutdown("shutdown")

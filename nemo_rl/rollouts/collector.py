@@ -1,0 +1,179 @@
+"""Prompts -> finished groups in the object store.
+
+`RolloutWorker` runs in an actor of its own: it tokenises, plays all episodes of a group at once, one coroutine each,
+and puts the finished group into the object store. `RolloutCollector` is the controller's side: it sends prompts out and
+gets handles back. Tokens never reach it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from nemo_rl.distributed.errors import WorkerCallError, WorkerError
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.rollouts.episode import EnvStepFn, EpisodeLimits, RenderFn, run_episode, without_reward
+from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
+from nemo_rl.utils.seeds import sample_seed
+
+logger = logging.getLogger(__name__)
+
+WORKER = "nemo_rl.rollouts.collector.RolloutWorker"
+ENGINE_DEATHS = ("EngineDeadError", "EngineDied")
+MAX_ENGINE_RESTARTS = 3  # in one batch of groups
+
+
+class EpisodeFailure(RuntimeError):
+    """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
+
+
+class EngineDied(RuntimeError):
+    """A generation worker's process or its engine is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """One prompt to be played `num_generations` times."""
+
+    group_id: str
+    prompt: Prompt
+    num_generations: int
+    sampling: SamplingParams
+    seed_step: int  # enters every sample's seed
+
+
+@dataclass(kw_only=True)
+class RolloutWorkerSettings:
+    """What a rollout worker is built from; everything in it pickles."""
+
+    process: Callable[[Prompt], DatumSpec]
+    decode: Callable[[Sequence[int]], str]
+    render: RenderFn
+    connect_environments: Callable[[], Mapping[str, EnvStepFn]]  # task name -> step; called inside the worker
+    limits: EpisodeLimits
+    run_seed: int
+
+
+class RolloutWorker:
+    """Plays groups. A plain class with async methods; many groups at a time in one process."""
+
+    def __init__(self, settings: RolloutWorkerSettings, generation_workers: Sequence[Any]) -> None:
+        self.settings = settings
+        self.environments = settings.connect_environments()
+        self.set_generation_workers(generation_workers)
+
+    def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Actor handles of the engine replicas; called again after one was restarted."""
+        self.generation_workers = list(workers)
+        self.in_flight = [0] * len(self.generation_workers)
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        """The least loaded replica answers; which one it is does not change the tokens."""
+        replica = min(range(len(self.in_flight)), key=self.in_flight.__getitem__)
+        self.in_flight[replica] += 1
+        try:
+            return await self.generation_workers[replica].call.remote("generate", prompt_token_ids, sampling, seed)
+        except RayActorError as error:
+            raise EngineDied(f"generation worker {replica}: {error}") from error
+        except RayTaskError as error:
+            if isinstance(error.cause, WorkerCallError) and error.cause.exception_type in ENGINE_DEATHS:
+                raise EngineDied(f"generation worker {replica}: {error.cause.text}") from error
+            raise
+        finally:
+            self.in_flight[replica] -= 1
+
+    async def collect(self, request: GroupRequest) -> GroupHandle:
+        """Play one group to its end and put it into the object store."""
+        datum = self.settings.process(request.prompt)
+        samples = await asyncio.gather(*(self._sample(request, datum, i) for i in range(request.num_generations)))
+        group = RolloutGroup(group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples)
+        return GroupHandle(
+            group_id=request.group_id,
+            prompt_id=request.prompt.prompt_id,
+            task_name=request.prompt.task_name,
+            ref=ray.put(group),
+            samples=[sample.meta for sample in samples],
+        )
+
+    async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int) -> Sample:
+        sample_id = f"{request.group_id}/{index}"
+        if datum["loss_multiplier"] == 0.0:
+            failure = f"prompt {request.prompt.prompt_id} is longer than data.max_input_seq_length"
+            return without_reward(datum, sample_id=sample_id, status=SampleStatus.PROMPT_TOO_LONG, failure=failure)
+        try:
+            return await run_episode(
+                datum,
+                sample_id=sample_id,
+                generate=self.generate,
+                env_step=self.environments[request.prompt.task_name],
+                decode=self.settings.decode,
+                render=self.settings.render,
+                sampling=request.sampling,
+                limits=self.settings.limits,
+                seed_of_turn=lambda turn: sample_seed(
+                    self.settings.run_seed, request.seed_step, request.prompt.prompt_id, index, turn
+                ),
+            )
+        except EpisodeFailure as error:
+            return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
+
+    async def messages(self, group: RolloutGroup, index: int) -> list[dict[str, str]]:
+        """What was said in one sample, for people."""
+        return group.samples[index].messages
+
+
+class RolloutCollector:
+    """The controller's side: requests out, handles back.
+
+    An engine that dies while groups are played is restarted by `restart_generation`, which returns the new actor handles
+    once they hold the policy's weights; then the groups are played again, with the same seeds and so the same tokens.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        settings: RolloutWorkerSettings,
+        generation_workers: Sequence[Any],
+        *,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.group = RayWorkerGroup(
+            cluster,
+            RayWorkerBuilder(WORKER, settings, generation_workers),
+            name_prefix="rollout",
+            num_workers=1,
+            timeout_s=timeout_s,
+        )
+        self.restart_generation: Callable[[], Sequence[Any]] | None = None
+
+    @property
+    def controller_tensor_bytes(self) -> int:
+        """Bytes of arrays that passed through the controller on their way to or from the workers."""
+        return self.group.controller_tensor_bytes
+
+    def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
+        """Play all requests at once; handles in the order of the requests."""
+        for _ in range(MAX_ENGINE_RESTARTS):
+            try:
+                return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+            except WorkerError as error:
+                if error.exception_type != EngineDied.__name__ or self.restart_generation is None:
+                    raise
+                logger.warning("%s: the engine is restarted and %d groups are played again", error, len(requests))
+                self.group.call_one(0, "set_generation_workers", self.restart_generation())
+        return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+
+    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
+        """What was said in one sample of a finished group. The text alone comes back."""
+        return self.group.call_one(0, "messages", group.ref, index)
+
+    def shutdown(self) -> None:
+        """End the worker."""
+        self.group.shutdown()

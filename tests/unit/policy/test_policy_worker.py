@@ -1,0 +1,269 @@
+"""The worker's contract: the same step for every number of ranks and every micro-batch size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.rollout_batch import plan_batch
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.policy.checkpoint import full_tensor, hf_parameters
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TokenizerConfig
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.types import GroupHandle, LossInputs, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
+from tests.unit.policy.models import VOCAB, save_random_model
+from tests.worlds import run_world
+
+NUM_GROUPS, NUM_GENERATIONS = 4, 4
+LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
+
+
+def policy_config(**changes: Any) -> PolicyConfig:
+    settings: dict[str, Any] = {
+        "model_name": "unused",
+        "tokenizer": TokenizerConfig(name="unused"),
+        "train_global_batch_size": 8,
+        "logprob_batch_size": 3,
+        "precision": "float32",
+        "logprob_chunk_size": 5,
+        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}),
+        "dtensor_cfg": DTensorConfig(),
+        "generation": GenerationConfig(
+            max_new_tokens=16, val_temperature=1.0, val_top_p=1.0, val_top_k=None,
+            vllm_cfg=VllmConfig(precision="float32", max_model_len=64),
+        ),
+    }  # fmt: skip
+    return PolicyConfig(**{**settings, **changes})
+
+
+def make_groups() -> tuple[list[GroupHandle], list[RolloutGroup]]:
+    generator = np.random.default_rng(0)
+    handles, groups = [], []
+    for g in range(NUM_GROUPS):
+        samples = []
+        for i in range(NUM_GENERATIONS):
+            length, prompt = int(generator.integers(6, 24)), 4
+            failed = g == 1 and i == 2
+            mask = np.arange(length) >= (length if failed else prompt)
+            samples.append(
+                Sample(
+                    meta=SampleMeta(
+                        sample_id=f"{g}/{i}",
+                        status=SampleStatus.FAILED if failed else SampleStatus.COMPLETED,
+                        length=length,
+                        num_prompt_tokens=prompt,
+                        num_generated_tokens=int(mask.sum()),
+                        num_turns=1,
+                        reward=float(generator.integers(0, 2)),
+                        weight_version=0,
+                    ),
+                    token_ids=generator.integers(2, VOCAB, length),
+                    token_mask=mask,
+                    generation_logprobs=np.where(mask, -4.0 + generator.normal(size=length), 0.0).astype(np.float32),
+                )
+            )
+        groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=samples))
+        metas = [sample.meta for sample in samples]
+        handles.append(GroupHandle(group_id=str(g), prompt_id="p", task_name="t", ref=g, samples=metas))
+    return handles, groups
+
+
+def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> DTensorPolicyWorker:
+    settings = PolicyWorkerSettings(
+        model_path=str(path),
+        sampling=SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k),
+        use_gpu=False,
+        workers_per_node=8,
+        init_reference_model=True,
+        init_optimizer=True,
+        seed=0,
+    )
+    return DTensorPolicyWorker(config, settings)
+
+
+def load_step(worker: DTensorPolicyWorker, rank: int, world: int, config: PolicyConfig) -> None:
+    handles, groups = make_groups()
+    advantages = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
+    masks = [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
+    plan = plan_batch(
+        handles,
+        advantages,
+        masks,
+        num_ranks=world,
+        global_batch_size=config.train_global_batch_size,
+        micro_batch_size=config.train_micro_batch_size,
+        logprob_batch_size=config.logprob_batch_size,
+    )
+    worker.load(plan.ranks[rank], list(range(NUM_GROUPS)), *groups)
+
+
+def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+    worker = make_worker(path, config)
+    load_step(worker, rank, world, config)
+    worker.compute_logprobs()
+    worker.compute_reference_logprobs()
+    result = worker.train(ClippedPGLoss(LOSS))
+    return result, {name: full_tensor(p.detach()).clone() for name, p in hf_parameters(worker.model)}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen")
+    save_random_model("qwen2-tied", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(model_path: Path) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+    """One rank, one micro-batch per optimizer step: nothing was split."""
+    return run_world(one_step, 1, model_path, policy_config(train_micro_batch_size=8))[0]
+
+
+@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 3), (2, 4), (2, 1), (4, 2), (4, 1)])
+def test_loss_gradient_metrics_and_update_do_not_depend_on_the_split(model_path, alone, world, micro_batch):
+    config = policy_config(train_micro_batch_size=micro_batch)
+    results = run_world(one_step, world, model_path, config)
+    want, want_weights = alone
+    for result, weights in results:
+        assert result.losses == pytest.approx(want.losses, rel=1e-6, abs=1e-7)
+        assert result.grad_norms == pytest.approx(want.grad_norms, rel=1e-6)
+        assert result.metrics.keys() == want.metrics.keys()
+        for name, value in want.metrics.items():
+            assert result.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-6), name
+        for name, weight in weights.items():
+            assert (weight - want_weights[name]).abs().max() < 1e-6, name
+    assert len(want.losses) == 2 and want.metrics["global_valid_seqs"] == 7.5, "15 of 16 samples, two optimizer steps"
+
+
+def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_policy(model_path):
+    def rank_main(rank: int, world: int) -> tuple[float, float, float]:
+        config = policy_config()
+        worker = make_worker(model_path, config)
+        load_step(worker, rank, world, config)
+        worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        before = max((r.prev_logprobs - r.reference_policy_logprobs).abs().max().item() for r in worker.rows.values())
+        first = next(iter(worker.rows.values())).reference_policy_logprobs.clone()
+        worker.train(ClippedPGLoss(LOSS))
+        worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        row = next(iter(worker.rows.values()))
+        return before, (row.reference_policy_logprobs - first).abs().max().item(), (row.prev_logprobs - first).abs().max().item()
+
+    for before, reference_moved, policy_moved in run_world(rank_main, 2):
+        assert before == 0.0
+        assert reference_moved == 0.0
+        assert policy_moved > 1e-3
+
+
+class NanLoss:
+    """Not finite for samples with token 7 anywhere."""
+
+    def __call__(self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor) -> Any:
+        bad = (inputs.input_ids == 7).any() * float("nan") if (inputs.input_ids == 7).any() else torch.zeros(())
+        return logprobs.sum() / toks + bad, {}
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples(model_path, action):
+    def rank_main(rank: int, world: int) -> tuple[TrainResult, bool]:
+        config = policy_config(nonfinite_action=action, train_micro_batch_size=1, train_global_batch_size=16)
+        worker = make_worker(model_path, config)
+        load_step(worker, rank, world, config)
+        before = [p.to_local().clone() for p in worker.model.parameters()]
+        result = worker.train(NanLoss())
+        same = all(torch.equal(a, b.to_local()) for a, b in zip(before, worker.model.parameters(), strict=True))
+        return result, same
+
+    results = run_world(rank_main, 2)
+    _, groups = make_groups()
+    guilty = {s.meta.sample_id for group in groups for s in group.samples if (s.token_ids == 7).any()}
+    assert 0 < len(guilty) < 16
+    assert {name for result, _ in results for name in result.nonfinite_samples} == guilty
+    assert all(same and result.num_skipped_steps == 1 for result, same in results)
+
+
+def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path):
+    def rank_main(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
+        config = policy_config()
+        worker = make_worker(model_path, config)
+        load_step(worker, rank, world, config)
+        worker.compute_logprobs()
+        for row in worker.rows.values():
+            row.generation_logprobs = row.prev_logprobs + (2.0 if row.sample_id == "0/1" else 0.01) * row.token_mask
+        report = worker.mask_mismatched(1.5)
+        return report, [row.sample_id for row in worker.rows.values() if row.mask == 0.0]
+
+    results = run_world(rank_main, 2)
+    assert results[0][0] == results[1][0]
+    assert results[0][0]["num_masked_seqs_by_logprob_error"] == 1
+    assert results[0][0]["max_seq_mult_prob_error"] == pytest.approx(math.exp(2.0), rel=1e-5)
+    assert sorted(results[0][1] + results[1][1]) == ["0/1", "1/2"]  # 1/2 failed in its episode
+
+
+SCHEDULE = [
+    SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"start_factor": 0.1, "total_iters": 3}),
+    SchedulerConfig(name="torch.optim.lr_scheduler.ConstantLR", kwargs={"factor": 1.0, "total_iters": 10}),
+    SchedulerConfig(milestones=[3]),
+]
+ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1})
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [(1, 1), (2, 2), (2, 1)])
+def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, saved_on, resumed_on):
+    config = policy_config(optimizer=ADAMW, scheduler=SCHEDULE)
+
+    def train_once(worker: DTensorPolicyWorker, rank: int, world: int) -> TrainResult:
+        load_step(worker, rank, world, config)
+        worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        return worker.train(ClippedPGLoss(LOSS))
+
+    def weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
+        return {name: full_tensor(p.detach()).clone() for name, p in hf_parameters(worker.model)}
+
+    def goes_on(rank: int, world: int) -> Any:
+        worker = make_worker(model_path, config)
+        train_once(worker, rank, world)
+        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True)
+        return train_once(worker, rank, world), weights(worker)
+
+    def resumes(rank: int, world: int) -> Any:
+        worker = make_worker(model_path, config)
+        worker.load_checkpoint(tmp_path, load_optimizer=True)
+        return train_once(worker, rank, world), weights(worker)
+
+    want, want_weights = run_world(goes_on, saved_on)[0]
+    got, got_weights = run_world(resumes, resumed_on)[0]
+    assert got.learning_rates == want.learning_rates
+    assert want.learning_rates == pytest.approx([0.007, 0.01]), "the scheduler steps once per optimizer step"
+    if saved_on == resumed_on:
+        assert got == want
+        assert all(torch.equal(got_weights[name], want_weights[name]) for name in want_weights)
+    else:
+        assert got.losses == pytest.approx(want.losses, rel=1e-5)
+        assert all((got_weights[name] - want_weights[name]).abs().max() < 1e-4 for name in want_weights)
+
+    from transformers import AutoModelForCausalLM
+
+    consolidated = AutoModelForCausalLM.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
+    assert not consolidated.state_dict()["model.norm.weight"].isnan().any()
+
+
+def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_path):
+    from nemo_rl.models.policy.optimizer import build_optimizer
+
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    with pytest.raises(ValueError, match=r"policy\.optimizer\.name: cannot import 'torch\.optim\.AdamZ'"):
+        build_optimizer(OptimizerConfig(name="torch.optim.AdamZ"), parameters)
+    with pytest.raises(ValueError, match=r"policy\.optimizer\.kwargs: SGD does not take learning_rate; it takes: lr"):
+        build_optimizer(OptimizerConfig(name="torch.optim.SGD", kwargs={"learning_rate": 1.0}), parameters)
+    with pytest.raises(ValueError, match="is not a torch.optim.optimizer.Optimizer"):
+        build_optimizer(OptimizerConfig(name="torch.nn.Linear", kwargs={}), parameters)
