@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from nemo_rl.algorithms.config_checks import check_run
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig
 from nemo_rl.distributed.config import ClusterConfig
@@ -186,6 +187,37 @@ class GRPOConfig(StrictModel):
         """Whether the run ever validates."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end
 
+    @property
+    def val_k_values(self) -> list[int]:
+        """The k of pass@k and best-of-k in validation: powers of two, and all samples; none with one sample."""
+        num_samples = self.val_num_generations_per_prompt
+        if num_samples == 1:
+            return []
+        return sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        estimator, group_size = self.adv_estimator, self.num_generations_per_prompt
+        if estimator.name == "grpo" and estimator.use_leave_one_out_baseline and group_size < 2:
+            yield (
+                "num_generations_per_prompt",
+                "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, "
+                "or grpo.use_leave_one_out_baseline=false",
+            )
+        elif estimator.name == "grpo" and group_size < 2:
+            yield (
+                "num_generations_per_prompt",
+                "a group of 1 has no advantage; set 2 or more, or grpo.adv_estimator.name=reinforce_plus_plus",
+            )
+        if self.use_dynamic_sampling and group_size < 2:
+            yield "use_dynamic_sampling", "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"
+        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
+            yield "batch_multiplier", "only for dynamic sampling; set grpo.use_dynamic_sampling=true or leave it at 1"
+        if (self.num_prompts_per_step * self.batch_multiplier) % 1:
+            yield (
+                "batch_multiplier",
+                f"{self.batch_multiplier} x num_prompts_per_step={self.num_prompts_per_step} is not a whole number",
+            )
+
 
 class ClippedPGLossConfig(StrictModel):
     """The clipped policy-gradient loss with its variants."""
@@ -221,7 +253,7 @@ class ClippedPGLossConfig(StrictModel):
     """Weight the loss by exp(previous - generation logprob)."""
 
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = "tis"
-    """How a bound acts on that weight: it is truncated, tokens outside are dropped, or sequences outside are dropped."""
+    """How a bound acts on that weight: it is truncated, or tokens outside, or sequences outside, are dropped."""
 
     truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
     """Upper bound of the weight; null: unbounded."""
@@ -248,6 +280,46 @@ class ClippedPGLossConfig(StrictModel):
     """CISPO: the clipped ratio, without gradient, weights the logprob."""
 
     not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from self._check_ratio()
+        yield from self._check_importance_sampling()
+        if self.length_normalizer is not None and not self.token_level_loss:
+            yield "length_normalizer", "replaces the count of tokens, so it needs token_level_loss=true"
+
+    def _check_ratio(self) -> Iterator[tuple[str, str]]:
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield "sequence_level_importance_ratios", "GSPO averages over sequences: set loss_fn.token_level_loss=false"
+        if self.use_cispo and self.disable_ppo_ratio:
+            yield "use_cispo", "CISPO is made of the ratio; set disable_ppo_ratio=false"
+        if self.use_cispo and self.sequence_level_importance_ratios:
+            yield "use_cispo", "CISPO weights tokens; set sequence_level_importance_ratios=false"
+        if self.ratio_clip_c is not None:
+            if self.use_cispo or self.disable_ppo_ratio:
+                switch = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
+                yield "ratio_clip_c", f"dual clip has no meaning with {switch}=true; set ratio_clip_c=null"
+            if self.ratio_clip_c <= 1 + self.ratio_clip_max:
+                yield "ratio_clip_c", f"must be above 1 + ratio_clip_max = {1 + self.ratio_clip_max:g} (3 is usual)"
+        if self.disable_ppo_ratio and self.sequence_level_importance_ratios:
+            yield "disable_ppo_ratio", "leaves no ratio to take per sequence; switch one of the two off"
+
+    def _check_importance_sampling(self) -> Iterator[tuple[str, str]]:
+        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        kind = self.truncated_importance_sampling_type
+        key = "truncated_importance_sampling_ratio" if high is not None else "truncated_importance_sampling_ratio_min"
+        if low is None and high is None:
+            return
+        if not self.use_importance_sampling_correction:
+            yield key, "bounds the correction, which is off; set loss_fn.use_importance_sampling_correction=true"
+        if kind is None:
+            yield key, "needs truncated_importance_sampling_type: tis, icepop or seq-mask-tis"
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            yield "truncated_importance_sampling_type", "seq-mask-tis does not go with GSPO; use tis or icepop"
+        if low is not None and high is not None and low >= high:
+            yield (
+                "truncated_importance_sampling_ratio_min",
+                f"{low} is not below truncated_importance_sampling_ratio={high}",
+            )
 
 
 class GRPOMasterConfig(StrictModel):
@@ -285,3 +357,6 @@ class GRPOMasterConfig(StrictModel):
         NotYet("env.should_use_nemo_gym", one_of(False, None)),
         NotYet("env.should_log_nemo_gym_responses", anything),
     )
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from check_run(self)

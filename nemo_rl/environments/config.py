@@ -45,9 +45,14 @@ class EnvironmentConfig(BaseModel):
         return dict(self.model_extra or {})
 
 
-def _variant(value: Any) -> str:
-    environment_type = value.get("type") if isinstance(value, dict) else value.type
-    return "math" if environment_type == "math" else "other"
+def _variant(value: Any) -> str | None:
+    if isinstance(value, MathEnvironmentConfig):
+        return "math"
+    if isinstance(value, EnvironmentConfig):
+        return "other"
+    if isinstance(value, dict):
+        return "math" if value.get("type") == "math" else "other"
+    return None
 
 
 AnyEnvironmentConfig = Annotated[

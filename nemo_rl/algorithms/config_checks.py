@@ -1,0 +1,206 @@
+"""Combinations of sections that cannot work in a GRPO run, found before anything starts.
+
+Each check yields (dotted key, message); the message says which values would work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_rl.config.errors import nearest_key
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import GRPOMasterConfig
+
+Problems = Iterator[tuple[str, str]]
+
+TRAIN_METRICS = frozenset(
+    {
+        "loss",
+        "grad_norm",
+        "lr",
+        "reward",
+        "filtered_reward",
+        "mean_prompt_length",
+        "total_num_tokens",
+        "global_valid_seqs",
+        "global_valid_toks",
+        "advantages/mean",
+        "advantages/max",
+        "advantages/min",
+        "baseline_reward/pct_0",
+        "baseline_reward/pct_1",
+        "baseline_reward/pct_mixed",
+        "num_zero_variance_groups",
+        "total_turns",
+        "avg_turns_per_sample",
+        "max_turns_per_sample",
+        "natural_termination_rate",
+        "truncation_rate",
+        "mean_total_tokens_per_sample",
+        "mean_gen_tokens_per_sample",
+        "max_gen_tokens_per_sample",
+        "mean_env_tokens_per_sample",
+        "failed_sample_rate",
+        "num_prompts_too_long",
+        "probs_ratio",
+        "probs_ratio_clamped",
+        "probs_ratio_min",
+        "probs_ratio_max",
+        "probs_ratio_clamped_min",
+        "probs_ratio_clamped_max",
+        "clip_fraction",
+        "kl_penalty",
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "sampling_importance_ratio",
+        "num_valid_samples",
+        "approx_entropy",
+        "is_oob_ratio",
+    }
+)
+"""Names that `checkpointing.metric_name: train:<name>` may take."""
+
+
+def check_run(cfg: GRPOMasterConfig) -> Problems:
+    yield from check_batch_sizes(cfg)
+    yield from check_layout(cfg)
+    yield from check_lengths(cfg)
+    yield from check_loss(cfg)
+    yield from check_environments(cfg)
+    yield from check_validation(cfg)
+
+
+def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
+    samples, global_batch = cfg.grpo.num_samples_per_step, cfg.policy.train_global_batch_size
+    micro_batch, num_ranks = cfg.policy.train_micro_batch_size, cfg.cluster.num_workers
+    if samples % global_batch:
+        yield (
+            "policy.train_global_batch_size",
+            f"{global_batch} does not divide the {samples} samples of a step (grpo.num_prompts_per_step="
+            f"{cfg.grpo.num_prompts_per_step} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt}); "
+            f"these would: {_near(_divisors(samples), global_batch)}",
+        )
+    if global_batch % num_ranks:
+        multiples = [size for size in _divisors(samples) if size % num_ranks == 0]
+        fix = f"these would: {_near(multiples, global_batch)}" if multiples else f"take a multiple of {num_ranks}"
+        yield "policy.train_global_batch_size", f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
+    elif (global_batch // num_ranks) % micro_batch:
+        per_rank = global_batch // num_ranks
+        yield (
+            "policy.train_micro_batch_size",
+            f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
+            f"(train_global_batch_size={global_batch}); these would: {_near(_divisors(per_rank), micro_batch)}",
+        )
+
+
+def check_layout(cfg: GRPOMasterConfig) -> Problems:
+    tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    num_workers, per_node = cfg.cluster.num_workers, cfg.cluster.workers_per_node
+    kind = "GPUs" if cfg.cluster.use_gpus else "CPU workers"
+    key = "policy.generation.vllm_cfg.tensor_parallel_size"
+    if num_workers % tensor_parallel:
+        works = _near(_divisors(num_workers), tensor_parallel)
+        yield key, f"{tensor_parallel} does not divide the {num_workers} {kind} of the cluster; these would: {works}"
+    elif tensor_parallel <= per_node and per_node % tensor_parallel:
+        works = _near(_divisors(per_node), tensor_parallel)
+        yield key, f"engines of {tensor_parallel} do not fill nodes of {per_node} {kind}; these would: {works}"
+    elif tensor_parallel > per_node and tensor_parallel % per_node:
+        yield key, f"an engine that spans nodes takes whole nodes: a multiple of {per_node} {kind}"
+
+
+def check_lengths(cfg: GRPOMasterConfig) -> Problems:
+    longest_prompt, longest = cfg.data.max_input_seq_length, cfg.policy.generation.vllm_cfg.max_model_len
+    if longest_prompt > longest:
+        yield (
+            "data.max_input_seq_length",
+            f"{longest_prompt} is more than policy.generation.vllm_cfg.max_model_len={longest}: such prompts could "
+            f"never be answered; use at most that",
+        )
+
+
+def check_loss(cfg: GRPOMasterConfig) -> Problems:
+    loss, grpo = cfg.loss_fn, cfg.grpo
+    num_updates = grpo.num_samples_per_step / cfg.policy.train_global_batch_size
+    if loss.force_on_policy_ratio and num_updates != 1:
+        yield (
+            "loss_fn.force_on_policy_ratio",
+            f"needs exactly one optimizer step per RL step; set policy.train_global_batch_size="
+            f"{grpo.num_samples_per_step} (num_prompts_per_step x num_generations_per_prompt)",
+        )
+    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+        yield (
+            "grpo.skip_reference_policy_logprobs_calculation",
+            f"the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 "
+            f"(it is {loss.reference_policy_kl_penalty})",
+        )
+    if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
+        yield "loss_fn.use_kl_in_reward", "only grpo.adv_estimator.name=reinforce_plus_plus has the KL in the reward"
+    if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
+        yield "loss_fn.use_kl_in_reward", "has no effect without loss_fn.reference_policy_kl_penalty above 0"
+    if cfg.policy.generation.temperature == 0:
+        yield "policy.generation.temperature", "training needs a temperature above 0; only val_temperature may be 0"
+
+
+def check_environments(cfg: GRPOMasterConfig) -> Problems:
+    for name, datasets in (("train", cfg.data.train), ("validation", cfg.data.validation or [])):
+        for index, dataset in enumerate(datasets):
+            if dataset.env_name not in cfg.env:
+                near = nearest_key(dataset.env_name, cfg.env)
+                fix = f"did you mean {near}?" if near else f"there are: {', '.join(cfg.env) or 'none'}"
+                key = f"data.{name}.{index}.env_name"
+                yield key, f"no section env.{dataset.env_name}; {fix}"
+
+
+def check_validation(cfg: GRPOMasterConfig) -> Problems:
+    grpo = cfg.grpo
+    if grpo.validates and not cfg.data.has_validation:
+        yield (
+            "data.validation",
+            f"nothing to validate on (grpo.val_period={grpo.val_period}, val_at_start={_yaml(grpo.val_at_start)}, "
+            f"val_at_end={_yaml(grpo.val_at_end)}); name a dataset, set split_validation_size of a training dataset, "
+            f"or switch validation off with grpo.val_period=0",
+        )
+    if not cfg.checkpointing.enabled or cfg.checkpointing.metric_name is None:
+        return
+    prefix, _, metric = cfg.checkpointing.metric_name.partition(":")
+    key = "checkpointing.metric_name"
+    if prefix == "val" and not grpo.validates:
+        yield key, f"{prefix}:{metric} needs validation; set grpo.val_period above 0, or metric_name=null"
+        return
+    available = _validation_metrics(cfg) if prefix == "val" else _train_metrics(cfg)
+    if metric not in available:
+        more = ""
+        if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
+            more = f" (grpo.val_num_generations_per_prompt={grpo.val_num_generations_per_prompt} decides on pass_at_k)"
+        near = nearest_key(metric, available)
+        fix = f"did you mean {prefix}:{near}?" if near else f"there are: {', '.join(sorted(available))}"
+        yield key, f"no run with this configuration produces {prefix}:{metric}{more}; {fix}"
+
+
+def _validation_metrics(cfg: GRPOMasterConfig) -> list[str]:
+    sampled = [f"{name}_{k}" for k in cfg.grpo.val_k_values for name in ("pass_at", "best_of")]
+    return ["accuracy", "reward", "avg_length", "failed_sample_rate", *sampled]
+
+
+def _train_metrics(cfg: GRPOMasterConfig) -> list[str]:
+    dynamic_only = {"filtered_reward"}
+    return [name for name in sorted(TRAIN_METRICS) if cfg.grpo.use_dynamic_sampling or name not in dynamic_only]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _near(values: list[int], wanted: int) -> str:
+    """At most six of the increasing `values`, those nearest to `wanted`."""
+    nearest = sorted(sorted(values, key=lambda value: abs(value - wanted))[:6])
+    return ", ".join(str(value) for value in nearest)
+
+
+def _yaml(value: bool) -> str:
+    return "true" if value else "false"

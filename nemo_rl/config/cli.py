@@ -1,0 +1,96 @@
+"""The command line of every run script: --config, --dry-run, --help and overrides."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from pydantic import BaseModel
+
+from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.loader import dump_config, load_config
+
+M = TypeVar("M", bound=BaseModel)
+
+_EXAMPLES = """\
+overrides (Hydra's grammar, applied after the files):
+  policy.model_name=Qwen/Qwen3-0.6B        set a key
+  +policy.optimizer.kwargs.amsgrad=true    add a key to a mapping with free keys
+  ~policy.scheduler                        back to the default
+  'data.train={{dataset_name: gsm8k}}'       a mapping; lists are [1,2]
+
+examples:
+  {prog} --dry-run
+  {prog} --config {config} logger.log_dir=my_logs
+"""
+
+
+def load_from_command_line(
+    model: type[M],
+    *,
+    description: str,
+    default_config: str,
+    argv: Sequence[str] | None = None,
+    placement: Callable[[M], str],
+    check: Callable[[M], None] | None = None,
+) -> M:
+    """The configuration that the command line asks for.
+
+    `placement` describes what would run where, for --dry-run. `check` may raise ConfigError for what this machine
+    cannot do; --dry-run leaves it out. Exits with 0 after --help and --dry-run, with 2 and one message when the
+    user has to change something.
+    """
+    parser = _parser(model, description, default_config)
+    arguments, rest = parser.parse_known_args(argv)
+    options = [text for text in rest if text.startswith("-")]
+    if options:
+        parser.error(f"unknown option {options[0]}; there are --config, --dry-run and --help, and overrides a.b=1")
+    try:
+        config = load_config(model, _existing(arguments.config, default_config), rest)
+        if arguments.dry_run:
+            sys.stdout.write(f"{dump_config(config)}\n{placement(config).rstrip()}\n")
+            parser.exit(0)
+        if check is not None:
+            check(config)
+    except ConfigError as error:
+        _exit_with(error)
+    return config
+
+
+def _parser(model: type[BaseModel], description: str, default_config: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s [--config FILE] [--dry-run] [section.key=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    sections = "\n".join(f"  {name:<15}{field.description}" for name, field in model.model_fields.items())
+    examples = _EXAMPLES.format(prog=f"python {sys.argv[0]}", config=default_config)
+    parser.epilog = f"sections of the configuration (--dry-run shows every key):\n{sections}\n\n{examples}"
+    parser.add_argument(
+        "--config", metavar="FILE", default=default_config, help=f"YAML file (default {default_config})"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the whole configuration and what would run where, then exit"
+    )
+    return parser
+
+
+def _existing(path: str, default_config: str) -> Path:
+    """`path`, or a ConfigError that lists what there is."""
+    if Path(path).is_file():
+        return Path(path)
+    folder = next(
+        f for f in (Path(path).parent, Path(default_config).parent, Path()) if any(f.glob("*.yaml")) or f == Path()
+    )
+    there = sorted(str(file) for file in folder.glob("*.yaml"))
+    known = "; there are:\n  " + "\n  ".join(there) if there else ""
+    raise ConfigError([Problem((), f"no such file{known}", Location(f"--config {path}"))])
+
+
+def _exit_with(error: ConfigError) -> NoReturn:
+    sys.stderr.write(f"error: {error}\n")
+    sys.exit(2)

@@ -1,0 +1,79 @@
+"""What is said to a user whose configuration cannot work: every problem at once, with its place and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a key was written: a file and a line (from 1), or `line=None` and an argument of the command line."""
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `location` is None when the value comes from the defaults."""
+
+    path: KeyPath
+    message: str
+    location: Location | None = None
+
+    def __str__(self) -> str:
+        place = f"{self.location}: " if self.location else ""
+        key = dotted(self.path)
+        said = not key or f"{key}=" in place or f"{key}=" in self.message
+        return place + ("" if said else f"{key}: ") + self.message
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work. The text holds all problems; nothing else needs to be shown."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(dict.fromkeys(problems))
+        assert self.problems, "an error without a problem"
+        if len(self.problems) == 1:
+            text = str(self.problems[0])
+        else:
+            text = "\n".join([f"{len(self.problems)} problems:", *(f"  {problem}" for problem in self.problems)])
+        super().__init__(text)
+
+
+def dotted(path: Iterable[str | int]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most likely meant by the dotted `key`, or None when nothing is close.
+
+    A key of the same name in another section counts before a similar spelling, and a similar spelling counts more in
+    the section where it was looked for: `grpo.ratio_clip_min` gives `loss_fn.ratio_clip_min`.
+    """
+    section, _, name = key.rpartition(".")
+    best, best_score = None, 0.0
+    for candidate in candidates:
+        candidate_section, _, candidate_name = candidate.rpartition(".")
+        similarity = SequenceMatcher(a=name, b=candidate_name, autojunk=False).ratio()
+        if similarity < 0.6:
+            continue
+        place = 1.0 if candidate_section == section else SequenceMatcher(a=section, b=candidate_section).ratio()
+        score = similarity + 0.25 * place
+        if score > best_score:
+            best, best_score = candidate, score
+    return best
+
+
+def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:
+    """The problem of a key that does not exist."""
+    nearest = nearest_key(dotted(path), candidates)
+    hint = f"; the nearest valid key is {nearest}" if nearest else ""
+    return Problem(path, f"unknown key{hint}", location)

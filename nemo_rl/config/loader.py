@@ -1,0 +1,224 @@
+"""From YAML files and overrides to a validated model: inherit, override, fill in defaults, resolve, check, build.
+
+Every problem found on the way is reported together, with the file and line of the key it is about.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_rl.config.base import CrossCheckError, NotYet
+from nemo_rl.config.errors import ConfigError, KeyPath, Problem, dotted, unknown_key
+from nemo_rl.config.schema import Section, fill_defaults, gaps, known_keys, sections
+from nemo_rl.config.sources import SourcedTree, load_tree
+
+logger = logging.getLogger(__name__)
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load_config(model: type[M], path: str | Path, overrides: Sequence[str] = ()) -> M:
+    """Load `path` with its parents, apply `overrides` (Hydra's grammar), and build `model`.
+
+    Raises ConfigError with everything that is wrong.
+    """
+    return _build(model, load_tree(path), overrides)
+
+
+def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:
+    """As `load_config`, from a nested dictionary in place of a file."""
+    tree = SourcedTree()
+    tree.merge(SourcedTree(dict(values)))
+    return _build(model, tree, overrides)
+
+
+def dump_config(config: BaseModel) -> str:
+    """The whole configuration as YAML, defaults included; `load_config` reads it back."""
+    return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
+
+
+def write_config(config: BaseModel, path: str | Path) -> None:
+    """Write `dump_config` into a file."""
+    Path(path).write_text(dump_config(config), encoding="utf-8")
+
+
+def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
+    problems: list[Problem] = []
+    fill_defaults(model, tree.values)
+    if overrides:
+        from nemo_rl.config.overrides import apply_overrides  # Hydra's parser is only paid for when it is used
+
+        problems += apply_overrides(model, tree, overrides)
+        fill_defaults(model, tree.values)
+    keys = known_keys(model, tree.values)
+    tree.values = _resolve(tree, problems)
+    problems += _refuse_not_yet(model, tree)
+    try:
+        config = model.model_validate(tree.values)
+    except ValidationError as error:
+        unresolved = {problem.path for problem in problems}
+        for details in error.errors(include_url=False):
+            problems += [p for p in _explain(details, tree, keys) if p.path not in unresolved]
+        raise ConfigError(problems) from None
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+# Interpolation
+
+
+def _divide(a: float, b: float) -> float:
+    return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
+
+
+def _register_resolvers() -> None:
+    OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
+    OmegaConf.register_new_resolver("div", _divide, replace=True)
+    OmegaConf.register_new_resolver("add", lambda a, b: a + b, replace=True)
+    OmegaConf.register_new_resolver("max", lambda a, b: max(a, b), replace=True)
+
+
+def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
+    """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
+    _register_resolvers()
+    _refuse_malformed(tree, tree.values, (), problems)
+    return _resolve_container(tree, tree.values, OmegaConf.create(tree.values), (), problems)
+
+
+def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
+    """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
+    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+    for key, entry in entries:
+        if isinstance(entry, dict | list):
+            _refuse_malformed(tree, entry, (*path, key), problems)
+        elif isinstance(entry, str) and "${" in entry:
+            try:
+                OmegaConf.create({"entry": entry})
+            except OmegaConfBaseException:
+                problems.append(
+                    Problem((*path, key), f"not a valid interpolation: {entry}", tree.location((*path, key)))
+                )
+                value[key] = None
+
+
+def _resolve_container(
+    tree: SourcedTree, raw: Any, resolved: DictConfig | ListConfig, path: KeyPath, problems: list[Problem]
+) -> Any:
+    """Walk the raw tree and OmegaConf's view of it side by side, leaf by leaf, so that each failure has a place."""
+    entries: dict[Any, Any] = {}
+    for key, entry in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        if isinstance(entry, dict | list):
+            entries[key] = _resolve_container(tree, entry, resolved[key], (*path, key), problems)
+        elif isinstance(entry, str) and ("${" in entry or entry == "???"):
+            entries[key] = _resolve_leaf(tree, entry, resolved, (*path, key), problems)
+        else:
+            entries[key] = entry
+    return entries if isinstance(raw, dict) else list(entries.values())
+
+
+def _resolve_leaf(
+    tree: SourcedTree, entry: str, holder: DictConfig | ListConfig, path: KeyPath, problems: list[Problem]
+) -> Any:
+    try:
+        value = holder[path[-1]]
+        return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+    except MissingMandatoryValue:
+        message = f"must be given, e.g. {dotted(path)}=... on the command line"
+    except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
+        reason = str(error).strip().splitlines()
+        message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
+    problems.append(Problem(path, message, tree.location(path)))
+    return None
+
+
+# Keys that are not supported yet
+
+
+def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
+    """Drop neutral keys of what is not supported yet from the tree; report the others."""
+    problems = []
+    for section in list(sections(model, tree.values)):
+        for gap in gaps(section.model):
+            *parents, name = gap.key.split(".")
+            holder: Any = section.values
+            for parent in parents:
+                holder = holder.get(parent) if isinstance(holder, dict) else None
+            if isinstance(holder, dict) and name in holder:
+                problem = _judge(section, gap, holder, name, tree)
+                if problem is not None:
+                    problems.append(problem)
+    return problems
+
+
+def _judge(section: Section, gap: NotYet, holder: dict[str, Any], name: str, tree: SourcedTree) -> Problem | None:
+    value = holder[name]
+    neutral = gap.neutral(value)
+    path = (*section.path, *gap.key.split("."))
+    if not (neutral and gap.key in section.model.model_fields):
+        del holder[name]
+    if neutral:
+        return None
+    if isinstance(value, dict) and "enabled" in value:
+        path, value = (*path, "enabled"), value["enabled"]
+    assignment = f"{dotted(path)}={_as_yaml(value)}"
+    location = tree.location(path)
+    if gap.harmless:
+        logger.warning("%s%s has no effect: not supported yet", f"{location}: " if location else "", assignment)
+        return None
+    return Problem(path, f"not supported yet: {assignment}", location)
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
+
+
+# Validation errors
+
+
+def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[Problem]:
+    """One error of pydantic in the user's terms."""
+    path = _path_in_tree(details["loc"], tree.values)
+    kind, value = details["type"], details["input"]
+    location = tree.location(path)
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, CrossCheckError):
+        found = []
+        for key, message in cause.problems:
+            full = (*path, *key.split(".")) if key else path
+            found.append(Problem(full, message, tree.location(full)))
+        return found
+    if kind == "extra_forbidden":
+        return [unknown_key(path, keys, location)]
+    if kind == "missing":
+        return [Problem(path, "is required", location)]
+    if kind in ("model_type", "dict_type", "union_tag_not_found", "model_attributes_type"):
+        return [Problem(path, f"must be a section with keys (got {_as_yaml(value)})", location)]
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    if message.startswith("must be") and not isinstance(value, dict | list):
+        message += f" (got {_as_yaml(value)})"
+    return [Problem(path, message, location)]
+
+
+def _path_in_tree(loc: tuple[str | int, ...], values: Any) -> KeyPath:
+    """Pydantic's location without what is not in the tree: tags of unions, the index of a single item."""
+    path: list[str | int] = []
+    for position, part in enumerate(loc):
+        inside = (isinstance(values, dict) and part in values) or (
+            isinstance(values, list) and isinstance(part, int) and part < len(values)
+        )
+        if inside:
+            values = values[part]
+            path.append(part)
+        elif position == len(loc) - 1 and isinstance(part, str):
+            path.append(part)
+    return tuple(path)

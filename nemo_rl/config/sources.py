@@ -1,0 +1,200 @@
+"""YAML files with inheritance, as one tree that remembers the file and line of every key."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem
+
+PARENTS_KEY = "defaults"
+REPLACE_KEY = "_override_"
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """YAML where `1e-6` is a number, as in YAML 1.2, and dates and base-60 numbers (`10:00:00`) stay text."""
+
+
+_YamlLoader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag.rpartition(":")[2] not in ("float", "int", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?(\d[\d_]*\.[\d_]*([eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.\d[\d_]*([eE][-+]?\d+)?|\.(inf|nan))\Z", re.I
+    ),
+    list("-+0123456789."),
+)
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0|0x[\da-fA-F_]+|0b[01_]+|[1-9][\d_]*)\Z"),
+    list("-+0123456789"),
+)
+
+
+@dataclass
+class SourcedTree:
+    """A tree of plain values and where each of its keys was written."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    locations: dict[KeyPath, Location] = field(default_factory=dict)
+
+    def location(self, path: KeyPath) -> Location | None:
+        """Where `path` was written, or else the nearest section around it."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.locations:
+                return self.locations[path[:end]]
+        return None
+
+    def get(self, path: KeyPath) -> Any:
+        """The value at `path`; KeyError when there is none."""
+        value: Any = self.values
+        for part in path:
+            if isinstance(value, dict) and part in value:
+                value = value[part]
+                continue
+            if not (isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)):
+                raise KeyError(path)
+            value = value[part]
+        return value
+
+    def __contains__(self, path: KeyPath) -> bool:
+        try:
+            self.get(path)
+        except KeyError:
+            return False
+        return True
+
+    def delete(self, path: KeyPath) -> None:
+        del self.get(path[:-1])[path[-1]]
+        self._forget(path)
+
+    def put(self, path: KeyPath, value: Any, location: Location) -> None:
+        """Write a value; a mapping is merged into the mapping that is there."""
+        holder: Any = self.values
+        for depth, part in enumerate(path[:-1]):
+            if isinstance(holder, dict) and holder.get(part) is None:
+                holder[part] = {}
+            holder = holder[part]
+            if not isinstance(holder, dict | list):
+                raise KeyError(path[: depth + 1])
+        self._merge_value(holder, path, value)
+        for below in _paths_of(value, path):
+            self.locations[below] = location
+
+    def merge(self, child: SourcedTree) -> None:
+        """Lay `child` over this tree. A top-level section of it with `_override_: true` replaces the section here."""
+        for key, value in child.values.items():
+            replaces = isinstance(value, dict) and value.pop(REPLACE_KEY, False)
+            if replaces:
+                self.values.pop(key, None)
+                self._forget((key,))
+            self._merge_value(self.values, (key,), value)
+        self.locations.update(child.locations)
+
+    def _merge_value(self, holder: Any, path: KeyPath, value: Any) -> None:
+        present = holder.get(path[-1]) if isinstance(holder, dict) else holder[path[-1]]
+        if isinstance(present, dict) and isinstance(value, dict):
+            for key, entry in value.items():
+                self._merge_value(present, (*path, key), entry)
+        else:
+            self._forget(path)
+            holder[path[-1]] = copy.deepcopy(value)
+
+    def _forget(self, path: KeyPath) -> None:
+        for known in [known for known in self.locations if known[: len(path)] == path]:
+            del self.locations[known]
+
+
+def load_tree(path: str | Path) -> SourcedTree:
+    """Read a YAML file and its parents. ConfigError names file and line of what is wrong."""
+    return _load_with_parents(Path(path), ())
+
+
+def _load_with_parents(path: Path, children: tuple[Path, ...]) -> SourcedTree:
+    if path.resolve() in children:
+        chain = " -> ".join(str(child) for child in (*children, path.resolve()))
+        raise ConfigError(
+            [Problem((PARENTS_KEY,), f"the files inherit from one another: {chain}", Location(str(path)))]
+        )
+    own = _read(path)
+    line = own.locations.pop((PARENTS_KEY,), None)
+    parents = own.values.pop(PARENTS_KEY, None) or []
+    tree = SourcedTree()
+    for parent in [parents] if isinstance(parents, str) else parents:
+        if not isinstance(parent, str):
+            raise ConfigError([Problem((PARENTS_KEY,), f"must be a path or a list of paths (got {parent!r})", line)])
+        parent_path = path.parent / parent
+        if not parent_path.is_file():
+            raise ConfigError([Problem((PARENTS_KEY,), f"no such file: {parent_path}", line)])
+        tree.merge(_load_with_parents(parent_path, (*children, path.resolve())))
+    tree.merge(own)
+    return tree
+
+
+def _read(path: Path) -> SourcedTree:
+    with path.open(encoding="utf-8") as stream:
+        loader = _YamlLoader(stream)
+        try:
+            root = loader.get_single_node()
+            tree = SourcedTree()
+            if root is not None:
+                tree.values = _construct(loader, root, (), str(path), tree.locations)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line = mark.line + 1 if mark else None
+            raise ConfigError([Problem((), f"not valid YAML: {error.problem}", Location(str(path), line))]) from None
+        finally:
+            loader.dispose()
+    if not isinstance(tree.values, dict):
+        raise ConfigError([Problem((), "the file must hold sections with keys", Location(str(path), 1))])
+    return tree
+
+
+def _construct(
+    loader: _YamlLoader, node: yaml.Node, path: KeyPath, source: str, locations: dict[KeyPath, Location]
+) -> Any:
+    """The plain value of a node; the line of every key below `path` goes into `locations`."""
+    if isinstance(node, yaml.MappingNode):
+        _refuse_duplicates(node, path, source)
+        loader.flatten_mapping(node)
+        result: dict[Any, Any] = {}
+        for key_node, value_node in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            locations[(*path, key)] = Location(source, key_node.start_mark.line + 1)
+            result[key] = _construct(loader, value_node, (*path, key), source, locations)
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            locations[(*path, index)] = Location(source, item.start_mark.line + 1)
+        return [_construct(loader, item, (*path, index), source, locations) for index, item in enumerate(node.value)]
+    return loader.construct_object(node, deep=True)
+
+
+def _refuse_duplicates(node: yaml.MappingNode, path: KeyPath, source: str) -> None:
+    seen: dict[str, int] = {}
+    for key_node, _ in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError([Problem(path, "a key must be a plain text", Location(source, node.start_mark.line + 1))])
+        line = key_node.start_mark.line + 1
+        if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+            message = f"written twice in this section, first in line {seen[key_node.value]}"
+            raise ConfigError([Problem((*path, key_node.value), message, Location(source, line))])
+        seen[str(key_node.value)] = line
+
+
+def _paths_of(value: Any, path: KeyPath) -> list[KeyPath]:
+    paths = [path]
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            paths += _paths_of(entry, (*path, key))
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            paths += _paths_of(entry, (*path, index))
+    return paths
