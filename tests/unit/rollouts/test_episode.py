@@ -1,0 +1,121 @@
+"""One episode against a scripted engine and a scripted environment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
+from nemo_rl.types import Completion, DatumSpec, Sample, SampleStatus, SamplingParams, StopReason
+
+
+@dataclass
+class FakeEngine:
+    """Answers turn t with `turns[t]`; notes what it was asked."""
+
+    turns: list[tuple[list[int], StopReason]]
+    asked: list[tuple[list[int], SamplingParams, int]] = field(default_factory=list)
+
+    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        tokens, reason = self.turns[len(self.asked)]
+        tokens = tokens[: sampling.max_new_tokens]
+        self.asked.append((list(prompt_token_ids), sampling, seed))
+        logprobs = [-0.1 * token for token in tokens]
+        return Completion(token_ids=tokens, logprobs=logprobs, stop_reason=reason, weight_version=3 + len(self.asked))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    reward: float
+    terminated: bool
+    metadata: Any = None
+    next_stop_strings: Sequence[str] | None = None
+    observation: dict[str, str] = field(default_factory=lambda: {"role": "environment", "content": "go on"})
+
+
+@dataclass
+class FakeEnvironment:
+    outcomes: list[Outcome]
+    seen: list[tuple[list[dict[str, str]], Any]] = field(default_factory=list)
+
+    async def __call__(self, message_log: list[dict[str, str]], metadata: Any) -> Outcome:
+        self.seen.append(([dict(message) for message in message_log], metadata))
+        return self.outcomes[len(self.seen) - 1]
+
+
+def play(engine: FakeEngine, env: FakeEnvironment, *, max_turns: int = 5, max_total: int = 100) -> Sample:
+    datum: DatumSpec = {
+        "message_log": [
+            {"role": "system", "content": "s", "token_ids": [1, 2]},
+            {"role": "user", "content": "u", "token_ids": [3]},
+        ],
+        "length": 3,
+        "extra_env_info": {"ground_truth": "4"},
+        "loss_multiplier": 1.0,
+        "idx": 0,
+    }
+    return asyncio.run(
+        run_episode(
+            datum,
+            sample_id="g/0",
+            generate=engine,
+            env_step=env,
+            decode=lambda ids: " ".join(map(str, ids)),
+            render=lambda observation: [90, 91],
+            sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
+            limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total),
+            seed_of_turn=lambda turn: 1000 + turn,
+        )
+    )
+
+
+def test_one_turn_keeps_the_sampled_tokens_and_their_logprobs():
+    env = FakeEnvironment([Outcome(1.0, True)])
+    sample = play(FakeEngine([([10, 11], StopReason.STOP)]), env)
+    assert sample.token_ids.tolist() == [1, 2, 3, 10, 11]
+    assert sample.token_mask.tolist() == [False, False, False, True, True]
+    assert sample.generation_logprobs.tolist() == pytest.approx([0, 0, 0, -1.0, -1.1])
+    assert env.seen[0] == (
+        [
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "10 11"},
+        ],
+        {"ground_truth": "4"},
+    )
+    meta = sample.meta
+    assert (meta.status, meta.reward, meta.num_turns, meta.weight_version) == (SampleStatus.COMPLETED, 1.0, 1, 4)
+    assert (meta.length, meta.num_prompt_tokens, meta.num_generated_tokens) == (5, 3, 2)
+
+
+def test_turns_alternate_and_only_the_models_tokens_carry_loss():
+    engine = FakeEngine([([10], StopReason.STOP), ([20, 21], StopReason.STOP)])
+    env = FakeEnvironment([Outcome(0.25, False, "after one", ["stop here"]), Outcome(0.5, True)])
+    sample = play(engine, env)
+    assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 20, 21]
+    assert sample.token_mask.nonzero()[0].tolist() == [3, 6, 7]
+    assert [seed for _, _, seed in engine.asked] == [1000, 1001]
+    assert engine.asked[1][0] == [1, 2, 3, 10, 90, 91], "the next turn sees exactly the tokens so far"
+    assert engine.asked[1][1].stop_strings == ("stop here",)
+    assert env.seen[1][1] == "after one"
+    assert (sample.meta.reward, sample.meta.num_turns, sample.meta.weight_version) == (0.75, 2, 4)
+
+
+def test_a_completion_at_its_token_limit_is_truncated_but_answered():
+    env = FakeEnvironment([Outcome(1.0, True)])
+    sample = play(FakeEngine([([10] * 8, StopReason.LENGTH)]), env)
+    assert (sample.meta.status, sample.meta.reward) == (SampleStatus.TRUNCATED, 1.0)
+
+
+def test_an_episode_never_outgrows_its_limits():
+    engine = FakeEngine([([10] * 4, StopReason.STOP)] * 9)
+    sample = play(engine, FakeEnvironment([Outcome(0.0, False)] * 9), max_total=12)
+    assert sample.meta.length <= 12 and sample.meta.status is SampleStatus.TRUNCATED
+    assert [params.max_new_tokens for _, params, _ in engine.asked] == [8, 3]
+    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([Outcome(0.0, False)] * 2), max_turns=2)
+    assert (sample.meta.num_turns, sample.meta.status) == (2, SampleStatus.TRUNCATED)
+    assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10], "no observation after the last turn"
