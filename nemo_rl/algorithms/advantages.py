@@ -3,7 +3,7 @@
 Runs on the controller, from metadata: a group is the samples of one prompt in one step, never found by comparing
 text. Statistics are two-pass in float64 with the unbiased (n - 1) standard deviation. Only samples that carry a reward
 take part; the others get 0. With the KL penalty in the reward, advantages differ by token and the last step runs where
-the log-probabilities are: `subtract_kl_to_go`, `whitening_sums`, `whiten`.
+the log-probabilities are: `KLInReward`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.config import AdvEstimatorConfig
+from nemo_rl.algorithms.config import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.losses.kl import calculate_kl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +55,7 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
     the mean of the *other* samples as baseline (RLOO, arXiv 2402.14740); the standard deviation stays the group's. A
     group whose rewards are all equal gives exact zeros, a group with fewer than two rewards too.
     """
-    if kl_in_reward:
-        raise ValueError("loss_fn.use_kl_in_reward needs grpo.adv_estimator.name=reinforce_plus_plus.")
+    assert not kl_in_reward, "advantages inside a group have no place for token rewards"
     advantages = []
     for group in groups:
         rewards, valid = _arrays(group)
@@ -126,9 +126,38 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
     return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
 
 
+class KLInReward:
+    """A `nemo_rl.types.TokenAdvantages`: the KL to the reference policy charged to each token's reward, then whitening.
+
+    Takes what `reinforce_plus_plus(..., kl_in_reward=True)` returns, spread over the tokens of a sample.
+    """
+
+    def __init__(self, loss_cfg: ClippedPGLossConfig, eps: float) -> None:
+        self.loss_cfg = loss_cfg
+        self.eps = eps
+
+    def adjust(self, advantages: Tensor, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """`logprobs` are those of the policy at the start of the step. 0 where masked."""
+        cfg = self.loss_cfg
+        kl = calculate_kl(
+            torch.where(mask > 0, logprobs, 0.0),
+            torch.where(mask > 0, reference_logprobs, 0.0),
+            cfg.reference_policy_kl_type,
+            cfg.kl_input_clamp_value,
+            cfg.kl_output_clamp_value,
+        )
+        return subtract_kl_to_go(advantages, kl, mask, cfg.reference_policy_kl_penalty)
+
+    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
+        return whitening_sums(advantages, mask)
+
+    def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+        return whiten(advantages, mask, sums, self.eps)
+
+
 def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:
     """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...): the KL penalty as a reward of each token, undiscounted
-    (arXiv 2501.03262, section 3). All [B, S]; 0 where `mask` is 0.
+    (arXiv 2501.03262, section 3). All [..., S]; 0 where `mask` is 0.
     """
     kl = torch.where(mask > 0, kl, 0.0)
     kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
@@ -143,7 +172,7 @@ def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(advantages: Tensor, mask: Tensor, sums: Tensor, eps: float) -> Tensor:
-    """(A - mean) / (std + eps) with the statistics of the whole batch, `sums` from `whitening_sums`. [B, S].
+    """(A - mean) / (std + eps) with the statistics of the whole batch, `sums` from `whitening_sums`. [..., S].
 
     0 where masked. All zeros when fewer than two tokens were counted or they have no variance.
     """

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from nemo_rl.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     GroupRewards,
+    KLInReward,
     compute_advantages,
     subtract_kl_to_go,
     whiten,
     whitening_sums,
 )
-from nemo_rl.algorithms.config import AdvEstimatorConfig
+from nemo_rl.algorithms.config import AdvEstimatorConfig, ClippedPGLossConfig
 
 
 def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[int] | None = None) -> GroupRewards:
@@ -167,11 +168,9 @@ def test_reinforce_plus_plus_without_any_variance_is_exact_zero():
     assert result.advantages == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_kl_in_reward_needs_reinforce_plus_plus():
-    with pytest.raises(ValueError, match="reinforce_plus_plus"):
-        compute_advantages([group([0.0, 1.0])], cfg(), kl_in_reward=True)
+def test_with_the_kl_in_the_reward_whitening_is_left_to_the_workers():
     result = compute_advantages([group([0.0, 1.0])], cfg("reinforce_plus_plus"), kl_in_reward=True)
-    assert result.advantages == [[-0.5, 0.5]]  # not whitened yet
+    assert result.advantages == [[-0.5, 0.5]]
 
 
 def test_kl_to_go_by_hand():
@@ -195,6 +194,21 @@ def test_whitening_by_added_sums_equals_whitening_the_whole(cut: int, seed: int)
     valid = advantages[mask > 0]
     torch.testing.assert_close(whitened[mask > 0], (valid - valid.mean()) / (valid.std() + 1e-6), rtol=1e-5, atol=1e-5)
     assert (whitened[mask == 0] == 0).all()
+
+
+def test_kl_in_reward_by_hand():
+    loss_cfg = ClippedPGLossConfig.model_validate(
+        {"reference_policy_kl_penalty": 0.5, "reference_policy_kl_type": "k1", "use_kl_in_reward": True}
+    )
+    token_advantages = KLInReward(loss_cfg, eps=1e-6)
+    nan = float("nan")
+    mask = torch.tensor([0.0, 1.0, 1.0])
+    adjusted = token_advantages.adjust(
+        torch.full((3,), 1.0), torch.tensor([nan, -1.0, -2.0]), torch.tensor([nan, -1.5, -1.0]), mask
+    )
+    assert adjusted.tolist() == pytest.approx([0.0, 1.0 - 0.5 * (0.5 - 1.0), 1.0 + 0.5])  # k1: logprob - reference
+    whitened = token_advantages.finish(adjusted, mask, token_advantages.sums(adjusted, mask))
+    assert whitened.tolist() == pytest.approx([0.0, -math.sqrt(0.5), math.sqrt(0.5)], rel=1e-4)
 
 
 def test_whitening_without_variance_or_tokens_is_exact_zero():
