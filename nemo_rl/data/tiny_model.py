@@ -1,9 +1,9 @@
-"""The model named `tiny:arithmetic`: a 0.3M-parameter Qwen2 made on this machine in half a minute, without a download.
+"""The model named `tiny:arithmetic`: a 0.3M-parameter Qwen2 made on this machine in twenty seconds, without a download.
 
 It writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
 byte-level tokenizer. Its short supervised warm-up ends on demonstrations of which a part is off by one, so it
-knows the answers and is not sure of them: sampled at temperature 1 it is right in roughly four of ten problems,
-decoded greedily about as rarely or less, and reinforcement learning has something to improve.
+knows the answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded
+greedily in fewer, and reinforcement learning has something to improve.
 
 The same machine and package versions give the same bytes: seeds, thread count and file order are fixed.
 """
@@ -56,13 +56,13 @@ class TinyModelRecipe:
     num_kv_heads: int = 2
     max_position_embeddings: int = 2048
     initializer_range: float = 0.06  # with tied embeddings and so few steps, 0.02 learns three times slower
-    max_operand: int = 15
+    max_operand: int = 9
     operators: str = "+-"
-    num_clean_steps: int = 250
-    num_doubtful_steps: int = 50  # the last ones, with wrong answers among the demonstrations
-    batch_size: int = 128
+    num_clean_steps: int = 300
+    num_doubtful_steps: int = 60  # the last ones, with wrong answers among the demonstrations
+    batch_size: int = 64
     learning_rate: float = 4e-3
-    mistake_probability: float = 0.62
+    mistake_probability: float = 0.54
     seed: int = 0
 
 
@@ -114,7 +114,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     with _file_lock(target.with_name(target.name + ".lock")):
         if target.is_dir():
             return str(target)
-        logger.info("making the tiny model in %s (about half a minute, once)", target)
+        logger.info("making the tiny model in %s (about twenty seconds, once)", target)
         work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
         try:
             _make(recipe, work)
@@ -200,9 +200,9 @@ def _make(recipe: TinyModelRecipe, directory: Path) -> None:
 
 
 def demonstrate(value: int, mistake_probability: float, rng: random.Random) -> str:
-    """The assistant's text for an answer; with `mistake_probability` one too high (mostly) or one too low."""
+    """The assistant's text for an answer; with `mistake_probability` one too high."""
     if rng.random() < mistake_probability:
-        value += 1 if rng.random() < 0.9 else -1
+        value += 1
     return BOXED + f"{value}}}"
 
 

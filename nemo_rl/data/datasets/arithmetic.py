@@ -1,6 +1,6 @@
 """Generated sums, differences and products of small numbers: a dataset that needs no download.
 
-A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. The held-out tenth is chosen by a hash of
+A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. The held-out fifth is chosen by a hash of
 the text alone, so training and validation never share a problem, whatever the other options are.
 """
 
@@ -16,7 +16,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
 }
-HELD_OUT_ONE_IN = 10
+HELD_OUT_ONE_IN = 5
 SPLITS = ("train", "validation", "all")
 
 
@@ -58,7 +58,7 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
 
 
 def arithmetic_rows(
-    *, num_samples: int, max_operand: int = 20, operators: str = "+-", seed: int = 42, split: str = "train"
+    *, num_samples: int, max_operand: int = 9, operators: str = "+-", seed: int = 42, split: str = "train"
 ) -> list[dict[str, str]]:
     """`num_samples` rows {"problem", "expected_answer"}: the split in random order, again and again when it is smaller.
 
