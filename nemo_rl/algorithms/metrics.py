@@ -1,4 +1,4 @@
-"""Numbers reported about a step: what was rolled out, how well the policy does, how fast, and the reduced loss metrics.
+"""Numbers reported about a step: what was rolled out, how well the policy does, how fast it went.
 
 Names carry no prefix; the caller adds `train/`, `validation/` or `performance/`.
 """
@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
-from nemo_rl.types import GroupHandle, LossMetrics, SampleStatus
+from nemo_rl.types import GroupHandle, SampleStatus
 
 
 def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:
@@ -136,23 +135,6 @@ def performance_metrics(
         "generation_tokens_per_sec": num_generated_tokens / generation_s,
         "generation_tokens_per_sec_per_gpu": num_generated_tokens / generation_s / num_generation_devices,
     }
-
-
-def reduce_loss_metrics(parts: Sequence[LossMetrics]) -> LossMetrics:
-    """Metrics of the micro-batches of one optimizer step into those of the step: `_min` by minimum, `_max` by maximum,
-    every other by sum.
-    """
-    assert parts and all(part.keys() == parts[0].keys() for part in parts), [sorted(part) for part in parts]
-    reduced: LossMetrics = {}
-    for name in parts[0]:
-        values = torch.stack([part[name] for part in parts])
-        if name.endswith("_min"):
-            reduced[name] = values.amin()
-        elif name.endswith("_max"):
-            reduced[name] = values.amax()
-        else:
-            reduced[name] = values.sum()
-    return reduced
 
 
 def _check_k(num_samples: int, k: int) -> None:

@@ -2,7 +2,6 @@ import math
 from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +9,6 @@ from nemo_rl.algorithms.metrics import (
     best_of_k,
     pass_at_k,
     performance_metrics,
-    reduce_loss_metrics,
     rollout_metrics,
     validation_metrics,
 )
@@ -116,21 +114,3 @@ def test_performance_metrics_by_hand():
     }
     apart = performance_metrics(timings, **sizes, **devices, colocated=False)
     assert apart["tokens_per_sec_per_gpu"] == 25.0
-
-
-def test_reduction_goes_by_the_name():
-    parts = [
-        {"loss": torch.tensor(0.5), "probs_ratio_min": torch.tensor(0.9), "probs_ratio_max": torch.tensor(-math.inf)},
-        {"loss": torch.tensor(0.25), "probs_ratio_min": torch.tensor(math.inf), "probs_ratio_max": torch.tensor(1.5)},
-    ]
-    reduced = reduce_loss_metrics(parts)
-    assert {name: value.item() for name, value in reduced.items()} == {
-        "loss": 0.75,
-        "probs_ratio_min": pytest.approx(0.9),
-        "probs_ratio_max": 1.5,
-    }
-
-
-def test_reduction_refuses_parts_with_different_names():
-    with pytest.raises(AssertionError):
-        reduce_loss_metrics([{"loss": torch.tensor(0.5)}, {"kl": torch.tensor(0.5)}])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.metrics import reduce_loss_metrics
+from nemo_rl.models.policy.loss_metrics import reduce_micro_batches
 from nemo_rl.types import LossInputs, LossMetrics
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -222,7 +222,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
     total = torch.stack(parts).sum()
     torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], whole_grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(reduce_loss_metrics(metrics), whole_metrics, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(reduce_micro_batches(metrics), whole_metrics, rtol=1e-5, atol=1e-6)
 
 
 @settings(max_examples=20, deadline=None)
