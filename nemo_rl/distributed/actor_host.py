@@ -150,8 +150,8 @@ class ActorHost:
 
 def actor_class() -> Any:
     """ActorHost as a Ray actor class, to be given resources with `.options(...)`."""
-    remote = ray.remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)
-    return remote(ActorHost)
+    remote: Any = ray.remote  # its stubs know none of these options
+    return remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)(ActorHost)
 
 
 def import_class(fqn: str) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
@@ -63,14 +64,14 @@ def _silence(worker: Worker, timeout_s: float) -> str:
     )
 
 
-def _on_node(identity: HostIdentity, function: object, argument: object) -> str:
+def _on_node(identity: HostIdentity, function: Callable[[Any], str], argument: Any) -> str:
     """`function(argument)` on the worker's node; "" when that node does not answer either."""
     if identity.node_id == ray.get_runtime_context().get_node_id():
-        return function(argument)  # type: ignore[operator]
+        return function(argument)
     strategy = NodeAffinitySchedulingStrategy(identity.node_id, soft=False)
     try:
-        ref = ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=strategy).remote(argument)
-        return ray.get(ref, timeout=_ON_NODE_S)
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+        return ray.get(remote.options(scheduling_strategy=strategy).remote(argument), timeout=_ON_NODE_S)
     except RayError:
         return ""
 

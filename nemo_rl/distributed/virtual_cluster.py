@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 _MIN_LOCAL_CPU_SLOTS = 64
 _MAX_OBJECT_STORE_GB = 16.0
 _OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, weights do not travel through the store
-_POLL_S = 2.0
+_POLL_S = 1.0
+_FREE_WAIT_S = 30.0  # for what another group of the same run is giving back just now
 _MESSAGE_EVERY_S = 15.0
 
 _started_here = False  # this process started the cluster, so no node will join it
@@ -89,6 +90,7 @@ def _link_logs(log_dir: Path) -> None:
     log_dir.mkdir(parents=True, exist_ok=True)
     link = log_dir / "ray"
     link.unlink(missing_ok=True)
+    assert global_worker.node is not None
     link.symlink_to(global_worker.node.get_logs_dir_path())
 
 
@@ -233,23 +235,25 @@ class RayVirtualCluster:
         counts = [self.world_size()] if unified else self._bundle_counts
         # STRICT_PACK and not PACK, which scatters over nodes without a word when it does not fit.
         strategy = self._strategy if unified else "STRICT_PACK"
+        # What exists is checked first; what others hold now may be freed, so Ray is left to wait for that.
         deadline = time.monotonic() + (0.0 if _started_here else self._wait_s)
-        next_message = time.monotonic() + _POLL_S
-        while (missing := _missing(counts if not unified else [1] * counts[0], resources)) is not None:
-            if time.monotonic() > deadline:
-                raise ResourceInsufficientError(missing)
-            if time.monotonic() > next_message:
-                logger.warning("Waiting for resources: %s", missing)
-                next_message = time.monotonic() + _MESSAGE_EVERY_S
-            time.sleep(_POLL_S)
+        self._wait_until_it_exists([1] * counts[0] if unified else counts, deadline)
         for i, count in enumerate(counts):
             suffix = "unified" if unified else f"node{i}"
-            self._placement_groups.append(
-                placement_group(
-                    [resources] * count, strategy=strategy, name=f"{self.name}-{suffix}" if self.name else ""
-                )
-            )
-        self._wait_until_ready(max(deadline, time.monotonic() + 30.0))
+            name = f"{self.name}-{suffix}" if self.name else ""
+            self._placement_groups.append(placement_group([resources] * count, strategy=strategy, name=name))
+        self._wait_until_ready(max(deadline, time.monotonic() + _FREE_WAIT_S))
+
+    def _wait_until_it_exists(self, counts: Sequence[int], deadline: float) -> None:
+        next_message = time.monotonic()
+        while not _fits(counts, self._bundle_resources()):
+            if time.monotonic() > deadline:
+                raise ResourceInsufficientError(_difference(self._bundle_counts, self._bundle_resources()))
+            if time.monotonic() > next_message:
+                difference = _difference(self._bundle_counts, self._bundle_resources())
+                logger.warning("Waiting %.0f s more for nodes: %s", deadline - time.monotonic(), difference)
+                next_message = time.monotonic() + _MESSAGE_EVERY_S
+            time.sleep(_POLL_S)
 
     def _wait_until_ready(self, deadline: float) -> None:
         pending = list(self._placement_groups)
@@ -259,7 +263,7 @@ class RayVirtualCluster:
             if pending and time.monotonic() > deadline:
                 raise ResourceInsufficientError(_difference(self._bundle_counts, self._bundle_resources()))
             if pending and time.monotonic() > next_message:
-                logger.warning("Waiting for %d of %d nodes", len(pending), self.node_count())
+                logger.warning("Waiting for others to free resources on %d nodes", len(pending))
                 next_message = time.monotonic() + _MESSAGE_EVERY_S
 
     def _locate(self, unified: bool) -> list[Bundle]:
@@ -312,37 +316,37 @@ def _gpu_ids(group: PlacementGroup) -> list[str | None]:
     return list(ray.get(refs, timeout=120))
 
 
-def _free_by_node() -> dict[str, tuple[str, dict[str, float], dict[str, float]]]:
-    """node id -> (node ip, resources, resources not taken)."""
+def _nodes() -> list[tuple[str, dict[str, float], dict[str, float]]]:
+    """(ip, resources, resources that nobody holds) of each live node."""
     from ray._private.state import available_resources_per_node
 
     available = available_resources_per_node()
-    return {
-        node["NodeID"]: (node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
+    return [
+        (node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
         for node in ray.nodes()
         if node["Alive"]
-    }
+    ]
 
 
-def _missing(counts: Sequence[int], bundle: dict[str, float]) -> str | None:
-    """None when each of the `counts` sets of bundles fits on one node now, the biggest first; else the difference."""
-    left = [dict(free) for _, _, free in _free_by_node().values()]
+def _fits(counts: Sequence[int], bundle: dict[str, float]) -> bool:
+    """Whether each of the `counts` sets of bundles would fit on one node if nobody else held anything."""
+    nodes = [dict(total) for _, total, _ in _nodes()]
     for count in sorted(counts, reverse=True):
-        for free in left:
+        for free in nodes:
             if all(free.get(name, 0.0) >= amount * count for name, amount in bundle.items()):
                 for name, amount in bundle.items():
                     free[name] -= amount * count
                 break
         else:
-            return _difference(counts, bundle)
-    return None
+            return False
+    return True
 
 
 def _difference(counts: Sequence[int], bundle: dict[str, float]) -> str:
     def describe(resources: dict[str, float], times: int = 1) -> str:
         return ", ".join(f"{resources.get(name, 0.0) * times:g} {name}" for name in sorted(bundle, reverse=True))
 
-    nodes = _free_by_node().values()
+    nodes = _nodes()
     lines = ["not enough resources in the Ray cluster", "asked for:"]
     lines += [f"  node {i}: {describe(bundle, count)}" for i, count in enumerate(counts)]
     lines.append("there is:" if nodes else "there is: no node")

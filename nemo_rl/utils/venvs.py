@@ -69,8 +69,8 @@ def find_project_root() -> Path:
     root = package.parent
     if not (root / "pyproject.toml").is_file():
         raise ValueError(
-            f"{package} is installed apart from its pyproject.toml, so no worker environment can be made from it: "
-            "run from a clone of the repository, or install the extra where the driver runs (pip install 'nemo-rl[vllm]')"
+            f"{package} is installed apart from its pyproject.toml, so no worker environment can be made from "
+            "it: run from a clone of the repository, or install the extra where the driver runs"
         )
     return root
 
@@ -101,8 +101,8 @@ def venv_path(extra: str, project_root: Path) -> Path:
 def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
     """Make the environment of `extra` on this machine unless it is there and up to date; path of its Python.
 
-    A lock keeps two drivers from building at once. The environment counts only once its stamp is written, last of all: one
-    left half made is made again.
+    A lock keeps two drivers from building at once. The environment counts only once its stamp is written, last of all:
+    one left half made is made again.
     """
     path = venv_path(extra, project_root)
     python = path / "bin" / "python"

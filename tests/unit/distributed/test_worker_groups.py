@@ -1,0 +1,247 @@
+"""A group of workers is called as one, and says which worker failed, where, and in what."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerDied, WorkerError, WorkerHang
+from nemo_rl.distributed.named_sharding import NamedSharding
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+WORKERS = "tests.unit.distributed.workers"
+ECHO = RayWorkerBuilder(f"{WORKERS}.EchoWorker", "hello")
+
+
+@pytest.fixture
+def cluster(ray_local: None) -> Iterator[RayVirtualCluster]:
+    with RayVirtualCluster([2], use_gpus=False, max_colocated_worker_groups=2, name="test") as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def echo_pair(ray_local: None) -> Iterator[RayWorkerGroup]:
+    """Two workers for the tests that leave them whole."""
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, ECHO, name_prefix="echo", env_vars={"GIVEN": "yes"}) as group,
+    ):
+        yield group
+
+
+def free_cpus() -> float:
+    return ray.available_resources().get("CPU", 0.0)
+
+
+def eventually(condition: Callable[[], bool], limit_s: float = 10.0) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_calls_reach_the_workers_they_name(echo_pair: RayWorkerGroup) -> None:
+    assert echo_pair.call_all("echo", 1, k=2) == [("hello", 0, (1,), {"k": 2}), ("hello", 1, (1,), {"k": 2})]
+    each = echo_pair.call_each("echo", [("a",), ("b", "c")], k=2)
+    assert each == [("hello", 0, ("a",), {"k": 2}), ("hello", 1, ("b", "c"), {"k": 2})]
+    assert echo_pair.call_one(1, "echo") == ("hello", 1, (), {})
+    refs = echo_pair.start_all("echo")
+    assert [result[1] for result in echo_pair.wait(refs[::-1])] == [1, 0]
+
+
+def test_wrong_arguments_are_refused_before_the_call(echo_pair: RayWorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"echo.echo: 1 sets of arguments for 2 workers"):
+        echo_pair.call_each("echo", [("a",)])
+    with pytest.raises(ValueError, match="give each worker a tuple"):
+        echo_pair.call_each("echo", ["a", "b"])  # type: ignore[list-item]
+
+
+def test_environment_holds_the_rank_and_what_was_given(
+    echo_pair: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET_OF_THE_DRIVER", "token")
+    environments = echo_pair.call_all("environment")
+    for rank, environment in enumerate(environments):
+        expected = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "NODE_RANK": "0", "GIVEN": "yes"}
+        assert expected.items() <= environment.items()
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+        assert "A_SECRET_OF_THE_DRIVER" not in environment
+    assert environments[0]["MASTER_PORT"] == environments[1]["MASTER_PORT"]
+
+
+def test_arrays_through_the_controller_are_counted_and_references_are_not(echo_pair: RayWorkerGroup) -> None:
+    before = echo_pair.controller_tensor_bytes
+    array = np.zeros(1000, np.float32)
+    result = echo_pair.call_one(0, "echo", ray.put(array), {"ref": ray.put(array)})
+    assert result[2][0].shape == (1000,)  # the reference at the top level arrived as its value
+    assert echo_pair.controller_tensor_bytes - before == 4000  # in the result alone
+    echo_pair.call_all("echo", [array])
+    assert echo_pair.controller_tensor_bytes - before == 4000 + 2 * 2 * 4000
+
+
+def test_one_worker_raises_while_the_other_is_stuck(cluster: RayVirtualCluster) -> None:
+    with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"(?s)policy-1 \(rank 1, node .*pid \d+\) failed in raise_on") as caught:
+            group.call_all("raise_on", 1)
+        assert time.monotonic() - start < 10
+        error = caught.value
+        assert (error.worker, error.rank, error.method) == ("policy-1", 1, "raise_on")
+        assert error.exception_type == "KeyError"
+        assert 'raise KeyError("missing row")' in error.remote_traceback
+
+
+def test_unknown_method_is_named(echo_pair: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="EchoWorker has no method 'ecko'"):
+        echo_pair.call_all("ecko")
+
+
+def test_killed_worker_is_named(cluster: RayVirtualCluster) -> None:
+    with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
+        refs = group.start_all("sleep", 60)
+        pid = group.members[1].identity.pid  # type: ignore[union-attr]
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=rf"policy-1 \(rank 1, node .*, pid {pid}\) died in sleep") as caught:
+            group.wait(refs)
+        assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize(("method", "frame"), [("sleep_on", "in sleep_on"), ("wait_async", "in wait_async")])
+def test_stuck_worker_is_named_with_its_stack(cluster: RayVirtualCluster, method: str, frame: str) -> None:
+    args = [(1, 60), (1, 60)] if method == "sleep_on" else [(0.0,), (60.0,)]
+    with RayWorkerGroup(cluster, ECHO, name_prefix="policy", timeout_s=2) as group:
+        with pytest.raises(WorkerHang, match=rf"no answer from policy-1 \(rank 1.* in {method} after 2 s") as caught:
+            group.call_each(method, args)
+        assert frame in str(caught.value)
+        assert f"{method} for " in str(caught.value)
+        assert "policy-0" not in str(caught.value)
+
+
+def test_blocked_event_loop_still_shows_its_stack(cluster: RayVirtualCluster) -> None:
+    with (
+        RayWorkerGroup(cluster, ECHO, name_prefix="policy", num_workers=1) as group,
+        pytest.raises(WorkerHang, match="in block_loop"),
+    ):
+        group.call_all("block_loop", 60, timeout_s=1)
+
+
+def test_stopped_process_is_said_to_be_stopped(cluster: RayVirtualCluster) -> None:
+    with RayWorkerGroup(cluster, ECHO, name_prefix="policy") as group:
+        pid = group.members[0].identity.pid  # type: ignore[union-attr]
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(WorkerHang, match=rf"policy-0.*(?s:.)*state of process {pid}: T \(stopped\)"):
+            group.call_all("echo", timeout_s=1)
+    assert not alive(pid)
+
+
+def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.SlowStartWorker", 60)
+    with pytest.raises(WorkerHang, match=r"(?s)slow-0 .* in __init__ .*workers.py.*time.sleep\(seconds\)"):
+        RayWorkerGroup(cluster, builder, name_prefix="slow", start_timeout_s=5)
+
+
+def test_failed_start_releases_what_it_took(cluster: RayVirtualCluster) -> None:
+    before = free_cpus()
+    with pytest.raises(WorkerError, match=r"(?s)echo-1 .* failed in __init__: ValueError: no such weights"):
+        RayWorkerGroup(
+            cluster, RayWorkerBuilder(f"{WORKERS}.EchoWorker", fail_on_rank=1), name_prefix="echo", num_workers=2
+        )
+    assert eventually(lambda: free_cpus() == before)
+    with RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group:  # the bundles can be had again
+        assert len(group.call_all("pid")) == 2
+
+
+def test_class_that_does_not_exist(cluster: RayVirtualCluster) -> None:
+    with pytest.raises(WorkerError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        RayWorkerGroup(cluster, RayWorkerBuilder("nowhere.Worker"), name_prefix="echo", num_workers=1)
+
+
+def test_groups_share_a_bundle_up_to_the_limit(cluster: RayVirtualCluster) -> None:
+    with (
+        RayWorkerGroup(cluster, ECHO, name_prefix="policy") as policy,
+        RayWorkerGroup(cluster, ECHO, name_prefix="generation", bundle_groups=[[0, 1]]) as generation,
+    ):
+        assert len(set(policy.call_all("pid") + generation.call_all("pid"))) == 3
+        with pytest.raises(ValueError, match=r"bundle 0 of cluster 'test' holds \['policy', 'generation'\] already"):
+            RayWorkerGroup(cluster, ECHO, name_prefix="reward")
+        assert len(policy.call_all("pid")) == 2  # the refusal hurt nobody
+
+
+def test_impossible_groups(cluster: RayVirtualCluster) -> None:
+    with pytest.raises(ValueError, match="3 workers asked for on a cluster of 2 bundles"):
+        RayWorkerGroup(cluster, ECHO, name_prefix="echo", num_workers=3)
+    with pytest.raises(ValueError, match="bundles of its own"):
+        RayWorkerGroup(cluster, ECHO, name_prefix="echo", bundle_groups=[[0], [0]])
+    with pytest.raises(ValueError, match="4 ranks for 2 workers"):
+        sharding = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+        RayWorkerGroup(cluster, ECHO, name_prefix="echo", sharding=sharding)
+
+
+def test_process_group_over_the_reserved_port(cluster: RayVirtualCluster) -> None:
+    env_vars = {"OMP_NUM_THREADS": "1"}
+    builder = RayWorkerBuilder(f"{WORKERS}.CollectiveWorker")
+    with (
+        RayWorkerGroup(cluster, builder, name_prefix="policy", env_vars=env_vars) as first,
+        RayWorkerGroup(cluster, builder, name_prefix="reward", env_vars=env_vars) as second,
+    ):
+        assert first.call_all("sum_ranks") == second.call_all("sum_ranks") == [1.0, 1.0]
+        assert first.call_all("join_again") == [2, 2]
+        assert first.call_all("sum_ranks") == [1.0, 1.0]
+
+
+def test_shutdown_leaves_no_process_behind(cluster: RayVirtualCluster) -> None:
+    group = RayWorkerGroup(cluster, ECHO, name_prefix="echo")
+    pids = group.call_all("pid") + group.call_all("start_child")
+    assert all(alive(pid) for pid in pids)
+    group.shutdown(method="echo")
+    group.shutdown()
+    assert eventually(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_two_nodes_in_order(ray_local: None) -> None:
+    with RayVirtualCluster([1, 2], use_gpus=False) as cluster:
+        assert cluster.bundles_by_node() == [[0], [1, 2]]
+        with RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group:
+            environments = group.call_all("environment")
+        assert [environment["NODE_RANK"] for environment in environments] == ["0", "1", "1"]
+        assert [environment["LOCAL_RANK"] for environment in environments] == ["0", "0", "1"]
+
+
+def test_more_than_there_is_gives_the_difference(ray_local: None) -> None:
+    with pytest.raises(
+        ResourceInsufficientError, match=r"(?s)node 0: 20 CPU.*: 8 CPU \(\d CPU free\).*missing: 12 CPU"
+    ):
+        RayVirtualCluster([10], use_gpus=False, max_colocated_worker_groups=2).bundles()
+    with pytest.raises(ResourceInsufficientError, match=r"(?s)2 GPU.*: 0 GPU.*missing: 2 GPU.*_cpu.yaml"):
+        RayVirtualCluster([2]).bundles()
+    with pytest.raises(ValueError, match="9 bundles asked for on a node of 8 GPUs"):
+        RayVirtualCluster([9])
+
+
+def test_bundles_of_a_failed_cluster_are_free_again(ray_local: None) -> None:
+    before = free_cpus()
+    with RayVirtualCluster([2], use_gpus=False) as cluster:
+        cluster.bundles()
+        assert eventually(lambda: free_cpus() == before - 2)
+        with pytest.raises(ValueError, match="no room"):
+            cluster.take_seats([0], "a")
+            cluster.take_seats([0], "b")
+    cluster.shutdown()
+    assert eventually(lambda: free_cpus() == before)
