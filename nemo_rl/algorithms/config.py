@@ -22,16 +22,16 @@ class RewardShapingConfig(StrictModel):
     enabled: bool = False
     """Shape rewards."""
 
-    overlong_buffer_length: int = Field(128, ge=1)
+    overlong_buffer_length: int = Field(default=128, ge=1)
     """Tokens before `max_response_length` over which the penalty grows (DAPO)."""
 
-    overlong_buffer_penalty: float = Field(1.0, ge=0)
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
     """Penalty at `max_response_length` (DAPO)."""
 
     max_response_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
     """Response tokens at which the whole penalty applies (DAPO)."""
 
-    stop_properly_penalty_coef: float | None = Field(None, ge=0, le=1)
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """Factor on the rewards of truncated samples (ProRL), in place of the DAPO penalty; null: off."""
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
@@ -82,7 +82,7 @@ class AdvEstimatorConfig(StrictModel):
     minus_baseline: bool = True
     """Subtract the mean of the group (`reinforce_plus_plus` only)."""
 
-    eps: float = Field(1.0e-6, gt=0)
+    eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
 
     not_yet: ClassVar = (NotYet("name", lambda value: value not in ("gdpo", "raw_reward", "gae", "opd")),)
@@ -91,22 +91,22 @@ class AdvEstimatorConfig(StrictModel):
 class GRPOConfig(StrictModel):
     """GRPO: batch shape, advantages, sampling strategy, validation."""
 
-    num_prompts_per_step: int = Field(32, ge=1)
+    num_prompts_per_step: int = Field(default=32, ge=1)
     """Prompts of one step."""
 
-    num_generations_per_prompt: int = Field(16, ge=1)
+    num_generations_per_prompt: int = Field(default=16, ge=1)
     """Samples of each prompt."""
 
-    max_rollout_turns: int = Field(1, ge=1)
+    max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of a sample with its environment."""
 
-    max_num_epochs: int = Field(1, ge=1)
+    max_num_epochs: int = Field(default=1, ge=1)
     """The run ends after so many passes over the training data or after `max_num_steps`, whichever comes first."""
 
-    max_num_steps: int = Field(1_000_000, ge=1)
+    max_num_steps: int = Field(default=1_000_000, ge=1)
     """Steps of the run at most."""
 
-    seed: int = Field(42, ge=0)
+    seed: int = Field(default=42, ge=0)
     """Seed of everything random."""
 
     normalize_rewards: bool = True
@@ -121,10 +121,10 @@ class GRPOConfig(StrictModel):
     use_dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
 
-    dynamic_sampling_max_gen_batches: int = Field(10, ge=1)
+    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
     """The run stops when so many generation batches did not fill a step."""
 
-    batch_multiplier: float = Field(1.0, ge=1)
+    batch_multiplier: float = Field(default=1.0, ge=1)
     """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
 
     overlong_filtering: bool = False
@@ -136,19 +136,19 @@ class GRPOConfig(StrictModel):
     reward_scaling: RewardScalingConfig = RewardScalingConfig()
     """Linear map of rewards."""
 
-    seq_logprob_error_threshold: float | None = Field(None, gt=1)
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
     """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
 
     skip_reference_policy_logprobs_calculation: bool = False
     """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
-    max_failed_sample_fraction: float = Field(0.1, ge=0, le=1)
+    max_failed_sample_fraction: float = Field(default=0.1, ge=0, le=1)
     """The run stops when more than this fraction of a step's samples failed in the environment or the engine."""
 
-    env_step_timeout_s: float = Field(300.0, gt=0)
+    env_step_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for one step of an environment; past it the sample counts as failed."""
 
-    val_period: int = Field(10, ge=0)
+    val_period: int = Field(default=10, ge=0)
     """Steps from one validation to the next; 0: none in between."""
 
     val_at_start: bool = False
@@ -157,13 +157,13 @@ class GRPOConfig(StrictModel):
     val_at_end: bool = False
     """Validate after the last step."""
 
-    max_val_samples: int = Field(256, ge=1)
+    max_val_samples: int = Field(default=256, ge=1)
     """Prompts of a validation at most."""
 
-    val_batch_size: int = Field(256, ge=1)
+    val_batch_size: int = Field(default=256, ge=1)
     """Prompts of a validation batch."""
 
-    val_num_generations_per_prompt: int = Field(1, ge=1)
+    val_num_generations_per_prompt: int = Field(default=1, ge=1)
     """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
 
     not_yet: ClassVar = (
@@ -222,16 +222,16 @@ class GRPOConfig(StrictModel):
 class ClippedPGLossConfig(StrictModel):
     """The clipped policy-gradient loss with its variants."""
 
-    reference_policy_kl_penalty: float = Field(0.01, ge=0)
+    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
     """Weight of the KL divergence to the reference policy."""
 
     reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
 
-    kl_input_clamp_value: float | None = Field(20.0, gt=0)
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
     """Bound on the absolute log-ratio that enters the estimator; null: none."""
 
-    kl_output_clamp_value: float | None = Field(10.0, gt=0)
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
     """Bound on the absolute estimate of a token; null: none."""
 
     use_on_policy_kl_approximation: bool = False
@@ -240,13 +240,13 @@ class ClippedPGLossConfig(StrictModel):
     use_kl_in_reward: bool = False
     """Put the divergence into the reward instead of the loss (Reinforce++)."""
 
-    ratio_clip_min: float = Field(0.2, ge=0, le=1)
+    ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
     """The ratio is clipped below at 1 - this."""
 
-    ratio_clip_max: float = Field(0.2, ge=0)
+    ratio_clip_max: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + this; larger than `ratio_clip_min` is DAPO's clip-higher."""
 
-    ratio_clip_c: float | None = Field(None, gt=1)
+    ratio_clip_c: float | None = Field(default=None, gt=1)
     """Dual clip: bound on the ratio for negative advantages (3 is usual); null: off."""
 
     use_importance_sampling_correction: bool = False
@@ -255,10 +255,10 @@ class ClippedPGLossConfig(StrictModel):
     truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = "tis"
     """How a bound acts on that weight: it is truncated, or tokens outside, or sequences outside, are dropped."""
 
-    truncated_importance_sampling_ratio: float | None = Field(None, gt=0)
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
     """Upper bound of the weight; null: unbounded."""
 
-    truncated_importance_sampling_ratio_min: float | None = Field(None, ge=0)
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
     """Lower bound of the weight, for `icepop` and `seq-mask-tis`."""
 
     sequence_level_importance_ratios: bool = False
@@ -267,7 +267,7 @@ class ClippedPGLossConfig(StrictModel):
     token_level_loss: bool = True
     """Mean over all tokens; false: mean over sequences of their token means."""
 
-    length_normalizer: int | None = Field(None, ge=1)
+    length_normalizer: int | None = Field(default=None, ge=1)
     """Dr. GRPO: token sums divided by this number times the sequences, in place of token counts; null: off."""
 
     force_on_policy_ratio: bool = False

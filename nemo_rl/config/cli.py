@@ -83,10 +83,8 @@ def _existing(path: str, default_config: str) -> Path:
     """`path`, or a ConfigError that lists what there is."""
     if Path(path).is_file():
         return Path(path)
-    folder = next(
-        f for f in (Path(path).parent, Path(default_config).parent, Path()) if any(f.glob("*.yaml")) or f == Path()
-    )
-    there = sorted(str(file) for file in folder.glob("*.yaml"))
+    folders = [folder for folder in (Path(path).parent, Path(default_config).parent) if folder != Path()]
+    there = next((found for folder in folders if (found := sorted(str(file) for file in folder.glob("*.yaml")))), [])
     known = "; there are:\n  " + "\n  ".join(there) if there else ""
     raise ConfigError([Problem((), f"no such file{known}", Location(f"--config {path}"))])
 

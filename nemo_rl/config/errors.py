@@ -31,7 +31,7 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.location}: " if self.location else ""
         key = dotted(self.path)
-        said = not key or f"{key}=" in place or f"{key}=" in self.message
+        said = not key or f"{key}=" in place or self.message.startswith(f"not supported yet: {key}=")
         return place + ("" if said else f"{key}: ") + self.message
 
 
@@ -39,13 +39,22 @@ class ConfigError(ValueError):
     """A configuration that cannot work. The text holds all problems; nothing else needs to be shown."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = list(dict.fromkeys(problems))
+        self.problems = _in_reading_order(dict.fromkeys(problems))
         assert self.problems, "an error without a problem"
         if len(self.problems) == 1:
             text = str(self.problems[0])
         else:
             text = "\n".join([f"{len(self.problems)} problems:", *(f"  {problem}" for problem in self.problems)])
         super().__init__(text)
+
+
+def _in_reading_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Source after source as they first come up, each from its first line to its last."""
+    problems = list(problems)
+    sources = [problem.location.source if problem.location else "" for problem in problems]
+    lines = [(problem.location.line or 0) if problem.location else 0 for problem in problems]
+    order = sorted(range(len(problems)), key=lambda i: (sources.index(sources[i]), lines[i], i))
+    return [problems[i] for i in order]
 
 
 def dotted(path: Iterable[str | int]) -> str:

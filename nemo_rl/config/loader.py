@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.base import CrossCheckError, NotYet
 from nemo_rl.config.errors import ConfigError, KeyPath, Problem, dotted, unknown_key
 from nemo_rl.config.schema import Section, fill_defaults, gaps, known_keys, sections
-from nemo_rl.config.sources import SourcedTree, load_tree
+from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
 
 logger = logging.getLogger(__name__)
 
@@ -60,18 +60,24 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
         problems += apply_overrides(model, tree, overrides)
         fill_defaults(model, tree.values)
     keys = known_keys(model, tree.values)
+    unresolved = SourcedTree(tree.values)
     tree.values = _resolve(tree, problems)
     problems += _refuse_not_yet(model, tree)
     try:
         config = model.model_validate(tree.values)
     except ValidationError as error:
-        unresolved = {problem.path for problem in problems}
-        for details in error.errors(include_url=False):
-            problems += [p for p in _explain(details, tree, keys) if p.path not in unresolved]
-        raise ConfigError(problems) from None
+        reported = {problem.path for problem in problems}
+        found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
+        problems += [p for p in found if p.path not in reported and not _follows_another(p.path, unresolved, tree)]
+        raise ConfigError(problems or found) from None
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _follows_another(path: KeyPath, unresolved: SourcedTree, tree: SourcedTree) -> bool:
+    """Whether the value is a default that repeats another key: what is wrong is then said of that key."""
+    return path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
 
 
 # Interpolation
@@ -126,9 +132,7 @@ def _resolve_container(
     return entries if isinstance(raw, dict) else list(entries.values())
 
 
-def _resolve_leaf(
-    tree: SourcedTree, entry: str, holder: DictConfig | ListConfig, path: KeyPath, problems: list[Problem]
-) -> Any:
+def _resolve_leaf(tree: SourcedTree, entry: str, holder: Any, path: KeyPath, problems: list[Problem]) -> Any:
     try:
         value = holder[path[-1]]
         return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
@@ -213,12 +217,10 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any) -> KeyPath:
     """Pydantic's location without what is not in the tree: tags of unions, the index of a single item."""
     path: list[str | int] = []
     for position, part in enumerate(loc):
-        inside = (isinstance(values, dict) and part in values) or (
-            isinstance(values, list) and isinstance(part, int) and part < len(values)
-        )
-        if inside:
-            values = values[part]
-            path.append(part)
-        elif position == len(loc) - 1 and isinstance(part, str):
-            path.append(part)
+        try:
+            values = entry_of(values, part)
+        except KeyError:
+            if position < len(loc) - 1 or isinstance(part, int):
+                continue
+        path.append(part)
     return tuple(path)

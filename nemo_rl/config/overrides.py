@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import KeyPath, Location, Problem, dotted, nearest_key, unknown_key
@@ -23,7 +23,7 @@ def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequen
         location = Location(f"command line: {text}")
         try:
             override = parser.parse_override(text)
-        except OverrideParseException as error:
+        except HydraException as error:
             reason = str(error).strip().splitlines()[0]
             hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
             problems.append(Problem((), f"{reason}; {hint}", location))
@@ -84,6 +84,5 @@ def _with_entry(tree: SourcedTree, path: KeyPath) -> dict[str, Any]:
 
 
 def _path(key: str) -> KeyPath:
-    """`a.b[0].c` and `a.b.0.c` are the same key."""
-    parts = key.replace("[", ".").replace("]", "").split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    """The parts of a dotted key; a number is the index of a list."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))

@@ -56,12 +56,7 @@ class SourcedTree:
         """The value at `path`; KeyError when there is none."""
         value: Any = self.values
         for part in path:
-            if isinstance(value, dict) and part in value:
-                value = value[part]
-                continue
-            if not (isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value)):
-                raise KeyError(path)
-            value = value[part]
+            value = entry_of(value, part)
         return value
 
     def __contains__(self, path: KeyPath) -> bool:
@@ -110,6 +105,15 @@ class SourcedTree:
     def _forget(self, path: KeyPath) -> None:
         for known in [known for known in self.locations if known[: len(path)] == path]:
             del self.locations[known]
+
+
+def entry_of(value: Any, part: str | int) -> Any:
+    """The entry of a mapping or a list; KeyError when there is none."""
+    if isinstance(value, dict) and part in value:
+        return value[part]
+    if isinstance(value, list) and isinstance(part, int) and 0 <= part < len(value):
+        return value[part]
+    raise KeyError(part)
 
 
 def load_tree(path: str | Path) -> SourcedTree:

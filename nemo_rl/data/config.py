@@ -51,13 +51,13 @@ class DatasetConfig(StrictModel):
     split: str | None = None
     """Split to read; null: the dataset's own default."""
 
-    split_validation_size: float = Field(0.0, ge=0.0, lt=1.0)
+    split_validation_size: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Fraction of the rows set aside for validation."""
 
     seed: int = 42
     """Seed of that split."""
 
-    repeat: int = Field(1, ge=1)
+    repeat: int = Field(default=1, ge=1)
     """How many times the dataset is repeated."""
 
     download_dir: str | None = None
@@ -101,7 +101,7 @@ class DataConfig(StrictModel):
     shuffle: bool = True
     """Shuffle the training rows, anew in each epoch."""
 
-    num_workers: int = Field(1, ge=0)
+    num_workers: int = Field(default=1, ge=0)
     """Processes that load rows; 0 loads in the driver."""
 
     not_yet: ClassVar = (

@@ -12,13 +12,13 @@ from nemo_rl.config.base import NotYet, StrictModel, one_of
 class ClusterConfig(StrictModel):
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
-    gpus_per_node: int = Field(1, ge=0)
+    gpus_per_node: int = Field(default=1, ge=0)
     """GPUs used on each node. 0 runs everything on CPU."""
 
-    num_nodes: int = Field(1, ge=1)
+    num_nodes: int = Field(default=1, ge=1)
     """Nodes of the run."""
 
-    cpu_workers_per_node: int = Field(1, ge=1)
+    cpu_workers_per_node: int = Field(default=1, ge=1)
     """Training ranks on each node when `gpus_per_node` is 0."""
 
     not_yet: ClassVar = (

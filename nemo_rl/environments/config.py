@@ -15,7 +15,7 @@ class MathEnvironmentConfig(StrictModel):
     type: Literal["math"] = "math"
     """Registry name of the environment."""
 
-    num_workers: int = Field(8, ge=1)
+    num_workers: int = Field(default=8, ge=1)
     """Verifier processes."""
 
     math_verify_impl: Literal["hf_math_verify", "dapo_math_verify"] = "hf_math_verify"
@@ -27,7 +27,7 @@ class MathEnvironmentConfig(StrictModel):
     stop_strings: list[str] | None = None
     """Strings that end a completion; null: none."""
 
-    verify_timeout_s: float = Field(5.0, gt=0)
+    verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for one answer; past it the process is ended and the answer counts as wrong."""
 
 

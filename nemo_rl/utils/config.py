@@ -35,7 +35,7 @@ class LoggerConfig(StrictModel):
     log_dir: str = "logs"
     """Folder of all runs; each run writes into its own `exp_NNN` below it."""
 
-    num_val_samples_to_print: int = Field(0, ge=0)
+    num_val_samples_to_print: int = Field(default=0, ge=0)
     """Rollouts of each validation shown on the console."""
 
     tensorboard_enabled: bool = False
@@ -73,10 +73,10 @@ class CheckpointingConfig(StrictModel):
     higher_is_better: bool = True
     """Whether a larger `metric_name` is the better one."""
 
-    keep_top_k: int | None = Field(3, ge=1)
+    keep_top_k: int | None = Field(default=3, ge=1)
     """Checkpoints kept besides the latest; null keeps all."""
 
-    save_period: int = Field(10, ge=1)
+    save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
 
     checkpoint_must_save_by: str | None = None

@@ -34,16 +34,16 @@ class VllmConfig(StrictModel):
     precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${...precision}")]
     """Data type of weights and activations."""
 
-    tensor_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share one engine."""
 
     max_model_len: Annotated[int, Derived("${...max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest sequence, prompt included: where a completion is cut."""
 
-    gpu_memory_utilization: float = Field(0.6, gt=0, le=1)
+    gpu_memory_utilization: float = Field(default=0.6, gt=0, le=1)
     """Fraction of the GPU's memory for weights and KV cache."""
 
-    cpu_kv_cache_space_gb: int = Field(1, ge=1)
+    cpu_kv_cache_space_gb: int = Field(default=1, ge=1)
     """GiB of KV cache of each engine on CPU."""
 
     enforce_eager: bool = False
@@ -84,10 +84,10 @@ class GenerationConfig(StrictModel):
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest completion of one turn."""
 
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; also applied when logprobs are recomputed in training."""
 
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the smallest set of tokens with this probability mass; 1: all."""
 
     top_k: TopK = None

@@ -113,19 +113,19 @@ class PolicyConfig(StrictModel):
     hf_config_overrides: dict[str, Any] = Field(default_factory=dict)
     """Values that replace those of the model's config.json, in training and in generation."""
 
-    train_global_batch_size: int = Field(512, ge=1)
+    train_global_batch_size: int = Field(default=512, ge=1)
     """Samples of one optimizer step, over all ranks."""
 
-    train_micro_batch_size: int = Field(4, ge=1)
+    train_micro_batch_size: int = Field(default=4, ge=1)
     """Samples of one forward and backward pass of a rank."""
 
     logprob_batch_size: Annotated[int, Derived("${.train_micro_batch_size}"), Field(ge=1)]
     """Samples of one forward pass when logprobs are recomputed."""
 
-    logprob_chunk_size: int | None = Field(None, ge=1)
+    logprob_chunk_size: int | None = Field(default=None, ge=1)
     """Positions whose logits are in memory at a time; null: chosen by the worker."""
 
-    max_total_sequence_length: int = Field(512, ge=1)
+    max_total_sequence_length: int = Field(default=512, ge=1)
     """Tokens of the longest sample: prompt, completions and environment turns."""
 
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -134,10 +134,10 @@ class PolicyConfig(StrictModel):
     master_precision: Literal["float32", "bfloat16"] = "float32"
     """Data type in which the sharded weights and the optimizer state are kept."""
 
-    make_sequence_length_divisible_by: int = Field(1, ge=1)
+    make_sequence_length_divisible_by: int = Field(default=1, ge=1)
     """Padded length of a micro-batch is a multiple of this."""
 
-    max_grad_norm: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm; null: never."""
 
     nonfinite_action: Literal["stop", "skip"] = "stop"
@@ -152,7 +152,7 @@ class PolicyConfig(StrictModel):
     scheduler_step_per: Literal["optimizer_step", "train_call"] = "optimizer_step"
     """When the scheduler steps. `train_call`, once per training step, is what configurations of NeMo RL count on."""
 
-    refit_buffer_size_gb: float = Field(1.0, gt=0)
+    refit_buffer_size_gb: float = Field(default=1.0, gt=0)
     """GiB of the buffer through which weights pass on their way to generation."""
 
     dtensor_cfg: DTensorConfig = DTensorConfig()

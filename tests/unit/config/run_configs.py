@@ -1,0 +1,29 @@
+"""The smallest run configuration, to vary in tests."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config
+
+MINIMAL: dict[str, Any] = {
+    "policy": {"model_name": "m", "train_global_batch_size": 512},
+    "data": {"train": {"dataset_name": "gsm8k", "split_validation_size": 0.1}},
+    "env": {"math": {}},
+}
+
+
+def build(*overrides: str) -> GRPOMasterConfig:
+    return build_config(GRPOMasterConfig, copy.deepcopy(MINIMAL), overrides)
+
+
+def problems_of(*overrides: str) -> str:
+    """The text of the error that the minimal run with `overrides` gives."""
+    try:
+        build(*overrides)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError(f"accepted: {overrides}")

@@ -1,0 +1,77 @@
+"""The command line as a user meets it: output, exit status and time of real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+DRIVER = Path(__file__).parent / "fixtures" / "driver.py"
+CPU = ("--config", "examples/configs/grpo_math_cpu.yaml")
+
+
+def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    start = time.perf_counter()
+    command = [sys.executable, str(DRIVER), *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    return done, time.perf_counter() - start
+
+
+def fastest(limit_s: float, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The first of three runs below `limit_s`: a busy machine gets two more chances."""
+    times = []
+    for _ in range(3):
+        done, elapsed_s = run(*arguments)
+        if elapsed_s < limit_s:
+            return done
+        times.append(elapsed_s)
+    raise AssertionError(f"never below {limit_s} s: {times}")
+
+
+def test_help_lists_the_sections_within_a_second_and_a_half() -> None:
+    done = fastest(1.5, "--help")
+    assert done.returncode == 0
+    for section in ("grpo", "loss_fn", "policy", "data", "env", "logger", "checkpointing", "cluster"):
+        assert f"\n  {section} " in done.stdout
+    assert "policy.model_name=" in done.stdout
+
+
+def test_a_wrong_key_ends_within_three_seconds_with_status_2_and_no_traceback() -> None:
+    done = fastest(3.0, *CPU, "grpo.ratio_clip_min=0.1")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "error: command line: grpo.ratio_clip_min=0.1: unknown key; the nearest valid key is loss_fn.ratio_clip_min\n"
+    )
+
+
+def test_a_correct_command_line_loads() -> None:
+    done, _ = run(*CPU, "policy.model_name=mine")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "loaded mine\n", "")
+
+
+def test_dry_run_prints_the_whole_configuration_and_the_placement() -> None:
+    done, _ = run("--dry-run", "cluster.gpus_per_node=2", "policy.generation.vllm_cfg.tensor_parallel_size=2")
+    assert done.returncode == 0, done.stderr
+    assert "num_prompts_per_step: 32" in done.stdout
+    assert "rank 1" in done.stdout and "engine 0 shard 1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "examples/configs/nothing.yaml"), "examples/configs/grpo_math_cpu.yaml"),
+        (("--config", "nothing.yaml"), "examples/configs/grpo_math_cpu.yaml"),
+        (("--dryrun",), "unknown option --dryrun"),
+        ((*CPU, "grpo.seed"), "write section.key=value"),
+    ],
+)
+def test_mistakes_of_the_command_line(arguments: tuple[str, ...], message: str) -> None:
+    done, _ = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,244 @@
+"""From a file to a model: defaults, interpolation, errors, and what is not supported yet."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, dump_config, load_config, write_config
+from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
+from tests.unit.config.run_configs import MINIMAL, build, problems_of
+
+REPOSITORY = Path(__file__).parents[3]
+V0_6 = Path(__file__).parent / "fixtures" / "nemo_rl_v0_6_grpo.yaml"
+
+
+def load_text(folder: Path, text: str) -> GRPOMasterConfig:
+    path = folder / "run.yaml"
+    path.write_text(text)
+    return load_config(GRPOMasterConfig, path)
+
+
+def error_of(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_text(folder, text)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+BASE = """\
+policy: {model_name: m, train_global_batch_size: 512}
+data:
+  train: {dataset_name: gsm8k, split_validation_size: 0.1}
+env: {math: {}}
+"""
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "examples" / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_config_loads(path: Path) -> None:
+    load_config(GRPOMasterConfig, path)
+
+
+def test_defaults_that_follow_other_keys() -> None:
+    config = build(
+        "policy.max_total_sequence_length=100", "policy.train_micro_batch_size=8", "policy.precision=float32"
+    )
+    assert config.policy.tokenizer.name == "m"
+    assert config.policy.logprob_batch_size == 8
+    assert config.policy.generation.max_new_tokens == 100
+    assert config.policy.generation.vllm_cfg.max_model_len == 100
+    assert config.policy.generation.vllm_cfg.precision == "float32"
+    assert config.data.max_input_seq_length == 100
+    assert config.grpo.reward_shaping.max_response_length == 100
+    assert config.policy.generation.val_temperature == config.policy.generation.temperature
+    assert not build("grpo.normalize_rewards=false").grpo.adv_estimator.normalize_rewards
+
+
+def test_a_value_stated_wins_over_the_one_it_would_follow() -> None:
+    config = build(
+        "policy.logprob_batch_size=2", "policy.generation.temperature=0.7", "policy.generation.val_temperature=0"
+    )
+    assert config.policy.logprob_batch_size == 2
+    assert config.policy.generation.val_temperature == 0.0
+
+
+def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> None:
+    config = build_config(
+        GRPOMasterConfig,
+        {
+            **MINIMAL,
+            "env": {"math": {"num_workers": 2}, "maze": {"size": 5}, "mine": {"type": "pkg.mod:Env"}},
+            "data": {
+                "default": {"env_name": "maze", "prompt_file": "p.txt"},
+                "train": [{"dataset_name": "a"}, {"dataset_name": "b", "env_name": "mine"}],
+                "validation": {"dataset_name": "c", "prompt_file": None},
+            },
+        },
+    )
+    assert [dataset.env_name for dataset in config.data.train] == ["maze", "mine"]
+    assert config.data.train[0].prompt_file == "p.txt"
+    assert config.data.validation is not None and config.data.validation[0].prompt_file is None
+    assert config.env["math"] == MathEnvironmentConfig(num_workers=2)
+    assert config.env["maze"] == EnvironmentConfig.model_validate({"type": "maze", "size": 5})
+    assert config.env["mine"].type == "pkg.mod:Env"
+
+
+def test_interpolation_is_lazy_relative_and_nested(tmp_path: Path) -> None:
+    config = load_text(
+        tmp_path,
+        BASE
+        + """
+grpo:
+  num_prompts_per_step: ${div:${policy.train_global_batch_size}, ${.num_generations_per_prompt}}
+  max_val_samples: ${mul:${add:1, 2}, ${max:4, 5}}
+  val_batch_size: ${.max_val_samples}
+""",
+    )
+    assert config.grpo.num_prompts_per_step == 32
+    assert config.grpo.max_val_samples == config.grpo.val_batch_size == 15
+
+
+def test_interpolation_sees_overrides_and_keys_that_only_the_models_know() -> None:
+    config = build(
+        "grpo.seed=7", "data.train.seed=${grpo.seed}", "grpo.max_val_samples=${policy.train_micro_batch_size}"
+    )
+    assert config.data.train[0].seed == 7
+    assert config.grpo.max_val_samples == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("${policy.nothing}", "run.yaml:6: grpo.seed: cannot resolve ${policy.nothing}"),
+        ("${unknown:1}", "run.yaml:6: grpo.seed: cannot resolve ${unknown:1}"),
+        ("${div:1,0}", "run.yaml:6: grpo.seed: cannot resolve ${div:1,0}"),
+        ("${policy.", "run.yaml:6: grpo.seed: not a valid interpolation"),
+        ("${.seed}", "run.yaml:6: grpo.seed: cannot resolve ${.seed}"),
+        ("???", "run.yaml:6: grpo.seed: must be given"),
+    ],
+)
+def test_interpolation_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    error = error_of(tmp_path, BASE + f"grpo:\n  seed: '{text}'\n")
+    assert message in error
+    assert "problems:" not in error  # said once
+
+
+def test_all_problems_are_in_one_message_with_their_lines(tmp_path: Path) -> None:
+    text = BASE + (
+        "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\n  val_period: -1\n"
+        "loss_fn:\n  reference_policy_kl_type: k4\nlogger: 3\nenvv: {}\n"
+    )
+    assert error_of(tmp_path, text).splitlines() == [
+        "6 problems:",
+        "  run.yaml:6: grpo.ratio_clip_min: unknown key; the nearest valid key is loss_fn.ratio_clip_min",
+        "  run.yaml:7: grpo.seed: must be a valid integer (got '1')",
+        "  run.yaml:8: grpo.val_period: must be greater than or equal to 0 (got -1)",
+        "  run.yaml:10: loss_fn.reference_policy_kl_type: must be 'k1', 'k2' or 'k3' (got k4)",
+        "  run.yaml:11: logger: must be a section with keys (got 3)",
+        "  run.yaml:12: envv: unknown key; the nearest valid key is env",
+    ]
+
+
+def test_problems_of_items_and_environments_have_their_line(tmp_path: Path) -> None:
+    text = (
+        "policy: {model_name: m}\n"
+        "data:\n  train:\n    - dataset_name: a\n      split_validation_size: 2.0\n    - input_key: q\n"
+        "env:\n  math:\n    num_worker: 3\n  maze: 5\n"
+    )
+    assert error_of(tmp_path, text).splitlines()[1:] == [
+        "  run.yaml:5: data.train.0.split_validation_size: must be less than 1 (got 2.0)",
+        "  run.yaml:6: data.train.1.dataset_name: name a dataset, e.g. dataset_name: gsm8k, or a file: "
+        "data_path: my_rows.jsonl",
+        "  run.yaml:9: env.math.num_worker: unknown key; the nearest valid key is env.math.num_workers",
+        "  run.yaml:10: env.maze: must be a section with keys (got 5)",
+    ]
+
+
+def test_a_single_dataset_is_checked_under_its_own_key(tmp_path: Path) -> None:
+    error = error_of(tmp_path, BASE.replace("gsm8k,", "gsm8k, splt: x,"))
+    assert error == "run.yaml:3: data.train.splt: unknown key; the nearest valid key is data.train.split"
+
+
+def test_what_is_required_is_named() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(GRPOMasterConfig, {})
+    assert {"policy.model_name: is required", "data.train: is required", "env: is required"} <= {
+        str(problem) for problem in error.value.problems
+    }
+
+
+def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = load_config(GRPOMasterConfig, V0_6)
+    assert config.policy.make_sequence_length_divisible_by == 1
+    assert config.policy.optimizer.kwargs["eps"] == 1e-8
+    assert config.data.train[0].seed == 42
+    assert list(config.env) == ["math"]
+    notices = [record.getMessage() for record in caplog.records]
+    assert len(notices) == 2
+    assert "logger.monitor_gpus=true has no effect" in notices[1]
+    assert f"{V0_6}:" in notices[1]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.sequence_packing.enabled=true",
+        "policy.dynamic_batching.enabled=true",
+        "policy.megatron_cfg.enabled=true",
+        "policy.dtensor_cfg.lora_cfg.enabled=true",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.cpu_offload=true",
+        "policy.generation.backend=megatron",
+        "policy.generation.colocated.enabled=false",
+        "policy.generation.vllm_cfg.precision=fp8",
+        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
+        "policy.precision=float16",
+        "grpo.async_grpo.enabled=true",
+        "grpo.adv_estimator.name=gdpo",
+        "logger.mlflow_enabled=true",
+        "data.use_multiple_dataloader=true",
+    ],
+)
+@pytest.mark.parametrize("base", ["v0.6", "minimal"])
+def test_what_is_not_supported_yet_is_refused_by_name(override: str, base: str) -> None:
+    if base == "minimal":
+        assert problems_of(override) == f"command line: {override}: not supported yet: {override}"
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config(GRPOMasterConfig, V0_6, [override])
+    assert str(error.value) == f"command line: {override}: not supported yet: {override}"
+
+
+def test_sequence_packing_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    text = V0_6.read_text().replace("sequence_packing:\n    enabled: False", "sequence_packing:\n    enabled: true")
+    line = text[: text.index("sequence_packing:")].count("\n") + 2
+    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.sequence_packing.enabled=true"
+
+
+def test_neutral_values_are_of_the_same_type() -> None:
+    assert "not supported yet" in problems_of("+policy.dtensor_cfg.tensor_parallel_size=true")
+
+
+def test_the_resolved_config_loads_back_unchanged(tmp_path: Path) -> None:
+    for source in [V0_6, REPOSITORY / "examples" / "configs" / "grpo_math_cpu.yaml"]:
+        config = load_config(GRPOMasterConfig, source, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
+        write_config(config, tmp_path / "config.yaml")
+        again = load_config(GRPOMasterConfig, tmp_path / "config.yaml")
+        assert again == config
+        assert dump_config(again) == dump_config(config)
+
+
+def test_a_config_cannot_be_changed_after_loading() -> None:
+    config = build()
+    with pytest.raises(ValueError, match="frozen"):
+        config.grpo.__setattr__("seed", 3)
+
+
+def test_build_config_leaves_its_argument_alone() -> None:
+    before = repr(MINIMAL)
+    build_config(GRPOMasterConfig, MINIMAL, ["grpo.seed=1"])
+    assert repr(MINIMAL) == before

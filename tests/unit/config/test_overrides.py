@@ -1,0 +1,100 @@
+"""Overrides in Hydra's grammar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from tests.unit.config.run_configs import MINIMAL, build, problems_of
+
+
+def value_of(key: str, *overrides: str) -> Any:
+    value: Any = build(*overrides).model_dump()
+    for part in key.split("."):
+        value = value[int(part) if part.isdigit() else part]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("key", "override", "value"),
+    [
+        ("grpo.seed", "grpo.seed=7", 7),
+        ("grpo.seed", "++grpo.seed=7", 7),
+        ("grpo.seed", "+grpo.seed=7", 7),  # the file does not mention it
+        ("policy.max_grad_norm", "policy.max_grad_norm=null", None),
+        ("policy.model_name", "policy.model_name=Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-1.5B"),
+        ("policy.model_name", "policy.model_name=tiny:arithmetic", "tiny:arithmetic"),
+        ("policy.model_name", "policy.model_name='a, b=c'", "a, b=c"),
+        ("policy.generation.stop_token_ids", "policy.generation.stop_token_ids=[1,2]", [1, 2]),
+        ("policy.generation.stop_strings", "policy.generation.stop_strings=['</a>',b]", ["</a>", "b"]),
+        ("policy.optimizer.kwargs.lr", "policy.optimizer.kwargs.lr=1e-4", 1e-4),
+        ("policy.optimizer.kwargs.weight_decay", "policy.optimizer.kwargs.lr=1e-4", 0.01),
+        ("policy.optimizer.kwargs.amsgrad", "+policy.optimizer.kwargs.amsgrad=true", True),
+        ("policy.optimizer.kwargs.amsgrad", "++policy.optimizer.kwargs.amsgrad=true", True),
+        ("policy.optimizer.kwargs", "policy.optimizer.kwargs={lr: 1.0}", None),
+        ("policy.dtensor_cfg.env_vars", "+policy.dtensor_cfg.env_vars.OMP_NUM_THREADS='1'", {"OMP_NUM_THREADS": "1"}),
+        ("data.train.0.split", "data.train.split=test", "test"),
+        ("data.validation.0.dataset_name", "data.validation.dataset_name=aime2024", "aime2024"),
+        ("env.math.num_workers", "env.math.num_workers=2", 2),
+        ("env.maze.size", "+env.maze={size: 3}", 3),
+        ("env.maze.type", "+env.maze.size=3", "maze"),
+    ],
+)
+def test_values(key: str, override: str, value: Any) -> None:
+    if override == "policy.optimizer.kwargs={lr: 1.0}":  # merged, as in Hydra
+        value = {"lr": 1.0, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1e-8}
+    assert value_of(key, override) == value
+
+
+def test_the_last_override_wins_and_lists_can_be_indexed() -> None:
+    datasets = "data.train=[{dataset_name: a, split_validation_size: 0.1},{dataset_name: b}]"
+    assert value_of("data.train.1.dataset_name", datasets, "data.train.1.dataset_name=c") == "c"
+    assert value_of("grpo.seed", "grpo.seed=1", "grpo.seed=2") == 2
+
+
+def test_deleting_goes_back_to_the_default_or_removes_an_entry() -> None:
+    assert value_of("grpo.seed", "grpo.seed=1", "~grpo.seed") == 42
+    assert "eps" not in value_of("policy.optimizer.kwargs", "~policy.optimizer.kwargs.eps")
+    assert "is 42, not 3" in problems_of("~grpo.seed=3")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.ratio_clip_min=0.1", "unknown key; the nearest valid key is loss_fn.ratio_clip_min"),
+        ("policy.generation.temprature=1", "unknown key; the nearest valid key is policy.generation.temperature"),
+        ("polcy.precision=float32", "unknown key; the nearest valid key is policy.precision"),
+        ("cluster.num_gpus_per_node=2", "unknown key; the nearest valid key is cluster.gpus_per_node"),
+        ("+grpo.sed=1", "unknown key; the nearest valid key is grpo.seed"),
+        ("~grpo.sed", "unknown key; the nearest valid key is grpo.seed"),
+        ("env.mth.num_workers=1", "no such entry, the nearest is env.math.num_workers; to add it"),
+        ("policy.optimizer.kwargs.betas2=1", "to add it, write +policy.optimizer.kwargs.betas2=..."),
+        ("grpo.seed=1,2", "one value at a time"),
+        ("grpo.seed", "write section.key=value"),
+        ("grpo.seed=[1", "write section.key=value"),
+        ("grpo.seed.x=1", "unknown key"),
+        ("+grpo.seed.x=1", "goes through a value that is not a section"),
+        ("data.train@x=1", "'@' has no meaning here"),
+    ],
+)
+def test_mistakes(override: str, message: str) -> None:
+    error = problems_of(override)
+    assert error.startswith(f"command line: {override}: ")
+    assert message in error
+
+
+def test_adding_what_a_file_has_already_says_where(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL | {"grpo": {"seed": 1}}, sort_keys=False))
+    with pytest.raises(ConfigError, match=r"already set \(.*run.yaml:\d+\); drop the '\+'"):
+        load_config(GRPOMasterConfig, path, ["+grpo.seed=2"])
+
+
+def test_all_mistakes_are_reported_together() -> None:
+    assert problems_of("grpo.sed=1", "grpo.seed=x", "grpo.val_period=[").startswith("3 problems:")

@@ -1,0 +1,112 @@
+"""YAML files: inheritance, and the file and line of every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.errors import ConfigError, Location
+from nemo_rl.config.sources import SourcedTree, load_tree
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_child_is_laid_over_its_parent_and_each_key_keeps_its_place(tmp_path: Path) -> None:
+    parent = write(tmp_path, "parent.yaml", "a:\n  x: 1\n  y: 2\nb: 3\n")
+    child = write(tmp_path, "child.yaml", "defaults: parent.yaml\na:\n  y: 20\n  z: [1, 2]\n")
+    tree = load_tree(child)
+    assert tree.values == {"a": {"x": 1, "y": 20, "z": [1, 2]}, "b": 3}
+    assert tree.location(("a", "x")) == Location(str(parent), 2)
+    assert tree.location(("a", "y")) == Location(str(child), 3)
+    assert tree.location(("b",)) == Location(str(parent), 4)
+
+
+def test_parents_are_relative_to_the_file_that_names_them_and_the_later_one_wins(tmp_path: Path) -> None:
+    write(tmp_path, "base/root.yaml", "a: 1\nb: 1\nc: 1\n")
+    write(tmp_path, "base/first.yaml", "defaults: root.yaml\nb: 2\nc: 2\n")
+    write(tmp_path, "second.yaml", "c: 3\n")
+    child = write(tmp_path, "child.yaml", "defaults: [base/first.yaml, second.yaml]\nd: 4\n")
+    assert load_tree(child).values == {"a": 1, "b": 2, "c": 3, "d": 4}
+
+
+def test_override_flag_replaces_a_section(tmp_path: Path) -> None:
+    write(tmp_path, "parent.yaml", "a: {x: 1, y: 2}\nb: {x: 1}\n")
+    child = write(
+        tmp_path, "child.yaml", "defaults: parent.yaml\na: {_override_: true, z: 3}\nb: {_override_: false}\n"
+    )
+    tree = load_tree(child)
+    assert tree.values == {"a": {"z": 3}, "b": {"x": 1}}
+    assert ("a", "x") not in tree.locations
+
+
+def test_lists_are_replaced_and_null_replaces_a_section(tmp_path: Path) -> None:
+    write(tmp_path, "parent.yaml", "a: [1, 2, 3]\nb: {x: 1}\n")
+    child = write(tmp_path, "child.yaml", "defaults: parent.yaml\na: [4]\nb: null\n")
+    assert load_tree(child).values == {"a": [4], "b": None}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("5.0e-6", 5e-6),
+        ("1.5", 1.5),
+        ("-3", -3),
+        ("1_000", 1000),
+        ("0", 0),
+        ("-.inf", float("-inf")),
+        ("01:00:00:00", "01:00:00:00"),
+        ("10:00:00:00", "10:00:00:00"),
+        ("2024-01-01", "2024-01-01"),
+        ("true", True),
+        ("null", None),
+        ('"1"', "1"),
+        ("val:accuracy", "val:accuracy"),
+    ],
+)
+def test_scalars(tmp_path: Path, text: str, value: object) -> None:
+    result = load_tree(write(tmp_path, "a.yaml", f"a: {text}\n")).values["a"]
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_anchors_and_merge_keys(tmp_path: Path) -> None:
+    text = "a: &base\n  x: 1\n  y: 2\nb:\n  <<: *base\n  y: 3\n"
+    assert load_tree(write(tmp_path, "a.yaml", text)).values["b"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a:\n  x: 1\n  x: 2\n", "a.yaml:3: a.x: written twice in this section, first in line 2"),
+        ("a: [1\nb: 2\n", "a.yaml:2: not valid YAML"),
+        ("- 1\n", "a.yaml:1: the file must hold sections"),
+        ("a: 1\ndefaults: nowhere.yaml\n", "a.yaml:2: defaults: no such file"),
+        ("defaults: a.yaml\n", "inherit from one another"),
+        ("defaults: [{a: 1}]\n", "a.yaml:1: defaults: must be a path"),
+    ],
+)
+def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_tree(write(tmp_path, "a.yaml", text))
+    assert message in str(error.value)
+
+
+def test_an_empty_file_is_an_empty_tree(tmp_path: Path) -> None:
+    assert load_tree(write(tmp_path, "a.yaml", "# nothing\n")).values == {}
+
+
+def test_put_merges_mappings_and_replaces_everything_else() -> None:
+    tree = SourcedTree({"a": {"x": 1, "items": [{"k": 1}]}})
+    tree.put(("a",), {"y": 2}, Location("here"))
+    tree.put(("a", "items", 0, "k"), 5, Location("here"))
+    tree.put(("a", "new", "deep"), 1, Location("here"))
+    assert tree.values == {"a": {"x": 1, "y": 2, "items": [{"k": 5}], "new": {"deep": 1}}}
+    with pytest.raises(KeyError):
+        tree.put(("a", "x", "below"), 1, Location("here"))
