@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.advantages import AdvantageResult, ReinforceTokenAdvantages, compute_advantages
+from nemo_rl.algorithms.advantages import AdvantageResult, KLInReward, compute_advantages
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.metrics import performance_metrics, rollout_metrics, validation_metrics
@@ -182,7 +182,7 @@ class GRPOTrainer(Trainer):
         if grpo.seq_logprob_error_threshold is not None:
             self.record("train", self.policy.mask_mismatched(grpo.seq_logprob_error_threshold))
         if loss.use_kl_in_reward:
-            self.policy.set_token_advantages(ReinforceTokenAdvantages(loss, grpo.adv_estimator))
+            self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps))
 
     def update(self) -> None:
         """The optimizer steps. A loss or gradient that is not finite is written down, then skipped or raised."""
@@ -265,7 +265,7 @@ class GRPOTrainer(Trainer):
                 num_samples=num_shown,
                 title=f"validation after step {self.state.total_steps}",
             )
-        return validation_metrics(groups, k_values=[k for k in (2**i for i in range(1, 16)) if k <= num])
+        return validation_metrics(groups, k_values=grpo.val_k_values)
 
     # -- state
 
@@ -275,6 +275,7 @@ class GRPOTrainer(Trainer):
             directory,
             save_optimizer=checkpointing.save_optimizer,
             save_consolidated=checkpointing.save_consolidated,
+            model_save_format=checkpointing.model_save_format or "torch_save",
         )
         save_dataloader_state(directory, self.prompts.state_dict())
 

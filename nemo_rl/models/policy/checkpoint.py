@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
@@ -24,6 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from nemo_rl.models.policy.logprobs import LogprobModel
 
 logger = logging.getLogger(__name__)
+
+ModelSaveFormat = Literal["torch_save", "safetensors"]
 
 _MAX_FILE_BYTES = 4 << 30
 
@@ -39,14 +42,27 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
-def save_weights(model: LogprobModel, directory: Path) -> None:
-    """Every rank writes its shards."""
-    dcp.save({name: p.detach() for name, p in hf_parameters(model)}, checkpoint_id=str(directory))
+def save_weights(model: LogprobModel, directory: Path, model_save_format: ModelSaveFormat) -> None:
+    """Every rank writes its shards, with torch's own files or with safetensors."""
+    directory.mkdir(parents=True, exist_ok=True)
+    state = {name: parameter.detach() for name, parameter in hf_parameters(model)}
+    if model_save_format == "safetensors":
+        dcp.save(state, storage_writer=HuggingFaceStorageWriter(path=str(directory), save_distributed=True))
+    else:
+        dcp.save(state, checkpoint_id=str(directory))
 
 
 def load_weights(model: LogprobModel, directory: Path) -> None:
-    """Read shards in place, resharding where the number of ranks differs."""
-    dcp.load({name: p.detach() for name, p in hf_parameters(model)}, checkpoint_id=str(directory))
+    """Read shards of either format in place, resharding where the number of ranks differs."""
+    load_tensors({name: parameter.detach() for name, parameter in hf_parameters(model)}, directory)
+
+
+def load_tensors(state: dict[str, torch.Tensor], directory: Path) -> None:
+    """Fill `state` (Hugging Face name -> tensor or DTensor) from a `weights/` directory."""
+    if (directory / ".metadata").exists():
+        dcp.load(state, checkpoint_id=str(directory))
+    else:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
 
 
 def save_optimizer(
@@ -71,34 +87,36 @@ def load_optimizer(
 
 def save_consolidated(model: LogprobModel, directory: Path) -> None:
     """A Hugging Face model directory in the parameters' dtype, gathered one parameter at a time. Collective."""
-    is_writer = dist.get_rank() == 0
-    if is_writer:
+    whole = ((name, full_tensor(parameter.detach())) for name, parameter in hf_parameters(model))
+    if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         model.hf.config.save_pretrained(directory)
         if model.hf.can_generate():
             model.hf.generation_config.save_pretrained(directory)
+        write_safetensors(whole, directory)
+    else:
+        for _ in whole:  # take part in the gathers
+            pass
+    dist.barrier()
+
+
+def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+    """Files of at most 4 GiB and their index, holding no more than one file's tensors at a time."""
     weight_map: dict[str, str] = {}
     pending: dict[str, torch.Tensor] = {}
-    num_files = total = 0
+    sizes: list[int] = []
 
     def flush() -> None:
-        nonlocal num_files
-        num_files += 1
-        file = f"model-{num_files:05d}.safetensors"
+        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
         save_file(pending, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(pending, file))
         pending.clear()
 
-    for name, parameter in hf_parameters(model):
-        whole = full_tensor(parameter.detach())
-        if not is_writer:
-            continue
-        pending[name] = whole.cpu().clone()
-        total += whole.nbytes
-        if sum(t.nbytes for t in pending.values()) > _MAX_FILE_BYTES:
+    for name, tensor in tensors:
+        if sum(t.nbytes for t in pending.values()) + tensor.nbytes > _MAX_FILE_BYTES and pending:
             flush()
-    if is_writer:
-        flush()
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
-    dist.barrier()
+        pending[name] = tensor.cpu().clone()
+        sizes.append(tensor.nbytes)
+    flush()
+    index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.weight_transfer import WeightSender
 from nemo_rl.models.policy import checkpoint, loss_metrics
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.logprobs import DEFAULT_CHUNK_TOKENS, LogprobModel
 from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, model_inputs, rows_of_plan, select
@@ -256,15 +257,19 @@ class DTensorPolicyWorker:
 
     # -- checkpoints
 
-    def save_checkpoint(self, directory: Path, *, save_optimizer: bool, save_consolidated: bool) -> None:
+    def save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> None:
         """Write this rank's part under `directory/policy`, and its random generators under `directory/rng`."""
         policy = directory / "policy"
-        checkpoint.save_weights(self.model, policy / "weights")
+        checkpoint.save_weights(self.model, policy / "weights", model_save_format)
         if save_consolidated:
             checkpoint.save_consolidated(self.model, policy / "weights" / "consolidated")
         if save_optimizer:
             assert self.optimizer is not None
             checkpoint.save_optimizer(self.model, self.optimizer, self.scheduler, policy / "optimizer")
+        if self.rank == 0:
+            self.model.hf.config.save_pretrained(policy)
         (directory / "rng").mkdir(exist_ok=True)
         save_rng_state(directory / "rng" / f"policy_{self.rank}.safetensors")
 

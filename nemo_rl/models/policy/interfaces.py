@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
 
@@ -20,6 +20,11 @@ class PolicyInterface(ABC):
     @abstractmethod
     def data_parallel_size(self) -> int:
         """Ranks that hold different samples: `BatchPlan.ranks` has this many entries."""
+
+    @property
+    @abstractmethod
+    def controller_tensor_bytes(self) -> int:
+        """Bytes of arrays that passed through the controller on their way to or from the workers."""
 
     @abstractmethod
     def load(self, plan: BatchPlan) -> None:
@@ -49,7 +54,9 @@ class PolicyInterface(ABC):
         """Take the plan's optimizer steps. Acquires the accelerator."""
 
     @abstractmethod
-    def save_checkpoint(self, directory: Path, *, save_optimizer: bool, save_consolidated: bool) -> None:
+    def save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: Literal["torch_save", "safetensors"]
+    ) -> None:
         """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`."""
 
     @abstractmethod

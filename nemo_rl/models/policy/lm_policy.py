@@ -12,6 +12,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 
@@ -104,10 +105,16 @@ class Policy(PolicyInterface):
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
-    def save_checkpoint(self, directory: Path, *, save_optimizer: bool, save_consolidated: bool) -> None:
+    def save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> None:
         with self.accelerator.hold(TENANT):
             self.group.call_all(
-                "save_checkpoint", directory, save_optimizer=save_optimizer, save_consolidated=save_consolidated
+                "save_checkpoint",
+                directory,
+                save_optimizer=save_optimizer,
+                save_consolidated=save_consolidated,
+                model_save_format=model_save_format,
             )
         self.tokenizer.save_pretrained(directory / "policy" / "tokenizer")
 

@@ -18,13 +18,17 @@ DEFAULT_CHUNK_TOKENS = 1024
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-def filter_logits(logits: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
+def filter_logits(logits: torch.Tensor, targets: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
     """Set logits outside the top-k / nucleus set to -inf. `logits` float32 [N, V], already divided by temperature.
 
     top-k is applied before top-p, and the nucleus is the smallest set whose probability reaches `top_p` (Holtzman et
-    al. 2019, arXiv 1904.09751), as the generation engine does it.
+    al. 2019, arXiv 1904.09751), as the generation engine does it. The `targets` int64 [N] were sampled, so they stay in
+    the set: rounding at its border, or an update since, must not make them impossible.
     """
-    if top_k is not None and top_k > 0 and top_k < logits.shape[-1]:
+    if top_k is None and top_p >= 1.0:
+        return logits
+    sampled = logits.gather(1, targets[:, None])
+    if top_k is not None and top_k < logits.shape[-1]:
         kth = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < kth, float("-inf"))
     if top_p < 1.0:
@@ -32,14 +36,14 @@ def filter_logits(logits: torch.Tensor, top_k: int | None, top_p: float) -> torc
         outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
         outside[:, -1] = False
         logits = logits.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), float("-inf"))
-    return logits
+    return logits.scatter(1, targets[:, None], sampled)
 
 
 def token_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, temperature: float, top_k: int | None, top_p: float
 ) -> torch.Tensor:
     """log p(target) under the distribution the tokens were sampled from. [N, V], int64 [N] -> float32 [N]."""
-    scaled = filter_logits(logits.float() / temperature, top_k, top_p)
+    scaled = filter_logits(logits.float() / temperature, targets, top_k, top_p)
     return scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(dim=-1)
 
 

@@ -91,9 +91,13 @@ def test_weights_that_do_not_fit_the_config_are_refused_by_name(tmp_path):
         run_world(lambda rank, world: sharded_model(tmp_path, world) and None, 1)
 
 
-def test_logits_outside_top_k_and_the_nucleus_have_no_mass():
-    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
-    assert filter_logits(logits, 2, 1.0).isinf().tolist() == [[True, True, False, False]]
+def test_logits_outside_top_k_and_the_nucleus_have_no_mass_unless_they_were_sampled():
+    def outside(target: int, top_k: int | None, top_p: float) -> list[bool]:
+        logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]])
+        return filter_logits(logits, torch.tensor([target]), top_k, top_p).isinf()[0].tolist()
+
+    assert outside(3, 2, 1.0) == [True, True, False, False]
     # probabilities 0.03 0.09 0.24 0.64: 0.64 + 0.24 reach 0.8
-    assert filter_logits(logits, None, 0.8).isinf().tolist() == [[True, True, False, False]]
-    assert filter_logits(logits, None, 0.1).isinf().tolist() == [[True, True, True, False]]
+    assert outside(3, None, 0.8) == [True, True, False, False]
+    assert outside(3, None, 0.1) == [True, True, True, False]
+    assert outside(0, 2, 1.0) == [False, True, False, False]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import plan_batch
@@ -216,8 +217,10 @@ SCHEDULE = [
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1})
 
 
-@pytest.mark.parametrize(("saved_on", "resumed_on"), [(1, 1), (2, 2), (2, 1)])
-def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, saved_on, resumed_on):
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "save_format"), [(1, 1, "torch_save"), (2, 2, "safetensors"), (2, 1, "torch_save")]
+)
+def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, saved_on, resumed_on, save_format):
     config = policy_config(optimizer=ADAMW, scheduler=SCHEDULE)
 
     def train_once(worker: DTensorPolicyWorker, rank: int, world: int) -> TrainResult:
@@ -232,7 +235,7 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
     def goes_on(rank: int, world: int) -> Any:
         worker = make_worker(model_path, config)
         train_once(worker, rank, world)
-        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True)
+        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format=save_format)
         return train_once(worker, rank, world), weights(worker)
 
     def resumes(rank: int, world: int) -> Any:
@@ -251,10 +254,17 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
         assert got.losses == pytest.approx(want.losses, rel=1e-5)
         assert all((got_weights[name] - want_weights[name]).abs().max() < 1e-4 for name in want_weights)
 
+    # The consolidated weights and those converted from the shards are the ones that were saved.
     from transformers import AutoModelForCausalLM
 
-    consolidated = AutoModelForCausalLM.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
-    assert not consolidated.state_dict()["model.norm.weight"].isnan().any()
+    (tmp_path / "policy" / "tokenizer").mkdir()
+    convert(tmp_path, tmp_path / "converted")
+    consolidated = AutoModelForCausalLM.from_pretrained(tmp_path / "policy" / "weights" / "consolidated").state_dict()
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "converted").state_dict()
+    started = AutoModelForCausalLM.from_pretrained(model_path).state_dict()
+    assert converted.keys() == started.keys()
+    assert all(torch.equal(converted[name], consolidated[name]) for name in converted)
+    assert not torch.equal(converted["model.norm.weight"], started["model.norm.weight"])
 
 
 def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_path):

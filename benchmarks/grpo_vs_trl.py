@@ -1,0 +1,166 @@
+"""Completion tokens per second of a whole GRPO step, against TRL's GRPOTrainer, in one run.
+
+Same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads; both verify answers and
+update the weights. Start-up and the first steps are left out on both sides. Prints the ratio on the last line.
+
+    uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py --prompts 32 --generations 8 --steps 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_WARMUP_STEPS = 2
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--micro-batch", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=10, help="counted steps, after the first two")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run_ours(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]]:
+    """(completion tokens, seconds) of each counted step, from the run's own metrics.jsonl."""
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "run_grpo_math.py"),
+        "--config",
+        str(ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"),
+        f"grpo.num_prompts_per_step={args.prompts}",
+        f"grpo.num_generations_per_prompt={args.generations}",
+        f"grpo.max_num_steps={args.steps + NUM_WARMUP_STEPS}",
+        "grpo.val_period=0",
+        "grpo.val_at_start=false",
+        "grpo.val_at_end=false",
+        f"policy.train_global_batch_size={args.prompts * args.generations}",
+        f"policy.train_micro_batch_size={args.micro_batch}",
+        f"policy.generation.max_new_tokens={args.max_new_tokens}",
+        f"policy.max_total_sequence_length={args.max_new_tokens + 48}",
+        "checkpointing.enabled=false",
+        f"logger.log_dir={folder}",
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (metrics,) = folder.glob("exp_*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    samples = args.prompts * args.generations
+    return [
+        (row["train/mean_gen_tokens_per_sample"] * samples, row["timing/train/total_step_time"])
+        for row in rows[NUM_WARMUP_STEPS:]
+    ]
+
+
+def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
+    """The same in a process of its own, so that neither side warms the other's caches."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl"]
+    out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
+    return [tuple(pair) for pair in json.loads(out.splitlines()[-1])]
+
+
+def trl_main(args: argparse.Namespace) -> None:
+    import torch
+    from datasets import Dataset
+    from math_verify import parse as parse_answer
+    from math_verify import verify
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from nemo_rl.data.tiny_model import resolve_model
+
+    torch.set_num_threads(args.threads)
+    path = str(resolve_model("tiny:arithmetic"))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    samples = args.prompts * args.generations
+    problems = [(a, b) for a in range(30) for b in range(30)]
+    dataset = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": f"{a}+{b}="}], "answer": str(a + b)} for a, b in problems]
+    )
+    tokens: list[float] = []
+    seconds: list[float] = []
+
+    def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: object) -> list[float]:
+        return [
+            float(verify(parse_answer(a), parse_answer(c[0]["content"], parsing_timeout=None), timeout_seconds=None))
+            for c, a in zip(completions, answer, strict=True)
+        ]
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *_: object, **__: object) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *_: object, **__: object) -> None:
+            seconds.append(time.perf_counter() - self.started)
+
+        def on_log(self, _args: object, _state: object, _control: object, logs: dict[str, float], **__: object) -> None:
+            if "completions/mean_length" in logs:
+                tokens.append(logs["completions/mean_length"] * samples)
+
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=samples // args.micro_batch,
+        num_generations=args.generations,
+        max_completion_length=args.max_new_tokens,
+        max_steps=args.steps + NUM_WARMUP_STEPS,
+        learning_rate=1e-3,
+        beta=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    pairs = list(zip(tokens, seconds, strict=False))[NUM_WARMUP_STEPS:]
+    sys.stdout.write("\n" + json.dumps(pairs) + "\n")
+
+
+def report(name: str, pairs: list[tuple[float, float]]) -> float:
+    rates = [count / duration for count, duration in pairs]
+    median = statistics.median(rates)
+    step = statistics.median(duration for _, duration in pairs)
+    sys.stdout.write(
+        f"{name:<6} median {median:9,.0f} completion tokens/s (min {min(rates):,.0f}, max {max(rates):,.0f}), "
+        f"step {step:.3f} s, {len(pairs)} steps\n"
+    )
+    return median
+
+
+def main() -> None:
+    args = parse()
+    if args.side == "trl":
+        trl_main(args)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        ours = report("ours", run_ours(args, Path(folder)))
+    trl = report("TRL", run_trl(args))
+    sys.stdout.write(f"ratio ours / TRL: {ours / trl:.2f}\n")
+
+
+if __name__ == "__main__":
+    main()
