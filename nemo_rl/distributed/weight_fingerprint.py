@@ -1,0 +1,75 @@
+"""Fingerprints of weights in which every byte counts, cheap enough to stay on.
+
+In host memory xxh3, computed chunk by chunk together with the copy, while a chunk is in the core's cache; on a device a
+weighted sum of 8-byte words by tensor operations. Both guard against mistakes and damage, not against an adversary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+import xxhash
+
+CHUNK_BYTES = 1 << 20  # copied and hashed together
+_WORDS_PER_ROW = 1 << 20
+_ODD = 0x9E3779B97F4A7C15
+
+
+def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
+    """0-d int64 on `data`'s device (uint8 [N]): sum of 8-byte words, each times an odd number of its own, modulo 2^64.
+
+    An odd number is invertible modulo 2^64, so a change within one word always shows; the factors differ by position,
+    so exchanged words show too. The last word is filled up with zeros.
+    """
+    if data.data_ptr() % 8:
+        data = data.clone()
+    num_words = data.numel() // 8
+    words = data[: num_words * 8].view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    row_factor = 1
+    for first in range(0, num_words, _WORDS_PER_ROW):
+        part = words[first : first + _WORDS_PER_ROW]
+        total += (part * _odd_numbers(data.device)[: part.numel()]).sum() * _signed(row_factor)
+        row_factor = row_factor * _ODD % (1 << 64)  # powers: no product of a row's and a word's factor comes twice soon
+    if data.numel() % 8:
+        tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
+        tail[: data.numel() % 8] = data[num_words * 8 :]
+        total += tail.view(torch.int64)[0] * (2 * num_words + 1)
+    return total
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+@cache
+def _odd_numbers(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _WORDS_PER_ROW, 2, dtype=torch.int64, device=device)
+
+
+def pack_fingerprints(values: Sequence[int]) -> bytes:
+    return np.array(values, dtype=np.uint64).tobytes()
+
+
+def unpack_fingerprints(blob: bytes) -> list[int]:
+    return np.frombuffer(blob, dtype=np.uint64).tolist()
+
+
+def hash_and_copy(source: np.ndarray, target_address: int) -> int:
+    """Copy uint8 [N] to an address and return its xxh3; each chunk is hashed and copied while it is in cache."""
+    nbytes = source.nbytes
+    if nbytes <= CHUNK_BYTES:
+        digest = xxhash.xxh3_64_intdigest(source.data)
+        ctypes.memmove(target_address, source.ctypes.data, nbytes)
+        return digest
+    state = xxhash.xxh3_64()
+    address = source.ctypes.data
+    for start in range(0, nbytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, nbytes)
+        state.update(source[start:stop].data)
+        ctypes.memmove(target_address + start, address + start, stop - start)
+    return state.intdigest()

@@ -1,0 +1,399 @@
+"""Weights from a training process to a generation process of the same node, and the proof that they arrived.
+
+Names, shapes, dtypes and offsets are agreed once (`PackLayout`); a sync then moves bytes through two halves of one
+buffer and says of each bucket only its fingerprints. Bucket i goes into half i % 2, so the sender fills one half while
+the receiver empties the other.
+
+    sender:   sender = WeightSender(...); description = sender.describe(); sender.pack(0); sender.pack(1); ...
+    receiver: receiver = WeightReceiver(layout, transport, attach_buffer(...)); receiver.begin(version, ...)
+              receiver.receive(0, fingerprints); ...; receiver.finish()
+
+Every byte enters a fingerprint: at the sender it is taken of the source tensor (after the cast to the wire dtype), at
+the receiver of the bytes it hands to the model.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from nemo_rl.distributed.pack_layout import PackLayout, Piece, TensorMeta, choose_bucket_bytes
+from nemo_rl.distributed.transfer_buffers import (
+    CudaIpcBuffer,
+    SharedMemoryBuffer,
+    TransferBuffer,
+    device_key,
+    host_key,
+)
+from nemo_rl.distributed.weight_fingerprint import (
+    CHUNK_BYTES,
+    hash_and_copy,
+    pack_fingerprints,
+    unpack_fingerprints,
+    word_fingerprint,
+)
+
+Transport = Literal["packed_shm", "packed_ipc"]
+
+
+class RefitError(RuntimeError):
+    """Generation does not hold the policy's weights. The message names transport, version, bucket and tensor."""
+
+
+# -- buffers by transport
+
+
+def create_buffer(transport: Transport, nbytes: int, device: torch.device) -> TransferBuffer:
+    """The sender's buffer. `device` is where the policy lives."""
+    return CudaIpcBuffer.create(nbytes, device) if transport == "packed_ipc" else SharedMemoryBuffer.create(nbytes)
+
+
+def attach_buffer(transport: Transport, endpoints: dict[str, dict[str, Any]], device: torch.device) -> TransferBuffer:
+    """The receiver's view of the buffer offered at its own place. RefitError when no sender is there."""
+    key = device_key(device) if transport == "packed_ipc" else host_key()
+    if key not in endpoints:
+        place = "GPU" if transport == "packed_ipc" else "node"
+        raise RefitError(
+            f"{transport}: no policy worker shares this {place} ({key}); policy workers are on {sorted(endpoints)}. "
+            "Place generation on the policy's nodes and devices (colocated)."
+        )
+    if transport == "packed_ipc":
+        return CudaIpcBuffer.attach(endpoints[key], device)
+    return SharedMemoryBuffer.attach(endpoints[key])
+
+
+# -- sender
+
+
+class WeightSender:
+    """Packs the weights of one policy rank, bucket by bucket.
+
+    `parameters` gives (name, tensor or DTensor) in the same order on every rank each time it is called. Every rank
+    must call `pack` for every bucket: gathering a DTensor is a collective. One tensor at a time is gathered, and one
+    that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
+    CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
+    name), a shard before its gather.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        *,
+        device: torch.device,
+        rank: int,
+        local_rank: int,
+        transport: Transport,
+        wire_dtype: str,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self._parameters = parameters
+        self._wire_dtype = TensorMeta("", wire_dtype, ()).torch_dtype
+        self._rank = rank
+        self._transport: Transport = transport
+        metas = [TensorMeta(n, str(self._wire(t)).removeprefix("torch."), tuple(t.shape)) for n, t in parameters()]
+        self.layout = PackLayout.build(metas, choose_bucket_bytes(metas) if bucket_bytes is None else bucket_bytes)
+        sends = transport == "packed_ipc" or local_rank == 0
+        self._buffer = create_buffer(transport, self.layout.buffer_bytes, device) if sends else None
+        self._next_bucket = 0
+        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._index, self._current = -1, torch.empty(0)
+        # Scratch for a cast, so that the bytes hashed and the bytes sent are the same.
+        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
+
+    def metadata(self) -> list[TensorMeta]:
+        """What travels, in order. Nothing is gathered for it."""
+        return list(self.layout.tensors)
+
+    def describe(self) -> dict[str, Any]:
+        """Once, for the controller: digest of the layout, the layout itself from rank 0, the buffer where one is."""
+        description: dict[str, Any] = {"rank": self._rank, "layout_digest": self.layout.digest()}
+        if self._rank == 0:
+            description["layout"] = self.layout.to_dict()
+        if self._buffer is not None:
+            description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
+        return description
+
+    @torch.no_grad()
+    def pack(self, bucket: int) -> dict[str, Any]:
+        """Fill bucket number `bucket`; buckets come in order, and 0 begins a new sync.
+
+        The receiver must have done with bucket - 2, which lay in the same half. Returns the seconds it took, from a
+        rank that copies a digest of the fingerprints, and from rank 0 the fingerprints (uint64, one per piece).
+        """
+        if bucket == 0:
+            self._tensors, self._index, self._next_bucket = iter(self._parameters()), -1, 0
+        assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
+        self._next_bucket += 1
+        gather_s, started = 0.0, time.perf_counter()
+        digests: list[int | torch.Tensor] = []
+        for piece in self.layout.buckets[bucket]:
+            if piece.tensor != self._index:
+                before = time.perf_counter()
+                self._advance(piece.tensor)
+                gather_s += time.perf_counter() - before
+            if self._buffer is not None:
+                position = self.layout.position(bucket, piece)
+                digests.append(self._copy(piece, self._buffer.bytes[position : position + piece.nbytes]))
+        if bucket == len(self.layout.buckets) - 1:
+            self._current = torch.empty(0)
+        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": gather_s}
+        if self._buffer is not None:
+            blob = pack_fingerprints(_host_values(digests))  # on a device this also waits for the copies
+            result["digest"] = xxhash.xxh3_64_hexdigest(blob)
+            if self._rank == 0:
+                result["fingerprints"] = blob
+        result["pack_s"] = time.perf_counter() - started
+        return result
+
+    def close(self) -> None:
+        """Free the buffer."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
+
+    def _wire(self, tensor: torch.Tensor) -> torch.dtype:
+        return self._wire_dtype if tensor.dtype.is_floating_point else tensor.dtype
+
+    def _advance(self, index: int) -> None:
+        assert index == self._index + 1
+        name, tensor = next(self._tensors, ("nothing", torch.empty(0)))
+        meta = self.layout.tensors[index]
+        if name != meta.name or tuple(tensor.shape) != meta.shape:
+            raise RefitError(
+                f"{self._transport}: the policy's parameters changed after prepare: expected {meta.name} "
+                f"{list(meta.shape)}, found {name} {list(tensor.shape)}"
+            )
+        self._index = index
+        self._current = _full_tensor(tensor.detach(), meta.torch_dtype).view(-1)
+
+    def _copy(self, piece: Piece, target: torch.Tensor) -> int | torch.Tensor:
+        """Copy a piece of the current tensor to `target`; the fingerprint of the source, cast to the wire dtype."""
+        dtype = self.layout.tensors[piece.tensor].torch_dtype
+        first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
+        source = self._current if count == self._current.numel() else self._current[first : first + count]
+        if source.device.type != "cpu":
+            source = source.to(dtype).view(torch.uint8)
+            target.copy_(source)
+            return word_fingerprint(source)
+        if source.dtype == dtype:
+            return hash_and_copy(source.view(torch.uint8).numpy(), target.data_ptr())
+        digest = xxhash.xxh3_64()
+        scratch = self._scratch.view(dtype)
+        for start in range(0, count, scratch.numel()):
+            part = scratch[: min(scratch.numel(), count - start)]
+            part.copy_(source[start : start + part.numel()])
+            digest.update(part.view(torch.uint8).numpy().data)
+            nbytes = part.numel() * dtype.itemsize
+            ctypes.memmove(target.data_ptr() + start * dtype.itemsize, part.data_ptr(), nbytes)
+        return digest.intdigest()
+
+
+def _full_tensor(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
+    """The whole tensor, contiguous (gloo garbles strided ones). A shard is cast first where that shrinks the gather."""
+    if not isinstance(tensor, DTensor):
+        return tensor.contiguous()
+    local = tensor.to_local()
+    if wire_dtype.itemsize < local.dtype.itemsize:
+        local = local.to(wire_dtype)
+    shards = DTensor.from_local(
+        local.contiguous(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=torch.empty(tensor.shape, device="meta").stride(),
+    )
+    return shards.full_tensor().contiguous()
+
+
+def _host_values(digests: Sequence[int | torch.Tensor]) -> list[int]:
+    on_device = [digest for digest in digests if isinstance(digest, torch.Tensor)]
+    if on_device:
+        return [value % (1 << 64) for value in torch.stack(on_device).tolist()]
+    return [digest for digest in digests if not isinstance(digest, torch.Tensor)]
+
+
+# -- receiver
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a tensor and the memory of the model it belongs in.
+
+    The part is the strided view (`size`, `stride`, `offset`, in elements) of the flat tensor; `target` has `size`.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target: torch.Tensor
+
+    def is_flat(self, dtype: torch.dtype) -> bool:
+        """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.target.dtype == dtype and self.target.is_contiguous()
+
+
+LoadFn = Callable[[list[tuple[str, torch.Tensor]]], None]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A piece on its way: its bytes in the buffer and the flat copies (source byte, byte count, target) they end in.
+
+    `copies` is None where the whole tensor is needed first.
+    """
+
+    piece: Piece
+    source: torch.Tensor
+    copies: list[tuple[int, int, torch.Tensor]] | None
+    array: np.ndarray | None = field(init=False)  # of `source`, in host memory
+    addresses: list[tuple[int, int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.array, self.addresses = None, []
+        if self.source.device.type == "cpu":
+            self.array, base = self.source.numpy(), self.source.data_ptr()
+            self.addresses = [(base + first, n, target.data_ptr()) for first, n, target in self.copies or []]
+
+
+class WeightReceiver:
+    """Takes buckets out of the buffer, checks every piece, and puts the tensors where they belong.
+
+    Either straight into the model's memory (`targets`: the segments of each tensor) or through a function that loads
+    named tensors (`load`), which gets copies of its own and may keep them. One of the two per sync. After a RefitError
+    the model may hold parts of both versions and must not be used until a later sync has gone through.
+    """
+
+    def __init__(self, layout: PackLayout, transport: Transport, buffer: TransferBuffer) -> None:
+        self.layout = layout
+        self._transport = transport
+        self._buffer = buffer
+        self._targets: Sequence[Sequence[Segment]] | None = None
+        self._load: LoadFn | None = None
+        self._jobs: dict[int, list[_Job]] = {}
+        self._received: set[int] = set()
+        self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes so far, how many are missing)
+        self._version = -1
+
+    def begin(self, version: int, *, targets: Sequence[Sequence[Segment]] | None, load: LoadFn | None) -> None:
+        """A new sync. `targets` must be the same object as last time for the prepared copies to be used again."""
+        assert (targets is None) != (load is None)
+        if targets is not self._targets or load is not None:
+            self._jobs.clear()
+        self._targets, self._load, self._version = targets, load, version
+        self._received.clear()
+        self._assembly.clear()
+
+    def receive(self, bucket: int, fingerprints: bytes) -> None:
+        """Take one bucket; any order, each once. RefitError naming the first tensor whose bytes differ."""
+        assert bucket not in self._received, f"bucket {bucket} came twice"
+        if bucket not in self._jobs:
+            self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
+        jobs, expected = self._jobs[bucket], unpack_fingerprints(fingerprints)
+        if len(expected) != len(jobs):
+            raise RefitError(f"{self._where(bucket)}: {len(expected)} fingerprints for {len(jobs)} pieces")
+        whole: list[tuple[str, torch.Tensor]] = []
+        if self._buffer.bytes.device.type == "cpu":
+            for job, value in zip(jobs, expected, strict=True):
+                self._take_on_host(job, value, bucket, whole)
+        else:
+            digests = _host_values([word_fingerprint(job.source) for job in jobs])
+            for job, value, digest in zip(jobs, expected, digests, strict=True):
+                self._check(digest, value, job, bucket)
+                for first, nbytes, target in job.copies or []:
+                    target.copy_(job.source[first : first + nbytes])
+                if job.copies is None:
+                    self._collect(job, whole)
+        if self._load is not None and whole:
+            self._load(whole)
+        self._received.add(bucket)
+
+    def finish(self) -> None:
+        """End of a sync. RefitError when something did not arrive."""
+        missing = [b for b in range(len(self.layout.buckets)) if b not in self._received]
+        if missing:
+            names = sorted({self.layout.tensors[p.tensor].name for b in missing for p in self.layout.buckets[b]})
+            raise RefitError(f"{self._where(missing[0])}: never arrived; its tensors: {', '.join(names[:10])}")
+        assert not self._assembly
+
+    def close(self) -> None:
+        """Let go of the buffer and of the model's memory."""
+        self._jobs.clear()
+        self._targets = None
+        self._buffer.close()
+
+    def _where(self, bucket: int) -> str:
+        return f"{self._transport}, version {self._version}, bucket {bucket}"
+
+    def _job(self, bucket: int, piece: Piece) -> _Job:
+        position = self.layout.position(bucket, piece)
+        source = self._buffer.bytes[position : position + piece.nbytes]
+        dtype = self.layout.tensors[piece.tensor].torch_dtype
+        if self._targets is None or not all(s.is_flat(dtype) for s in self._targets[piece.tensor]):
+            return _Job(piece, source, None)
+        copies = []
+        for segment in self._targets[piece.tensor]:
+            start = segment.offset * dtype.itemsize
+            first, last = max(start, piece.start), min(start + segment.target.nbytes, piece.start + piece.nbytes)
+            if first < last:
+                target = segment.target.view(-1).view(torch.uint8)[first - start : last - start]
+                copies.append((first - piece.start, last - first, target))
+        return _Job(piece, source, copies)
+
+    def _take_on_host(self, job: _Job, expected: int, bucket: int, whole: list[tuple[str, torch.Tensor]]) -> None:
+        assert job.array is not None
+        if len(job.addresses) == 1 and job.addresses[0][1] == job.piece.nbytes:
+            self._check(hash_and_copy(job.array, job.addresses[0][2]), expected, job, bucket)
+            return
+        self._check(xxhash.xxh3_64_intdigest(job.array.data), expected, job, bucket)
+        for source, nbytes, target in job.addresses:
+            ctypes.memmove(target, source, nbytes)
+        if job.copies is None:
+            self._collect(job, whole)
+
+    def _check(self, found: int, expected: int, job: _Job, bucket: int) -> None:
+        if found != expected:
+            meta, piece = self.layout.tensors[job.piece.tensor], job.piece
+            part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
+            raise RefitError(
+                f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
+                f"fingerprint {found:016x}, expected {expected:016x}"
+            )
+
+    def _collect(self, job: _Job, whole: list[tuple[str, torch.Tensor]]) -> None:
+        """A tensor that is needed whole: wait for its last piece, then hand it over."""
+        piece = job.piece
+        meta = self.layout.tensors[piece.tensor]
+        data, keep = job.source, self._load is not None
+        if piece.nbytes < meta.nbytes:
+            if piece.tensor not in self._assembly:
+                fresh = torch.empty(meta.nbytes, dtype=torch.uint8, device=job.source.device)
+                self._assembly[piece.tensor] = (fresh, meta.nbytes)
+            data, missing = self._assembly[piece.tensor]
+            data[piece.start : piece.start + piece.nbytes].copy_(job.source)
+            self._assembly[piece.tensor] = (data, missing - piece.nbytes)
+            if missing > piece.nbytes:
+                return
+            del self._assembly[piece.tensor]
+            keep = False
+        tensor = (data.clone() if keep else data).view(meta.torch_dtype)
+        if self._targets is None:
+            whole.append((meta.name, tensor.view(meta.shape)))
+            return
+        for segment in self._targets[piece.tensor]:
+            segment.target.copy_(
+                tensor.as_strided(segment.size, segment.stride, tensor.storage_offset() + segment.offset)
+            )

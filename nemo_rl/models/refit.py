@@ -1,0 +1,145 @@
+"""Policy weights -> generation weights.
+
+The controller moves no weights and, once `prepare` has been called, no handles either: of each bucket it carries the
+fingerprints from the policy to every engine. The policy fills one half of its buffers while the engines empty the
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.pack_layout import NUM_HALVES, PackLayout
+from nemo_rl.distributed.weight_transfer import RefitError, Transport
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.interfaces import PolicyInterface
+
+logger = logging.getLogger(__name__)
+
+TENANT = "refit"
+
+
+class Refit:
+    """Brings the policy's weights into generation, verified.
+
+    `transport`: `packed_shm` (same node, through host memory) or `packed_ipc` (same GPU). `wire_dtype`: torch's name of
+    the dtype the engine computes in. `bucket_bytes`: size of one half of the buffer; None chooses it from the model.
+    The devices are taken as the tenant `refit`, which whoever builds the run registers with the accelerator: both
+    weights on the device, neither the optimizer state nor the KV cache.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyInterface,
+        generation: GenerationInterface,
+        accelerator: Accelerator,
+        *,
+        transport: Transport,
+        wire_dtype: str,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.policy = policy
+        self.generation = generation
+        self.accelerator = accelerator
+        self.transport: Transport = transport
+        self.wire_dtype = wire_dtype
+        self.bucket_bytes = bucket_bytes
+        self.layout: PackLayout | None = None
+
+    def prepare(self) -> None:
+        """Once, and again after workers of either side were replaced: agree on the layout and hand out the buffers.
+
+        RefitError when the policy's ranks do not describe the same tensors or an engine cannot reach a buffer.
+        """
+        settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "bucket_bytes": self.bucket_bytes}
+        descriptions = self.policy.prepare_refit(settings)
+        layouts = [description["layout"] for description in descriptions if "layout" in description]
+        assert len(layouts) == 1, "rank 0, and it alone, sends the layout"
+        if len({description["layout_digest"] for description in descriptions}) != 1:
+            raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
+        endpoints: dict[str, dict[str, Any]] = {}
+        for description in descriptions:
+            for key, endpoint in description.get("endpoints", {}).items():
+                if key in endpoints:
+                    raise RefitError(f"{self.transport}: two policy ranks send from the same place {key}")
+                endpoints[key] = endpoint
+        self.layout = PackLayout.from_dict(layouts[0])
+        try:
+            self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
+        except WorkerDied:
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
+        logger.info(
+            "refit over %s: %d tensors, %.3f GiB in %d buckets of %.0f MiB",
+            self.transport,
+            len(self.layout.tensors),
+            self.layout.total_bytes / 2**30,
+            len(self.layout.buckets),
+            self.layout.bucket_bytes / 2**20,
+        )
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Generation samples from the policy's present weights when this returns, and stamps samples with `version`.
+
+        Returns seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes` and `num_buckets`.
+        RefitError when anything failed: generation must then not be used before a later sync has gone through. When a
+        worker died, its WorkerDied comes through as it is.
+        """
+        if self.layout is None:
+            self.prepare()
+        assert self.layout is not None
+        started = time.perf_counter()
+        with self.accelerator.hold(TENANT):
+            packed = self._transfer(self.layout, version)
+        return {
+            "sync_s": time.perf_counter() - started,
+            "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),
+            "pack_s": sum(max(result["pack_s"] for result in results) for results in packed),
+            "bytes": float(self.layout.total_bytes),
+            "num_buckets": float(len(self.layout.buckets)),
+        }
+
+    def _transfer(self, layout: PackLayout, version: int) -> list[list[dict[str, Any]]]:
+        bucket = 0
+        packed: list[list[dict[str, Any]]] = []
+        loading: list[Sequence[Any]] = []
+        try:
+            self.generation.start_weight_update()
+            for bucket in range(len(layout.buckets)):
+                if bucket >= NUM_HALVES:  # the half is free when the engines have emptied it
+                    self.generation.wait(loading[bucket - NUM_HALVES])
+                results = self.policy.finish_pack(self.policy.start_pack(bucket))
+                packed.append(results)
+                info = {"version": version, "bucket": bucket, "fingerprints": _agreed_fingerprints(results)}
+                loading.append(self.generation.receive_bucket_async(info))
+            for refs in loading[-NUM_HALVES:]:
+                self.generation.wait(refs)
+            self.generation.finish_weight_update(version)
+        except WorkerDied:  # not a matter of weights: whoever can replace the worker handles it
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            raise RefitError(self._failure(layout, version, bucket, error)) from error
+        return packed
+
+    def _failure(self, layout: PackLayout, version: int, bucket: int, error: Exception) -> str:
+        pieces = layout.buckets[bucket]
+        first, last = layout.tensors[pieces[0].tensor].name, layout.tensors[pieces[-1].tensor].name
+        return (
+            f"refit to version {version} over {self.transport} failed at bucket {bucket} of {len(layout.buckets)} "
+            f"({first} to {last}): {error}"
+        )
+
+
+def _agreed_fingerprints(results: Sequence[dict[str, Any]]) -> bytes:
+    """The fingerprints of rank 0, once every sending rank is seen to have packed the same bytes."""
+    digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
+    different = sorted(rank for rank, digest in digests.items() if digest != digests[0])
+    if different:
+        raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
+    return next(result["fingerprints"] for result in results if "fingerprints" in result)
