@@ -68,16 +68,20 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     except ValidationError as error:
         reported = {problem.path for problem in problems}
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
-        problems += [p for p in found if p.path not in reported and not _follows_another(p.path, unresolved, tree)]
-        raise ConfigError(problems or found) from None
+        problems += [problem for problem in found if problem.path not in reported]
+        raise ConfigError(_without_echoes(problems, unresolved, tree)) from None
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(_without_echoes(problems, unresolved, tree))
     return config
 
 
-def _follows_another(path: KeyPath, unresolved: SourcedTree, tree: SourcedTree) -> bool:
-    """Whether the value is a default that repeats another key: what is wrong is then said of that key."""
-    return path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
+def _without_echoes(problems: list[Problem], unresolved: SourcedTree, tree: SourcedTree) -> list[Problem]:
+    """Leave out defaults that only repeat another key: what is wrong is said of that key."""
+
+    def follows_another(path: KeyPath) -> bool:
+        return bool(path) and path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
+
+    return [problem for problem in problems if not follows_another(problem.path)] or problems
 
 
 # Interpolation
@@ -207,7 +211,8 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
         return [Problem(path, "is required", location)]
     if kind in ("model_type", "dict_type", "union_tag_not_found", "model_attributes_type"):
         return [Problem(path, f"must be a section with keys (got {_as_yaml(value)})", location)]
-    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    message = details["msg"].removeprefix("Value error, ")
+    message = message.replace("Input should be", "must be").replace("List should have", "must have")
     if message.startswith("must be") and not isinstance(value, dict | list):
         message += f" (got {_as_yaml(value)})"
     return [Problem(path, message, location)]

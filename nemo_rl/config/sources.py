@@ -67,7 +67,8 @@ class SourcedTree:
         return True
 
     def delete(self, path: KeyPath) -> None:
-        del self.get(path[:-1])[path[-1]]
+        holder: Any = self.get(path[:-1])
+        del holder[path[-1]]
         self._forget(path)
 
     def put(self, path: KeyPath, value: Any, location: Location) -> None:
@@ -76,7 +77,7 @@ class SourcedTree:
         for depth, part in enumerate(path[:-1]):
             if isinstance(holder, dict) and holder.get(part) is None:
                 holder[part] = {}
-            holder = holder[part]
+            holder = entry_of(holder, part)
             if not isinstance(holder, dict | list):
                 raise KeyError(path[: depth + 1])
         self._merge_value(holder, path, value)
@@ -143,19 +144,19 @@ def _load_with_parents(path: Path, children: tuple[Path, ...]) -> SourcedTree:
 
 
 def _read(path: Path) -> SourcedTree:
-    with path.open(encoding="utf-8") as stream:
-        loader = _YamlLoader(stream)
-        try:
-            root = loader.get_single_node()
-            tree = SourcedTree()
-            if root is not None:
-                tree.values = _construct(loader, root, (), str(path), tree.locations)
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            line = mark.line + 1 if mark else None
-            raise ConfigError([Problem((), f"not valid YAML: {error.problem}", Location(str(path), line))]) from None
-        finally:
-            loader.dispose()
+    tree = SourcedTree()
+    try:
+        loader = _YamlLoader(path.read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if root is not None:
+            tree.values = _construct(loader, root, (), str(path), tree.locations)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else None
+        raise ConfigError([Problem((), f"not valid YAML: {error.problem}", Location(str(path), line))]) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        reason = "an anchor contains itself" if isinstance(error, RecursionError) else str(error).splitlines()[0]
+        raise ConfigError([Problem((), f"cannot be read: {reason}", Location(str(path)))]) from None
     if not isinstance(tree.values, dict):
         raise ConfigError([Problem((), "the file must hold sections with keys", Location(str(path), 1))])
     return tree

@@ -162,6 +162,13 @@ def test_a_single_dataset_is_checked_under_its_own_key(tmp_path: Path) -> None:
     assert error == "run.yaml:3: data.train.splt: unknown key; the nearest valid key is data.train.split"
 
 
+def test_what_follows_from_another_mistake_is_not_reported_again() -> None:
+    assert problems_of("policy.train_micro_batch_size=x") == (
+        "command line: policy.train_micro_batch_size=x: must be a valid integer (got x)"
+    )
+    assert problems_of("policy=null") == "command line: policy=null: must be a section with keys (got null)"
+
+
 def test_what_is_required_is_named() -> None:
     with pytest.raises(ConfigError) as error:
         build_config(GRPOMasterConfig, {})

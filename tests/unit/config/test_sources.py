@@ -89,6 +89,8 @@ def test_anchors_and_merge_keys(tmp_path: Path) -> None:
         ("- 1\n", "a.yaml:1: the file must hold sections"),
         ("a: 1\ndefaults: nowhere.yaml\n", "a.yaml:2: defaults: no such file"),
         ("defaults: a.yaml\n", "inherit from one another"),
+        ("a: &x {b: *x}\n", "a.yaml: cannot be read: an anchor contains itself"),
+        ("a: !!python/object:os.system x\n", "a.yaml:1: not valid YAML"),
         ("defaults: [{a: 1}]\n", "a.yaml:1: defaults: must be a path"),
     ],
 )
@@ -96,6 +98,12 @@ def test_broken_files_are_refused_with_their_line(tmp_path: Path, text: str, mes
     with pytest.raises(ConfigError) as error:
         load_tree(write(tmp_path, "a.yaml", text))
     assert message in str(error.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"a\.yaml: cannot be read: 'utf-8' codec"):
+        load_tree(tmp_path / "a.yaml")
 
 
 def test_an_empty_file_is_an_empty_tree(tmp_path: Path) -> None:
