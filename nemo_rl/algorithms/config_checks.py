@@ -22,9 +22,7 @@ TRAIN_METRICS = frozenset(
         "grad_norm",
         "lr",
         "reward",
-        "filtered_reward",
         "mean_prompt_length",
-        "total_num_tokens",
         "global_valid_seqs",
         "global_valid_toks",
         "advantages/mean",
@@ -45,6 +43,9 @@ TRAIN_METRICS = frozenset(
         "mean_env_tokens_per_sample",
         "failed_sample_rate",
         "num_prompts_too_long",
+        "num_skipped_steps",
+        "weight_version_lag/mean",
+        "weight_version_lag/max",
         "probs_ratio",
         "probs_ratio_clamped",
         "probs_ratio_min",
@@ -63,7 +64,17 @@ TRAIN_METRICS = frozenset(
         "is_oob_ratio",
     }
 )
-"""Names that `checkpointing.metric_name: train:<name>` may take."""
+"""What every GRPO step reports under `train/`, and `checkpointing.metric_name: train:<name>` may name."""
+
+DYNAMIC_SAMPLING_METRICS = frozenset(
+    {
+        "filtered_reward",
+        "dynamic_sampling_num_gen_batches",
+        "dynamic_sampling_num_zero_variance_groups",
+        "dynamic_sampling_num_discarded_valid_samples",
+    }
+)
+LOGPROB_ERROR_METRICS = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
 
 
 def check_run(cfg: GRPOMasterConfig) -> Problems:
@@ -169,10 +180,17 @@ def check_validation(cfg: GRPOMasterConfig) -> Problems:
         return
     prefix, _, metric = cfg.checkpointing.metric_name.partition(":")
     key = "checkpointing.metric_name"
-    if prefix == "val" and not grpo.validates:
+    if prefix == "val" and grpo.val_period == 0:
         yield key, f"{prefix}:{metric} needs validation; set grpo.val_period above 0, or metric_name=null"
         return
-    available = _validation_metrics(cfg) if prefix == "val" else _train_metrics(cfg)
+    save_period = cfg.checkpointing.save_period
+    if prefix == "val" and save_period % grpo.val_period and cfg.checkpointing.keep_top_k is not None:
+        yield (
+            "checkpointing.save_period",
+            f"{save_period} is no multiple of grpo.val_period={grpo.val_period}: checkpoints between validations have no "
+            f"{metric} to be ranked by; for val_period these would do: {_near(_divisors(save_period), grpo.val_period)}",
+        )
+    available = validation_metric_names(cfg) if prefix == "val" else train_metric_names(cfg)
     if metric not in available:
         more = ""
         if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
@@ -182,14 +200,18 @@ def check_validation(cfg: GRPOMasterConfig) -> Problems:
         yield key, f"no run with this configuration produces {prefix}:{metric}{more}; {fix}"
 
 
-def _validation_metrics(cfg: GRPOMasterConfig) -> list[str]:
+def validation_metric_names(cfg: GRPOMasterConfig) -> list[str]:
     sampled = [f"{name}_{k}" for k in cfg.grpo.val_k_values for name in ("pass_at", "best_of")]
     return ["accuracy", "reward", "avg_length", "failed_sample_rate", *sampled]
 
 
-def _train_metrics(cfg: GRPOMasterConfig) -> list[str]:
-    dynamic_only = {"filtered_reward"}
-    return [name for name in sorted(TRAIN_METRICS) if cfg.grpo.use_dynamic_sampling or name not in dynamic_only]
+def train_metric_names(cfg: GRPOMasterConfig) -> list[str]:
+    names = set(TRAIN_METRICS)
+    if cfg.grpo.use_dynamic_sampling:
+        names |= DYNAMIC_SAMPLING_METRICS
+    if cfg.grpo.seq_logprob_error_threshold is not None:
+        names |= LOGPROB_ERROR_METRICS
+    return sorted(names)
 
 
 def _divisors(number: int) -> list[int]:
