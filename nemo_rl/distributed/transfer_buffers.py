@@ -113,7 +113,8 @@ class CudaIpcBuffer:
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        _, arguments = reduce_tensor(buffer)
+        reduced: tuple[Any, tuple[Any, ...]] = reduce_tensor(buffer)  # pyright: ignore[reportAssignmentType]
+        arguments = reduced[1]
         # Of the arguments of `rebuild_cuda_tensor` only these are not known to the reader: no pickle on the way.
         names = (
             "storage_handle",
