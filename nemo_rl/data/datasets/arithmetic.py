@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import xxhash
+from pydantic import ValidationError
+
+from nemo_rl.config.base import StrictModel
+from nemo_rl.data.config import DatasetConfig
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -17,6 +21,7 @@ OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": lambda a, b: a * b,
 }
 HELD_OUT_ONE_IN = 5
+DEFAULT_NUM_TRAIN_SAMPLES = 10_000
 SPLITS = ("train", "validation", "all")
 
 
@@ -58,16 +63,25 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
 
 
 def arithmetic_rows(
-    *, num_samples: int, max_operand: int = 9, operators: str = "+-", seed: int = 42, split: str = "train"
+    *,
+    num_samples: int | None = None,
+    max_operand: int = 9,
+    operators: str = "+-",
+    seed: int = 42,
+    split: str = "train",
 ) -> list[dict[str, str]]:
-    """`num_samples` rows {"problem", "expected_answer"}: the split in random order, again and again when it is smaller.
+    """Rows {"problem", "expected_answer"}: the split in random order, again and again until there are `num_samples`.
+
+    `num_samples` defaults to 10,000 for training and to each problem once for validation.
 
     Raises:
         ValueError: see `arithmetic_space`; also for `num_samples` below 1.
     """
+    space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
+    if num_samples is None:
+        num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(space)
     if num_samples < 1:
         raise ValueError(f"arithmetic: num_samples must be 1 or more, got {num_samples}")
-    space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
     generator = np.random.default_rng(seed)
     rows: list[dict[str, str]] = []
     while len(rows) < num_samples:
@@ -75,3 +89,28 @@ def arithmetic_rows(
             problem, value = space[int(i)]
             rows.append({"problem": problem, "expected_answer": str(value)})
     return rows
+
+
+class _Options(StrictModel):
+    num_samples: int | None = None
+    max_operand: int = 9
+    operators: str = "+-"
+
+
+def load_arithmetic(cfg: DatasetConfig) -> list[dict[str, str]]:
+    """The rows a dataset section asks for: `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
+
+    Raises:
+        ValueError: for an unknown or wrong option.
+    """
+    try:
+        options = _Options(**cfg.kwargs)
+    except ValidationError as error:
+        raise ValueError(f"arithmetic: kwargs takes {', '.join(_Options.model_fields)}; {error}") from error
+    return arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
+
+
+def load_held_out(cfg: DatasetConfig) -> list[dict[str, str]]:
+    """Each held-out problem of the same space once: what `split_validation_size` of a training section means here."""
+    kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
+    return load_arithmetic(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))

@@ -1,0 +1,156 @@
+"""Prompts in batches, in an order that depends on seed and epoch alone and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from nemo_rl.data.interfaces import Rows
+from nemo_rl.types import Prompt
+
+MAX_HASHED_ROWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedRows:
+    """Rows under a name (unique among the datasets of a run, part of every prompt id) and the task they belong to."""
+
+    name: str
+    task_name: str
+    rows: Rows
+    repeat: int = 1
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.repeat
+
+
+class PromptDataset:
+    """Several named datasets, one after another, as a sequence of prompts."""
+
+    def __init__(self, parts: Sequence[NamedRows]) -> None:
+        self.parts = list(parts)
+        self._ends = np.cumsum([len(part) for part in self.parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.parts else 0
+
+    def __getitem__(self, index: int) -> Prompt:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        part = self.parts[number]
+        row_index = (index - (int(self._ends[number - 1]) if number else 0)) % len(part.rows)
+        return Prompt(
+            prompt_id=f"{part.name}:{row_index}", row=part.rows[row_index], idx=index, task_name=part.task_name
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes this the same data: per dataset its name, number of rows, repeat, and a hash of the rows.
+
+        All rows are hashed up to 10,000; of larger datasets, 10,000 spread evenly.
+        """
+        return {part.name: _identity(part) for part in self.parts}
+
+
+def _identity(part: NamedRows) -> dict[str, Any]:
+    count = len(part.rows)
+    digest = xxhash.xxh64()
+    for index in np.linspace(0, count - 1, min(count, MAX_HASHED_ROWS)).round().astype(int):
+        row = part.rows[int(index)]
+        digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode())
+    return {"num_rows": count, "repeat": part.repeat, "hash": digest.hexdigest()}
+
+
+class PromptDataLoader:
+    """Batches of `num_prompts_per_step` prompts. Iterating yields the rest of the current epoch and moves to the next.
+
+    `drop_last` leaves out the incomplete batch at the end of an epoch. What was yielded counts as consumed.
+
+    Raises:
+        ValueError: when the dataset is empty, or smaller than one batch with `drop_last`.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        num_prompts_per_step: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 42,
+        drop_last: bool = True,
+    ) -> None:
+        if len(dataset) == 0:
+            raise ValueError("the dataset is empty: there is no prompt to sample")
+        if drop_last and len(dataset) < num_prompts_per_step:
+            raise ValueError(
+                f"the training data has {len(dataset)} prompts, fewer than one step takes: set "
+                f"grpo.num_prompts_per_step (now {num_prompts_per_step}) to at most {len(dataset)}, or repeat the "
+                "dataset (data.train.repeat)"
+            )
+        self.dataset = dataset
+        self.num_prompts_per_step = num_prompts_per_step
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.batches_done = 0  # of the current epoch
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        full, rest = divmod(len(self.dataset), self.num_prompts_per_step)
+        return full if self.drop_last else full + (rest > 0)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        order = self._order(self.epoch)
+        while self.batches_done < len(self):
+            start = self.batches_done * self.num_prompts_per_step
+            batch = [self.dataset[int(i)] for i in order[start : start + self.num_prompts_per_step]]
+            self.batches_done += 1
+            if self.batches_done == len(self):
+                self.epoch, self.batches_done = self.epoch + 1, 0
+                yield batch
+                return
+            yield batch
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Identity of the data, for checkpoints; see `PromptDataset.fingerprint`."""
+        return self.dataset.fingerprint()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is and what decides the order; JSON-able."""
+        return {"epoch": self.epoch, "batches_done": self.batches_done, **self._settings()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state.
+
+        Raises:
+            ValueError: when the settings that decide the order are not those of the state; it lists the differences.
+        """
+        differences = [f"{k}: was {state[k]}, now {v}" for k, v in self._settings().items() if state[k] != v]
+        if differences:
+            raise ValueError(
+                "the saved place in the data cannot be continued, the data or its order changed: "
+                + "; ".join(differences)
+                + ". Restore these settings, or start a new run in another checkpoint directory"
+            )
+        self.epoch = int(state["epoch"])
+        self.batches_done = int(state["batches_done"])
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "num_prompts": len(self.dataset),
+            "num_prompts_per_step": self.num_prompts_per_step,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+        }

@@ -1,0 +1,105 @@
+"""Datasets from a local JSONL, CSV or Parquet file, a folder, or a Hugging Face path, with the names of two columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.interfaces import Row, Rows
+
+FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+class MappedRows(Sequence[Row]):
+    """Rows converted when they are asked for, so that millions of rows cost nothing until then."""
+
+    def __init__(self, rows: Rows, convert: Callable[[Row], Row]) -> None:
+        self.rows = rows
+        self.convert = convert
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.convert(self.rows[int(index)])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+class ColumnsToProblem:
+    """Keeps a row's columns and adds `problem` and `expected_answer` from the two named ones."""
+
+    def __init__(self, input_key: str, output_key: str, extract: Callable[[str], str] | None = None) -> None:
+        self.input_key = input_key
+        self.output_key = output_key
+        self.extract = extract
+
+    def __call__(self, row: Row) -> Row:
+        answer = str(row[self.output_key])
+        return {
+            **row,
+            "problem": str(row[self.input_key]),
+            "expected_answer": self.extract(answer) if self.extract else answer,
+        }
+
+
+def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: str | None) -> Any:
+    """A `datasets.Dataset` from a file, a folder of such files, or a Hugging Face path.
+
+    Raises:
+        FileNotFoundError: for a path of a file that is not there.
+        ValueError: for an unknown file format, subset or split, or an empty file.
+    """
+    import datasets
+
+    local = Path(path)
+    if local.suffix in FORMATS or local.is_file():
+        if not local.is_file():
+            raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
+        if local.suffix not in FORMATS:
+            raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
+        if local.stat().st_size == 0:
+            raise ValueError(f"dataset file {path!r} is empty")
+        return datasets.load_dataset(FORMATS[local.suffix], data_files=path, split="train", cache_dir=cache_dir)
+    try:
+        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ValueError(
+            f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
+            f"HF_TOKEN): {error}"
+        ) from error
+    wanted = split or "train"
+    if wanted not in loaded:
+        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(loaded)}")
+    return loaded[wanted]
+
+
+def require_columns(table: Any, needed: dict[str, str], label: str) -> None:
+    """Check that the columns exist.
+
+    Raises:
+        ValueError: naming the config key, the missing column and the columns there are.
+    """
+    for key, column in needed.items():
+        if column not in table.column_names:
+            raise ValueError(
+                f"dataset {label!r} has no column {column!r} ({key}); its columns are: {', '.join(table.column_names)}"
+            )
+
+
+def load_response_rows(cfg: DatasetConfig) -> Rows:
+    """Rows of `data_path` with `input_key` as problem and `output_key` as answer; `messages` rows pass as they are.
+
+    Raises:
+        ValueError: for a missing `data_path`, column, split or an empty table. FileNotFoundError: for a missing file.
+    """
+    if cfg.data_path is None:
+        raise ValueError(f"dataset {cfg.dataset_name!r} needs data_path: a file or a Hugging Face path")
+    table = load_table(cfg.data_path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir)
+    if "messages" in table.column_names and cfg.input_key not in table.column_names:
+        return table
+    require_columns(table, {"input_key": cfg.input_key, "output_key": cfg.output_key}, cfg.data_path)
+    return MappedRows(table, ColumnsToProblem(cfg.input_key, cfg.output_key))

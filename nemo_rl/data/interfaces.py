@@ -1,0 +1,94 @@
+"""What a dataset gives and what a task needs besides its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+Row = Mapping[str, Any]
+"""Either {"problem": str, "expected_answer": str, ...} or {"messages": [{"role", "content"}, ...], ...}."""
+
+
+class Rows(Protocol):
+    """A dataset: anything with a length and integer indexing; rows may be made when they are asked for."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Row: ...
+
+
+class IndexedRows(Sequence[Row]):
+    """Some rows of a dataset, by index."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self.rows = rows
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return IndexedRows(self.rows, self.indices[index])
+        return self.rows[int(self.indices[index])]
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+@dataclass
+class TaskDataSpec:
+    """A task and its prompt texts, read when the object is made.
+
+    `prompt` is a template in which `{}` stands for the problem (`{{` and `}}` are literal braces).
+
+    Raises:
+        FileNotFoundError: when a prompt file does not exist.
+        ValueError: when the prompt file is not a template with one `{}`.
+    """
+
+    task_name: str | None = None
+    prompt_file: str | Path | None = None
+    system_prompt_file: str | Path | None = None
+    prompt: str | None = field(init=False, default=None)
+    system_prompt: str | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.prompt = _read(self.prompt_file, "prompt_file")
+        self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
+        if self.prompt is not None:
+            _check_template(self.prompt, self.prompt_file)
+
+    def copy_defaults(self, other: TaskDataSpec) -> None:
+        """Take every value that is None here from `other`."""
+        for name, value in vars(other).items():
+            if vars(self)[name] is None:
+                setattr(self, name, value)
+
+    def fill(self, problem: str) -> str:
+        """The user's message for a problem: the template with the problem in it, or the problem alone."""
+        return problem if self.prompt is None else self.prompt.format(problem)
+
+
+def _read(path: str | Path | None, key: str) -> str | None:
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"{key} {str(path)!r} does not exist (looked in {Path.cwd()}). Give the path of a text file, or "
+            "null for none"
+        )
+    return Path(path).read_text(encoding="utf-8").strip()
+
+
+def _check_template(template: str, path: str | Path | None) -> None:
+    try:
+        filled = template.format("<problem>")
+    except (ValueError, IndexError, KeyError) as error:
+        raise ValueError(
+            f"prompt_file {str(path)!r} is not a template with one {{}} for the problem ({error!r}): write literal "
+            "braces twice, e.g. \\boxed{{}}"
+        ) from error
+    if filled.count("<problem>") != 1:
+        raise ValueError(f"prompt_file {str(path)!r} must have exactly one {{}}, where the problem goes")

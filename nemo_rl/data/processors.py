@@ -1,0 +1,170 @@
+"""Processors: `(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`, a row made into a prompt.
+
+`data.default.processor` names one by its registry name or as an import path (`my_package.module:function`). A row has
+`problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.data.datasets.registry import import_object
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.messages import get_formatted_message_log
+from nemo_rl.types import DatumSpec, LLMMessageLogType, ProcessorFn
+
+NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
+
+
+def math_hf_data_processor(
+    datum_dict: Mapping[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """The problem through prompt file and chat template; metadata {"ground_truth": answer}."""
+    return _prompt(
+        [{"role": "user", "content": problem_text(datum_dict)}],
+        {"ground_truth": answer_text(datum_dict)},
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
+
+
+def math_data_processor(
+    datum_dict: Mapping[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """As `math_hf_data_processor`; columns other than the conversation go to the environment as metadata too."""
+    datum = math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+    others = {k: v for k, v in datum_dict.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
+    datum["extra_env_info"] = {**others, **(datum["extra_env_info"] or {})}
+    return datum
+
+
+def multichoice_qa_processor(
+    datum_dict: Mapping[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """Row {"question" or problem, "options": {"A": text, ...}, "answer" or expected_answer: letter}, options listed.
+
+    Raises:
+        ValueError: when the row has no options.
+    """
+    if "options" not in datum_dict:
+        raise ValueError(
+            f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(datum_dict)}"
+        )
+    question = str(datum_dict["question"]) if "question" in datum_dict else problem_text(datum_dict)
+    answer = str(datum_dict["answer"]) if "answer" in datum_dict else answer_text(datum_dict)
+    options = "\n".join(f"{letter}) {text}" for letter, text in datum_dict["options"].items() if text is not None)
+    return _prompt(
+        [{"role": "user", "content": f"{question}\n\n{options}"}],
+        {"ground_truth": answer},
+        task_data_spec,
+        tokenizer,
+        max_seq_length,
+        idx,
+    )
+
+
+PROCESSOR_REGISTRY: dict[str, ProcessorFn] = {
+    "default": math_hf_data_processor,
+    "math_hf_data_processor": math_hf_data_processor,
+    "math_data_processor": math_data_processor,
+    "multichoice_qa_processor": multichoice_qa_processor,
+}
+
+
+def register_processor(name: str, processor: ProcessorFn) -> None:
+    """Make a function available as `processor: <name>`.
+
+    Raises:
+        ValueError: when the name is taken.
+    """
+    if name in PROCESSOR_REGISTRY:
+        raise ValueError(f"a processor named {name!r} is registered already")
+    PROCESSOR_REGISTRY[name] = processor
+
+
+def find_processor(name: str) -> ProcessorFn:
+    """The processor of a registry name or an import path.
+
+    Raises:
+        ValueError: when there is none.
+    """
+    if name in PROCESSOR_REGISTRY:
+        return PROCESSOR_REGISTRY[name]
+    if ":" in name:
+        return import_object(name, "processor")
+    near = get_close_matches(name, PROCESSOR_REGISTRY, n=1, cutoff=0.4)
+    hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(PROCESSOR_REGISTRY)}."
+    raise ValueError(f"unknown processor {name!r}. {hint} An import path (package.module:function) works too")
+
+
+def problem_text(row: Mapping[str, Any]) -> str:
+    """The problem of a row: `problem`, or the first user message."""
+    if "problem" in row:
+        return str(row["problem"])
+    return next(str(message["content"]) for message in row["messages"] if message["role"] == "user")
+
+
+def answer_text(row: Mapping[str, Any]) -> str:
+    """The expected answer of a row: `expected_answer`, or the last assistant message."""
+    if "expected_answer" in row:
+        return str(row["expected_answer"])
+    return next(str(m["content"]) for m in reversed(row["messages"]) if m["role"] == "assistant")
+
+
+def _prompt(
+    messages: list[dict[str, str]],
+    metadata: dict[str, Any],
+    spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    log = get_formatted_message_log(
+        messages, tokenizer, spec, add_bos_token=False, add_eos_token=False, add_generation_prompt=True
+    )
+    return cut_to_length(
+        DatumSpec(
+            message_log=log,
+            length=sum(len(message["token_ids"]) for message in log),
+            extra_env_info=metadata,
+            loss_multiplier=1.0,
+            idx=idx,
+            task_name=str(spec.task_name),
+        ),
+        max_seq_length,
+    )
+
+
+def cut_to_length(datum: DatumSpec, max_seq_length: int | None) -> DatumSpec:
+    """The datum as it is, or, when longer than allowed, a stub with `loss_multiplier` 0.
+
+    `length` of a stub stays the real length, so that it can be counted and reported; its messages keep a few tokens.
+    """
+    if max_seq_length is None or datum["length"] <= max_seq_length:
+        return datum
+    kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(datum["message_log"])))
+    stub: LLMMessageLogType = [{**m, "token_ids": _ids(m)[:kept]} for m in datum["message_log"]]
+    return DatumSpec(**{**datum, "message_log": stub, "loss_multiplier": 0.0})
+
+
+def _ids(message: Mapping[str, Any]) -> torch.Tensor:
+    return torch.as_tensor(message["token_ids"], dtype=torch.int64)

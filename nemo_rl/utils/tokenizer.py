@@ -1,0 +1,96 @@
+"""The tokenizer of a run, with the chat template its configuration asks for."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Protocol
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+PASSTHROUGH_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
+
+
+class TokenizerSettings(Protocol):
+    """The section `policy.tokenizer`."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+
+def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
+    """The fast tokenizer `cfg.name`, padding on the right, with a pad token and a chat template.
+
+    `cfg.chat_template`: "default" keeps the tokenizer's own; None joins the contents of the messages; otherwise a Jinja
+    text, or the path of a `.jinja` file. `chat_template_kwargs` become defaults inside the template, so that they hold
+    wherever it is used (saved checkpoints included). A missing pad token becomes the end-of-sequence token.
+
+    Raises:
+        ValueError: when the tokenizer does not exist, is not a fast one, or lacks an end-of-sequence token or template.
+        FileNotFoundError: for a missing `.jinja` file.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(cfg.name)
+    except OSError as error:
+        raise ValueError(f"policy.tokenizer.name {cfg.name!r} cannot be loaded: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ValueError(
+            f"tokenizer {cfg.name!r} has no fast version ({type(tokenizer).__name__}), which is needed here"
+        )
+    if tokenizer.eos_token is None:
+        raise ValueError(f"tokenizer {cfg.name!r} has no end-of-sequence token: set eos_token in tokenizer_config.json")
+    if tokenizer.pad_token is None:
+        logger.warning("tokenizer %s has no pad token: padding with %r", cfg.name, tokenizer.eos_token)
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
+    template = _template(cfg, tokenizer)
+    tokenizer.chat_template = _defaults(cfg.chat_template_kwargs or {}) + template
+    return tokenizer
+
+
+def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str:
+    asked = cfg.chat_template
+    if asked is None:
+        return PASSTHROUGH_TEMPLATE
+    if asked == "default":
+        if tokenizer.chat_template is None:
+            raise ValueError(
+                f"tokenizer {cfg.name!r} has no chat template: set policy.tokenizer.chat_template to a Jinja text or "
+                "the path of a .jinja file, or to null to join the messages as they are"
+            )
+        return tokenizer.get_chat_template()
+    if asked.endswith(".jinja"):
+        if not Path(asked).is_file():
+            raise FileNotFoundError(
+                f"policy.tokenizer.chat_template: {asked!r} does not exist (looked in {Path.cwd()})"
+            )
+        return Path(asked).read_text(encoding="utf-8")
+    if "{" not in asked:
+        raise ValueError(
+            f"policy.tokenizer.chat_template {asked!r} is neither default, null, a .jinja file nor a Jinja text"
+        )
+    return asked
+
+
+def _defaults(kwargs: dict[str, Any]) -> str:
+    return "".join(
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_literal(value)} -%}}{{%- endif -%}}"
+        for name, value in kwargs.items()
+    )
+
+
+def _literal(value: Any) -> str:
+    """A YAML value as a Jinja expression."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    if isinstance(value, list):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
+    raise ValueError(f"policy.tokenizer.chat_template_kwargs: cannot use a {type(value).__name__}")
