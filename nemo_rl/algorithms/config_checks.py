@@ -187,8 +187,8 @@ def check_validation(cfg: GRPOMasterConfig) -> Problems:
     if prefix == "val" and save_period % grpo.val_period and cfg.checkpointing.keep_top_k is not None:
         yield (
             "checkpointing.save_period",
-            f"{save_period} is no multiple of grpo.val_period={grpo.val_period}: checkpoints between validations have no "
-            f"{metric} to be ranked by; for val_period these would do: {_near(_divisors(save_period), grpo.val_period)}",
+            f"{save_period} is no multiple of grpo.val_period={grpo.val_period}: checkpoints between validations have "
+            f"no {metric} to be ranked by; for val_period use {_near(_divisors(save_period), grpo.val_period)}",
         )
     available = validation_metric_names(cfg) if prefix == "val" else train_metric_names(cfg)
     if metric not in available:

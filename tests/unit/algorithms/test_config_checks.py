@@ -6,7 +6,7 @@ import torch
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.config_checks import TRAIN_METRICS, validation_metric_names
-from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLossFn
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.metrics import rollout_metrics, validation_metrics
 from nemo_rl.types import GroupHandle, LossInputs, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
@@ -50,5 +50,5 @@ def test_loss_metrics() -> None:
         generation_logprobs=-ones,
         reference_policy_logprobs=-ones,
     )
-    _, metrics = ClippedPGLossFn(ClippedPGLossConfig())(-ones, inputs, torch.tensor(1.0), torch.tensor(3.0))
+    _, metrics = ClippedPGLoss(ClippedPGLossConfig())(-ones, inputs, torch.tensor(1.0), torch.tensor(3.0))
     assert set(metrics) <= TRAIN_METRICS

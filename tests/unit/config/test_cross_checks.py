@@ -196,7 +196,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("grpo.val_period=4", "checkpointing.save_period=10"),
             "checkpointing.save_period",
-            "for val_period these would do: 1, 2, 5, 10",
+            "for val_period use 1, 2, 5, 10",
         ),
         (("grpo.val_period=5", "checkpointing.save_period=10"), None, ""),
         (("grpo.val_period=4", "checkpointing.keep_top_k=null"), None, ""),
