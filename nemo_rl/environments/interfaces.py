@@ -1,0 +1,46 @@
+"""The contract between an episode and what answers it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.types import LLMMessageLogType
+
+MetadataT = TypeVar("MetadataT")
+
+
+class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
+    """What `step` says about a batch of B conversations; every list has length B."""
+
+    observations: list[dict[str, str]]  # {"role": "environment", "content": ...}: the next message of each conversation
+    metadata: list[MetadataT]  # handed back with the next step of the same conversation
+    next_stop_strings: list[list[str] | None] | list[None]  # for the next turn; None keeps the present ones
+    rewards: torch.Tensor  # [B]; the rewards of an episode's turns are summed
+    terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
+    answers: list[str | None] | None = None  # extracted answers, for majority voting
+
+
+class EnvironmentInterface(ABC, Generic[MetadataT]):
+    """An environment. It runs as a Ray actor, once per section of `env`, and keeps no episode: metadata does.
+
+    The constructor takes the section's own keys as one dictionary.
+    """
+
+    @abstractmethod
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MetadataT]
+    ) -> EnvironmentReturn[MetadataT]:
+        """Answer the last turn of each conversation. Messages hold `role` and `content` only.
+
+        Whatever it raises fails the conversations it was called with: they get no reward, and are counted.
+        """
+
+    @abstractmethod
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """Corrections and metrics over the finished samples of a step."""

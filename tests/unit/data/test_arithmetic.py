@@ -1,0 +1,62 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.datasets.arithmetic import arithmetic_rows, arithmetic_space, load_arithmetic, load_held_out
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.integers(5, 20), st.sampled_from(["+", "-", "*", "+-", "+-*"]), st.integers(5, 20), st.sampled_from(["+", "+-*"])
+)
+def test_train_and_validation_never_share_a_problem(max_operand, operators, other_max, other_operators):
+    train = dict(arithmetic_space(max_operand=max_operand, operators=operators, split="train"))
+    held_out = dict(arithmetic_space(max_operand=other_max, operators=other_operators, split="validation"))
+    assert train.keys().isdisjoint(held_out)
+
+
+def test_answers_are_right_and_the_split_is_whole():
+    space = {
+        split: arithmetic_space(max_operand=9, operators="+-*", split=split) for split in ("train", "validation", "all")
+    }
+    assert sorted(space["train"] + space["validation"]) == sorted(space["all"])
+    assert len(space["all"]) == 300
+    assert all(eval(problem) == answer for problem, answer in space["all"])
+
+
+def test_rows_depend_on_the_seed_and_repeat_only_after_the_whole_split():
+    rows = arithmetic_rows(num_samples=400, seed=1)
+    size = len(arithmetic_space(max_operand=9, operators="+-", split="train"))
+    assert rows == arithmetic_rows(num_samples=400, seed=1)
+    assert rows != arithmetic_rows(num_samples=400, seed=2)
+    assert len({row["problem"] for row in rows[:size]}) == size
+    assert len(rows) == 400
+
+
+def test_what_is_set_aside_is_held_out_and_comes_once():
+    cfg = DatasetConfig(dataset_name="arithmetic", processor="default", env_name="math", kwargs={"num_samples": 500})
+    held_out = [row["problem"] for row in load_held_out(cfg)]
+    assert len(held_out) == len(set(held_out)) > 20
+    assert set(held_out).isdisjoint(row["problem"] for row in load_arithmetic(cfg))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"operators": "+/"}, "operators"),
+        ({"operators": ""}, "operators"),
+        ({"max_operand": -1}, "max_operand"),
+        ({"num_samples": 0}, "num_samples"),
+        ({"num_sample": 3}, "takes num_samples, max_operand, operators"),
+    ],
+)
+def test_wrong_options_are_named(kwargs, message):
+    cfg = DatasetConfig(dataset_name="arithmetic", processor="default", env_name="math", kwargs=kwargs)
+    with pytest.raises(ValueError, match=message):
+        load_arithmetic(cfg)
+
+
+def test_an_empty_split_says_what_to_do():
+    with pytest.raises(ValueError, match="raise max_operand"):
+        arithmetic_space(max_operand=0, operators="+", split="validation")

@@ -1,0 +1,115 @@
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.data.datasets.arithmetic import arithmetic_space
+from nemo_rl.data.tiny_model import (
+    CHAT_TEMPLATE,
+    TinyModelRecipe,
+    build_tiny_tokenizer,
+    cache_root,
+    ensure_tiny_model,
+    resolve_model,
+)
+
+SHORT = TinyModelRecipe(num_clean_steps=2, num_doubtful_steps=1)
+
+
+def files_of(directory: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+def test_same_recipe_gives_the_same_bytes_whatever_the_surroundings(tmp_path):
+    first = files_of(ensure_tiny_model(tmp_path / "a", SHORT))
+    torch.manual_seed(123)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    second = files_of(ensure_tiny_model(tmp_path / "b", SHORT))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(num_threads)
+    assert first == second
+    assert files_of(ensure_tiny_model(tmp_path / "c", replace(SHORT, seed=1))) != first
+
+
+def test_making_it_leaves_the_global_generator_alone(tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    ensure_tiny_model(tmp_path / "m", SHORT)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_finished_directory_is_used_as_it_is(tmp_path):
+    made = Path(ensure_tiny_model(tmp_path / "m", SHORT))
+    before = (made / "model.safetensors").stat().st_mtime_ns
+    assert ensure_tiny_model(tmp_path / "m", SHORT) == str(made)
+    assert (made / "model.safetensors").stat().st_mtime_ns == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "m.lock"]
+
+
+def test_a_failed_attempt_leaves_nothing(tmp_path):
+    with pytest.raises(ValueError, match="operators"):
+        ensure_tiny_model(tmp_path / "m", replace(SHORT, operators="%"))
+    assert [path.name for path in tmp_path.iterdir()] == ["m.lock"]
+
+
+def test_resolve_model_leaves_other_names_alone_and_names_the_nearest():
+    assert resolve_model("Qwen/Qwen2.5-1.5B") == "Qwen/Qwen2.5-1.5B"
+    with pytest.raises(ValueError, match="Did you mean 'tiny:arithmetic'"):
+        resolve_model("tiny:aritmetic")
+
+
+def test_the_cache_folder_follows_the_environment(tmp_path):
+    before = os.environ.get("NEMO_RL_CACHE")
+    os.environ["NEMO_RL_CACHE"] = str(tmp_path)
+    try:
+        assert cache_root() == tmp_path
+    finally:
+        if before is None:
+            del os.environ["NEMO_RL_CACHE"]
+        else:
+            os.environ["NEMO_RL_CACHE"] = before
+
+
+def test_the_tokenizer_keeps_every_text_and_knows_the_box():
+    tokenizer = build_tiny_tokenizer()
+    text = "a  b\n\\boxed{12} ñ 数"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert "\\boxed{" in tokenizer.convert_ids_to_tokens(ids)
+    assert tokenizer.pad_token != tokenizer.eos_token
+
+
+def test_the_model_loads_as_a_small_float32_qwen2_with_its_own_tokenizer(tiny_model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir)
+    assert model.config.model_type == "qwen2"
+    assert model.dtype == torch.float32
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    ids = tokenizer("<|user|>5+7<eos>\\boxed{1}")["input_ids"]
+    assert ids == build_tiny_tokenizer()("<|user|>5+7<eos>\\boxed{1}")["input_ids"]
+    assert len(ids) == 8
+
+
+def test_sampled_answers_are_right_in_a_third_to_a_half_of_the_problems(tiny_model_dir):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_dir, padding_side="left")
+    space = arithmetic_space(max_operand=9, operators="+-", split="all") * 3
+    batch = tokenizer(
+        [f"<|user|>{problem}<eos><|assistant|>" for problem, _ in space], return_tensors="pt", padding=True
+    )
+    torch.manual_seed(0)
+    sampled = model.generate(**batch, max_new_tokens=8, do_sample=True, temperature=1.0, top_k=0)
+    texts = tokenizer.batch_decode(sampled[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    correct = [text == f"\\boxed{{{value}}}" for text, (_, value) in zip(texts, space, strict=True)]
+    assert 0.3 < sum(correct) / len(correct) < 0.55
