@@ -1,7 +1,7 @@
 """Completion tokens per second of a whole GRPO step, against TRL's GRPOTrainer, in one run.
 
-Same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads; both verify answers and
-update the weights. Start-up and the first steps are left out on both sides. Prints the ratio on the last line.
+Same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads; both verify answers
+and update the weights. Start-up and the first steps are left out on both sides. Prints the ratio on the last line.
 
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py --prompts 32 --generations 8 --steps 10
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
 
 
-class StopReason(str, Enum):
+class StopReason(StrEnum):
     """Why the engine stopped sampling."""
 
     STOP = "stop"  # end-of-sequence, a stop token or a stop string
@@ -84,7 +84,7 @@ class GenerateFn(Protocol):
     async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion: ...
 
 
-class SampleStatus(str, Enum):
+class SampleStatus(StrEnum):
     """How an episode ended. Only COMPLETED and TRUNCATED samples carry a reward."""
 
     COMPLETED = "completed"

@@ -7,9 +7,10 @@ builds the parts. Nothing here knows which backend trains or generates.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from nemo_rl.algorithms.advantages import AdvantageResult, KLInReward, compute_advantages
 from nemo_rl.algorithms.config import GRPOMasterConfig
@@ -18,13 +19,14 @@ from nemo_rl.algorithms.metrics import performance_metrics, rollout_metrics, val
 from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
 from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
 from nemo_rl.algorithms.trainer import DataExhausted, RunTools, Schedule, Trainer
-from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.data.dataloader import PromptDataLoader
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
 
+DATALOADER_STATE = "train_dataloader.pt"
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
 
@@ -48,13 +50,13 @@ class GRPOTrainer(Trainer):
         generation: GenerationInterface,
         refit: Refit,
         rollouts: RolloutCollector,
-        prompts: Any,
+        prompts: PromptDataLoader,
         validation_prompts: Sequence[Prompt],
         train_sampling: SamplingParams,
         val_sampling: SamplingParams,
     ) -> None:
         grpo = config.grpo
-        num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * prompts.batches_per_epoch)
+        num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(prompts))
         super().__init__(
             Schedule(
                 num_steps=num_steps,
@@ -71,7 +73,8 @@ class GRPOTrainer(Trainer):
         self.refit = refit
         self.rollouts = rollouts
         self.prompts = prompts
-        self.validation_prompts = validation_prompts[: grpo.max_val_samples]
+        self.batches = self.remaining_batches()
+        self.validation_prompts = validation_prompts
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         # run-time
         self.train_sampling = train_sampling
@@ -79,6 +82,11 @@ class GRPOTrainer(Trainer):
         self.sampler = DynamicSampler(grpo)
         self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
         self.token_bytes_before = 0
+
+    def start(self) -> None:
+        """Resume, or give generation its first weights: engines are built empty, and filled from the policy."""
+        if not self.resume():
+            self.refit.sync(0)
 
     def step(self) -> None:
         groups = self.rollout()
@@ -102,9 +110,14 @@ class GRPOTrainer(Trainer):
         self.record("train", metrics)
         return groups
 
+    def remaining_batches(self) -> Iterator[list[Prompt]]:
+        """Batches of prompts from where the data loader stands to the end of the last epoch."""
+        while self.prompts.epoch < self.config.grpo.max_num_epochs:
+            yield from self.prompts
+
     def next_prompts(self) -> list[Prompt]:
         """The next batch of prompts; raises DataExhausted after the last epoch."""
-        batch = next(self.prompts, None)
+        batch = next(self.batches, None)
         if batch is None:
             raise DataExhausted
         return batch
@@ -129,7 +142,9 @@ class GRPOTrainer(Trainer):
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
         """Say which samples have no outcome; stop the run when they are too many to be chance."""
         samples = [sample for group in groups for sample in group.samples]
-        too_long = sorted({group.prompt_id for group in groups if group.samples[0].status is SampleStatus.PROMPT_TOO_LONG})
+        too_long = sorted(
+            {group.prompt_id for group in groups if group.samples[0].status is SampleStatus.PROMPT_TOO_LONG}
+        )
         if too_long:
             limit = self.config.data.max_input_seq_length
             text = f"prompts longer than data.max_input_seq_length={limit}: {', '.join(too_long[:8])}"
@@ -138,7 +153,9 @@ class GRPOTrainer(Trainer):
             self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
         failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
         if failed:
-            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed, for example: {failed[0].failure}")
+            self.tools.console.warn(
+                f"{len(failed)} of {len(samples)} episodes failed, for example: {failed[0].failure}"
+            )
         if len(failed) > self.config.grpo.max_failed_sample_fraction * len(samples):
             raise TooManyFailures(
                 f"{len(failed)} of {len(samples)} episodes failed, more than grpo.max_failed_sample_fraction="
@@ -218,6 +235,8 @@ class GRPOTrainer(Trainer):
         samples = [sample for handle in handles for sample in handle.samples]
         self.state.consumed_samples += len(samples)
         self.record("train", rollout_metrics(handles, current_weight_version=self.state.total_steps))
+        num_failed = sum(sample.status is SampleStatus.FAILED for sample in samples)
+        self.record("train", {"num_failed_samples": num_failed})
         seconds = self.timer.get_timing_metrics("sum")
         workers = self.config.cluster.num_workers
         seconds["total_step_time"] = sum(seconds.values())
@@ -256,7 +275,7 @@ class GRPOTrainer(Trainer):
         for start in range(0, len(requests), grpo.val_batch_size):
             groups += self.rollouts.collect(requests[start : start + grpo.val_batch_size])
         self.check_failures(groups)
-        num_shown = self.tools.logger_config.num_val_samples_to_print
+        num_shown = self.config.logger.num_val_samples_to_print
         if num_shown > 0:
             shown = groups[:num_shown]
             self.tools.console.show_samples(
@@ -277,9 +296,10 @@ class GRPOTrainer(Trainer):
             save_consolidated=checkpointing.save_consolidated,
             model_save_format=checkpointing.model_save_format or "torch_save",
         )
-        save_dataloader_state(directory, self.prompts.state_dict())
+        torch.save(self.prompts.state_dict(), directory / DATALOADER_STATE)
 
     def read_state(self, directory: Path) -> None:
         self.policy.load_checkpoint(directory, load_optimizer=self.tools.checkpointing.save_optimizer)
-        self.prompts.load_state_dict(load_dataloader_state(directory))
+        self.prompts.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
+        self.batches = self.remaining_batches()
         self.refit.sync(self.state.total_steps)

@@ -1,6 +1,6 @@
 """What every algorithm's loop shares: when to validate, to save, to log and to end. An algorithm brings its step.
 
-    while steps are left: step -> validate if due -> checkpoint if due -> log
+while steps are left: step -> validate if due -> checkpoint if due -> log
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ class Trainer(ABC):
         self._log()
         self.deadline.mark_iteration()
         if out_of_time:
-            self.tools.console.info("checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it")
+            self.tools.console.info(
+                "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
+            )
         return out_of_time
 
     def _is_last_step(self) -> bool:
@@ -142,7 +144,9 @@ class Trainer(ABC):
 
     def _validation_is_due(self) -> bool:
         period = self.schedule.val_period
-        return (period > 0 and self.state.total_steps % period == 0) or (self.schedule.val_at_end and self._is_last_step())
+        return (period > 0 and self.state.total_steps % period == 0) or (
+            self.schedule.val_at_end and self._is_last_step()
+        )
 
     def _checkpoint_is_due(self) -> bool:
         return self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step()
@@ -186,17 +190,18 @@ class Trainer(ABC):
                 self.state.total_steps, self.write_state, info, self.tools.resolved_config_yaml, self.metrics
             )
 
-    def resume(self) -> None:
-        """Continue from the newest sound checkpoint of this run, if there is one."""
+    def resume(self) -> bool:
+        """Continue from the newest sound checkpoint of this run; False when there is none."""
         path = self.checkpointer.latest_sound() if self.checkpointer is not None else None
         if path is None:
-            return
+            return False
         info = CheckpointManager.load_training_info(path)
         assert info is not None
         check_identity(info["identity"], self.tools.identity)
         self.state = TrainerState(**{field.name: info[field.name] for field in dataclasses.fields(TrainerState)})
         self.read_state(path)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
+        return True
 
     def _recover(self, error: WorkerDied) -> None:
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:

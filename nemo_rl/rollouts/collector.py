@@ -132,8 +132,9 @@ class RolloutWorker:
 class RolloutCollector:
     """The controller's side: requests out, handles back.
 
-    An engine that dies while groups are played is restarted by `restart_generation`, which returns the new actor handles
-    once they hold the policy's weights; then the groups are played again, with the same seeds and so the same tokens.
+    An engine that dies while groups are played is restarted by `restart_generation`, which returns the new actor
+    handles once they hold the policy's weights; then the groups are played again, with the same seeds and so the same
+    tokens.
     """
 
     def __init__(

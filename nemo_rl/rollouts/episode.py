@@ -13,7 +13,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_rl.types import Completion, DatumSpec, GenerateFn, Message, Sample, SampleMeta, SampleStatus, SamplingParams, StopReason
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    GenerateFn,
+    Message,
+    Sample,
+    SampleMeta,
+    SampleStatus,
+    SamplingParams,
+    StopReason,
+)
 
 
 class StepResult(Protocol):

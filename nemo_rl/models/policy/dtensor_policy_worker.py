@@ -30,7 +30,16 @@ from nemo_rl.models.policy.logprobs import DEFAULT_CHUNK_TOKENS, LogprobModel
 from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, model_inputs, rows_of_plan, select
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.parallelize import build_on_meta, load_config, load_weights, materialize, shard
-from nemo_rl.types import LossFunction, LossMetrics, MicroBatch, RankPlan, RolloutGroup, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.types import (
+    LossFunction,
+    LossMetrics,
+    MicroBatch,
+    RankPlan,
+    RolloutGroup,
+    SamplingParams,
+    TokenAdvantages,
+    TrainResult,
+)
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state, seed_everything
 
 logger = logging.getLogger(__name__)

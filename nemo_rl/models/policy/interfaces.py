@@ -55,7 +55,12 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: Literal["torch_save", "safetensors"]
+        self,
+        directory: Path,
+        *,
+        save_optimizer: bool,
+        save_consolidated: bool,
+        model_save_format: Literal["torch_save", "safetensors"],
     ) -> None:
         """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`."""
 

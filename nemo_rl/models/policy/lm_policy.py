@@ -10,9 +10,9 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 
@@ -60,12 +60,18 @@ class Policy(PolicyInterface):
             name_prefix=name_prefix,
             env_vars=config.dtensor_cfg.env_vars,
         )
-        accelerator.register(TENANT, self._onload, self._offload, on_device=True)
+        accelerator.register(TENANT, self.onload, self.offload, on_device=True)
 
-    def _onload(self) -> None:
-        self.group.call_all("onload")
+    def onload(self) -> None:
+        """Weights and optimizer state onto the devices. Called by the accelerator."""
+        self.group.call_all("onload", with_optimizer=True)
 
-    def _offload(self) -> None:
+    def onload_weights(self) -> None:
+        """Weights alone onto the devices. Called by the accelerator."""
+        self.group.call_all("onload", with_optimizer=False)
+
+    def offload(self) -> None:
+        """Everything to host memory. Called by the accelerator."""
         self.group.call_all("offload")
 
     @property
@@ -123,8 +129,7 @@ class Policy(PolicyInterface):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        with self.accelerator.hold(TENANT):
-            return self.group.call_all("prepare_refit", settings)
+        return self.group.call_all("prepare_refit", settings)
 
     def start_pack(self, bucket: int) -> Any:
         return self.group.start_all("pack", bucket)

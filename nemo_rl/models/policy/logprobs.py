@@ -77,9 +77,7 @@ class LogprobModel(nn.Module):
         transforms = [name for name in _LOGIT_TRANSFORMS if settings.get(name) not in (None, 1.0)]
         self.head_is_linear = not transforms
 
-    def forward(
-        self, input_ids: torch.Tensor, target_mask: torch.Tensor, *, filtered: bool = True
-    ) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, target_mask: torch.Tensor, *, filtered: bool = True) -> torch.Tensor:
         """Logprobs float32 [B, S] of `input_ids` int64 [B, S]; 0 where `target_mask` bool [B, S] is False.
 
         Rows are right-padded: with causal attention no token sees the padding behind it, so no attention mask is
@@ -92,6 +90,7 @@ class LogprobModel(nn.Module):
         if self.head_is_linear:
             states = self.hf.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns - 1]
             head = self.hf.get_output_embeddings()
+            assert head is not None
         else:  # the model changes its logits after the head: take them from its own forward
             states = self.hf(input_ids=input_ids, use_cache=False).logits[rows, columns - 1]
             head = nn.Identity()

@@ -24,7 +24,9 @@ _COLLECTIVE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.R
 
 def reduce_micro_batches(parts: Sequence[LossMetrics]) -> LossMetrics:
     """One value per name from those of all micro-batches of a rank."""
-    return {name: _COMBINE[reduction_of(name)](torch.stack([p[name].float() for p in parts]), dim=0) for name in parts[0]}
+    return {
+        name: _COMBINE[reduction_of(name)](torch.stack([p[name].float() for p in parts]), dim=0) for name in parts[0]
+    }
 
 
 def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> dict[str, float]:

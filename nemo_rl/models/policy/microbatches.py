@@ -77,7 +77,9 @@ def loss_inputs(rows: list[Row], divisible_by: int, device: torch.device) -> Los
     """One micro-batch as a loss sees it. Logprobs that were not computed are zeros."""
     width = width_of(rows, divisible_by)
 
-    def padded(name: Literal["generation_logprobs", "advantages", "prev_logprobs", "reference_policy_logprobs"]) -> torch.Tensor:
+    def padded(
+        name: Literal["generation_logprobs", "advantages", "prev_logprobs", "reference_policy_logprobs"],
+    ) -> torch.Tensor:
         values = [getattr(row, name) for row in rows]
         values = [torch.zeros(len(row.token_ids)) if v is None else v for row, v in zip(rows, values, strict=True)]
         return pad(values, width).to(device, non_blocking=True)

@@ -19,7 +19,9 @@ def import_class(path: str, base: type, key: str) -> type:
     try:
         found = vars(importlib.import_module(module_name))[name]
     except (ImportError, KeyError, ValueError) as error:
-        raise ValueError(f"{key}: cannot import {path!r} ({error}); give a full path such as torch.optim.AdamW") from error
+        raise ValueError(
+            f"{key}: cannot import {path!r} ({error}); give a full path such as torch.optim.AdamW"
+        ) from error
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ValueError(f"{key}: {path!r} is not a {base.__module__}.{base.__name__}")
     return found

@@ -11,17 +11,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.utils import cached_file
@@ -45,7 +46,7 @@ def parameters_on_meta() -> Iterator[None]:
             return param
         return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
-    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
     try:
         with no_init_weights():
             yield
@@ -71,15 +72,13 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} declares no transformer blocks (_no_split_modules), so it cannot be sharded by layer; "
-            "use a causal language model of transformers that does, for example Qwen2, Qwen3 or Llama"
+            f"{type(model).__name__} declares no transformer blocks (_no_split_modules), so it cannot be sharded by "
+            "layer; use a causal language model of transformers that does, for example Qwen2, Qwen3 or Llama"
         )
     return layers
 
 
-def shard(
-    model: LogprobModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, activation_checkpointing: bool
-) -> None:
+def shard(model: LogprobModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, activation_checkpointing: bool) -> None:
     """Apply FSDP2 in place: one group per transformer block, one for embeddings, final norm and head.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
@@ -114,6 +113,7 @@ def checkpoint_files(model_path: str) -> dict[str, str] | None:
     index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         files, _ = get_checkpoint_shard_files(model_path, index)
+        assert files is not None
         by_name = {Path(file).name: file for file in files}
         return {tensor: by_name[file] for tensor, file in json.loads(Path(index).read_text())["weight_map"].items()}
     single = cached_file(model_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
@@ -145,18 +145,26 @@ def load_weights(model: PreTrainedModel, model_path: str) -> None:
                 _copy_rows(parameters[name], opened.get_slice(name), name, model_path)
 
 
-def _copy_rows(parameter: torch.Tensor, stored: object, name: str, model_path: str) -> None:
+class StoredTensor(Protocol):
+    """A tensor on disk, read by rows."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, rows: slice) -> torch.Tensor: ...
+
+
+def _copy_rows(parameter: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
     assert isinstance(parameter, DTensor)
-    if tuple(stored.get_shape()) != tuple(parameter.shape):  # type: ignore[attr-defined]
+    if tuple(stored.get_shape()) != tuple(parameter.shape):
         raise ValueError(
-            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "  # type: ignore[attr-defined]
+            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
             f"{tuple(parameter.shape)}; the weights and config.json do not belong together"
         )
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     if shape[0] == 0:
         return
     with torch.no_grad():
-        parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])  # type: ignore[index]
+        parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
 
 
 def _broadcast_from_rank_zero(model: PreTrainedModel, model_path: str) -> None:

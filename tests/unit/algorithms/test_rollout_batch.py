@@ -34,7 +34,8 @@ def handle(number: int, lengths: list[int]) -> GroupHandle:
 )
 def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(ranks, per_rank, num_steps, micro, data):
     global_batch = ranks * per_rank
-    lengths = data.draw(st.lists(st.integers(2, 99), min_size=global_batch * num_steps, max_size=global_batch * num_steps))
+    num_samples = global_batch * num_steps
+    lengths = data.draw(st.lists(st.integers(2, 99), min_size=num_samples, max_size=num_samples))
     groups = [handle(i, [length]) for i, length in enumerate(lengths)]
     plan = plan_batch(
         groups,

@@ -17,7 +17,9 @@ from tests.worlds import run_world
 
 
 def sharded_model(path: Path, world_size: int, *, checkpointing: bool = False, chunk_tokens: int = 7) -> LogprobModel:
-    model = LogprobModel(build_on_meta(load_config(str(path), {}), torch.float32), chunk_tokens=chunk_tokens, temperature=0.7)
+    model = LogprobModel(
+        build_on_meta(load_config(str(path), {}), torch.float32), chunk_tokens=chunk_tokens, temperature=0.7
+    )
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("data_parallel",))
     shard(model, mesh, torch.float32, activation_checkpointing=checkpointing)
     materialize(model, torch.device("cpu"))

@@ -1,0 +1,118 @@
+"""Hand-written stand-ins for the parts of a run. Each notes what it was asked in `calls`, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.rollouts.collector import GroupRequest
+from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
+
+
+def sample_meta(
+    sample_id: str, reward: float, *, status: SampleStatus = SampleStatus.COMPLETED, version: int = 0
+) -> SampleMeta:
+    """A sample of 4 prompt and 6 generated tokens."""
+    generated = 6 if status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED) else 0
+    return SampleMeta(
+        sample_id=sample_id,
+        status=status,
+        length=4 + generated,
+        num_prompt_tokens=4,
+        num_generated_tokens=generated,
+        num_turns=int(generated > 0),
+        reward=reward,
+        weight_version=version,
+        failure=None if generated else "the environment was out",
+    )
+
+
+@dataclass
+class FakePolicy:
+    """Trains nothing. `results` are given out one per `train` call, the last again and again."""
+
+    results: list[TrainResult] = field(
+        default_factory=lambda: [
+            TrainResult(
+                losses=[0.5], grad_norms=[1.0], learning_rates=[0.1], metrics={"loss": 0.5, "global_valid_toks": 24.0}
+            )
+        ]
+    )
+    calls: list[str] = field(default_factory=list)
+    plans: list[BatchPlan] = field(default_factory=list)
+    data_parallel_size: int = 1
+    controller_tensor_bytes: int = 0
+
+    def load(self, plan: BatchPlan) -> None:
+        self.calls.append("load")
+        self.plans.append(plan)
+
+    def compute_logprobs(self) -> None:
+        self.calls.append("logprobs")
+
+    def compute_reference_logprobs(self) -> None:
+        self.calls.append("reference")
+
+    def mask_mismatched(self, threshold: float) -> dict[str, float]:
+        self.calls.append("mask")
+        return {"max_seq_mult_prob_error": 1.0, "num_masked_seqs_by_logprob_error": 0.0}
+
+    def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        self.calls.append("token_advantages")
+
+    def train(self, loss_fn: LossFunction) -> TrainResult:
+        self.calls.append("train")
+        return self.results.pop(0) if len(self.results) > 1 else self.results[0]
+
+    def save_checkpoint(self, directory: Path, **options: Any) -> None:
+        self.calls.append("save")
+        (directory / "policy").mkdir()
+        (directory / "policy" / "weights").write_text("weights")
+
+    def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
+        self.calls.append("load_checkpoint")
+
+
+@dataclass
+class FakeRefit:
+    """Notes the versions it was asked to sync."""
+
+    calls: list[str]
+    versions: list[int] = field(default_factory=list)
+
+    def sync(self, version: int) -> dict[str, float]:
+        self.calls.append("sync")
+        self.versions.append(version)
+        return {}
+
+
+@dataclass
+class FakeRollouts:
+    """Rewards sample i of a group by `reward(request, i)`; fails the samples for which it returns None."""
+
+    reward: Any
+    calls: list[str]
+    requests: list[GroupRequest] = field(default_factory=list)
+    controller_tensor_bytes: int = 0
+    version: int = 0
+
+    def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
+        self.calls.append("collect")
+        self.requests += requests
+        return [self._group(request) for request in requests]
+
+    def _group(self, request: GroupRequest) -> GroupHandle:
+        samples = []
+        for index in range(request.num_generations):
+            reward = self.reward(request, index)
+            status = SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED
+            samples.append(sample_meta(f"{request.group_id}/{index}", reward or 0.0, status=status))
+        prompt = request.prompt
+        return GroupHandle(
+            group_id=request.group_id, prompt_id=prompt.prompt_id, task_name=prompt.task_name, ref=None, samples=samples
+        )
+
+    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
+        return [{"role": "user", "content": group.prompt_id}]

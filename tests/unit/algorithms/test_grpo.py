@@ -1,0 +1,224 @@
+"""The GRPO step and the loop around it, with fakes in place of workers."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.grpo import GRPOTrainer, NonFiniteLoss, TooManyFailures
+from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.config.loader import dump_config
+from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.rollouts.collector import GroupRequest
+from nemo_rl.types import SamplingParams, TrainResult
+from nemo_rl.utils.checkpoint import CheckpointIdentityError
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import Logger
+from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
+from tests.unit.config.run_configs import build
+
+BASE = (
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=2",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "grpo.val_period=0",
+    "grpo.max_num_steps=3",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+
+
+def alternate(request: GroupRequest, index: int) -> float:
+    return float(index % 2)
+
+
+class Run:
+    """A trainer on fakes, in a folder."""
+
+    def __init__(
+        self, folder: Path, *overrides: str, reward: Any = alternate, identity: str = "same", rows: int = 8
+    ) -> None:
+        self.config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        self.folder = folder / "run"
+        self.text = io.StringIO()
+        self.policy = FakePolicy()
+        self.refit = FakeRefit(self.policy.calls)
+        self.rollouts = FakeRollouts(reward, self.policy.calls)
+        data = PromptDataset([NamedRows(name="d", task_name="t", rows=[{"problem": str(i)} for i in range(rows)])])
+        sampling = SamplingParams(max_new_tokens=8)
+        self.trainer = GRPOTrainer(
+            self.config,
+            RunTools(
+                logger=Logger(self.config.logger, self.folder),
+                console=RunConsole(num_steps=3, file=self.text, force_terminal=False),
+                checkpointing=self.config.checkpointing,
+                resolved_config_yaml=dump_config(self.config),
+                identity={"data": identity},
+            ),
+            policy=self.policy,  # type: ignore[arg-type]
+            generation=None,  # type: ignore[arg-type]
+            refit=self.refit,  # type: ignore[arg-type]
+            rollouts=self.rollouts,  # type: ignore[arg-type]
+            prompts=PromptDataLoader(data, self.config.grpo.num_prompts_per_step, seed=1),
+            validation_prompts=[data[0], data[1]],
+            train_sampling=sampling,
+            val_sampling=sampling,
+        )
+
+    def go(self) -> list[dict[str, Any]]:
+        self.trainer.start()
+        self.trainer.train()
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
+    run = Run(tmp_path)
+    rows = run.go()
+    step = ["collect", "load", "logprobs", "reference", "train", "sync"]
+    assert run.policy.calls == ["sync", *step, *step, "save", *step, "save"]
+    assert run.refit.versions == [0, 1, 2, 3]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["train/reward"] == 0.5 and rows[0]["train/loss"] == 0.5 and rows[0]["train/grad_norm"] == 1.0
+    assert rows[0]["performance/controller_token_bytes"] == 0
+    assert {"timing/train/generation", "timing/train/policy_training", "timing/train/total_step_time"} <= rows[0].keys()
+    advantages = [s.advantage for rank in run.policy.plans[0].ranks for batch in rank.logprobs for s in batch]
+    assert sorted(advantages) == pytest.approx([-1.41421] * 2 + [1.41421] * 2, abs=1e-4)
+
+
+def test_prompts_come_in_epochs_and_the_run_ends_with_the_data(tmp_path):
+    run = Run(tmp_path, "grpo.max_num_steps=100", "grpo.max_num_epochs=2")
+    assert len(run.go()) == 8
+    seen = [request.prompt.prompt_id for request in run.rollouts.requests]
+    assert sorted(seen[:8]) == sorted(seen[8:]) == [f"d:{i}" for i in range(8)]
+    assert seen[:8] != seen[8:]
+
+
+def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
+    rewards = {0: 1.0, 1: 0.0, 2: None}
+    run = Run(
+        tmp_path,
+        "grpo.num_generations_per_prompt=3",
+        "policy.train_global_batch_size=6",
+        "grpo.max_failed_sample_fraction=0.5",
+        "grpo.max_num_steps=1",
+        reward=lambda request, index: rewards[index],
+    )
+    row = run.go()[0]
+    planned = {s.index: s for rank in run.policy.plans[0].ranks for batch in rank.logprobs for s in batch}
+    assert (planned[2].advantage, planned[2].mask) == (0.0, 0.0)
+    assert planned[0].advantage == pytest.approx(1.41421, abs=1e-4) and planned[0].mask == 1.0
+    assert row["train/num_failed_samples"] == 2 and row["train/reward"] == 0.5
+    assert "the environment was out" in run.text.getvalue()
+
+
+def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
+    run = Run(tmp_path, reward=lambda request, index: None)
+    with pytest.raises(TooManyFailures, match=r"4 of 4 episodes failed.*the environment was out"):
+        run.go()
+    assert "train" not in run.policy.calls
+
+
+def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):
+    run = Run(
+        tmp_path,
+        "grpo.use_dynamic_sampling=true",
+        "grpo.max_num_steps=1",
+        reward=lambda request, index: float(index) if int(request.prompt.prompt_id.split(":")[1]) % 2 else 1.0,
+    )
+    row = run.go()[0]
+    assert len(run.policy.plans) == 1
+    assert row["train/dynamic_sampling_num_gen_batches"] == run.policy.calls.count("collect") > 1
+
+
+def nonfinite() -> TrainResult:
+    return TrainResult(
+        losses=[float("nan")],
+        grad_norms=[1.0],
+        learning_rates=[0.1],
+        metrics={"loss": float("nan"), "global_valid_toks": 24.0},
+        num_skipped_steps=1,
+        nonfinite_samples=["1/0/d:3/1"],
+    )
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_samples(tmp_path):
+    run = Run(tmp_path)
+    run.policy.results = [nonfinite()]
+    with pytest.raises(NonFiniteLoss, match=r"step 1: loss nan.*nonfinite_step_1\.jsonl.*nonfinite_action=skip"):
+        run.go()
+    record = json.loads((run.folder / "nonfinite_step_1.jsonl").read_text())
+    assert record == {"step": 1, "sample_id": "1/0/d:3/1"}
+    assert run.refit.versions == [0]
+
+
+def test_a_loss_that_is_not_finite_can_be_skipped(tmp_path):
+    run = Run(tmp_path, "policy.nonfinite_action=skip")
+    run.policy.results = [nonfinite(), FakePolicy().results[0]]
+    rows = run.go()
+    assert [row["train/num_skipped_steps"] for row in rows] == [1, 0, 0]
+    assert "optimizer steps were skipped" in run.text.getvalue()
+
+
+def test_validation_uses_its_own_group_ids_and_the_same_seeds_every_time(tmp_path):
+    run = Run(tmp_path, "grpo.val_period=1", "grpo.val_at_start=true", "grpo.val_num_generations_per_prompt=2")
+    rows = run.go()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert all(row["validation/accuracy"] == 0.5 and row["validation/pass_at_2"] == 1.0 for row in rows)
+    validation = [request for request in run.rollouts.requests if request.group_id.startswith("validation/")]
+    assert {request.seed_step for request in validation} == {-1}
+    assert [request.prompt.prompt_id for request in validation] == ["d:0", "d:1"] * 4
+    assert len({request.group_id for request in validation}) == 8
+
+
+def test_the_same_command_resumes_where_the_last_checkpoint_stands(tmp_path):
+    whole = Run(tmp_path / "whole")
+    whole.go()
+    first = Run(tmp_path, "grpo.max_num_steps=2")
+    first.go()
+    second = Run(tmp_path)
+    rows = second.go()
+    assert second.policy.calls[:2] == ["load_checkpoint", "sync"]
+    assert second.refit.versions == [2, 3]
+    assert [row["step"] for row in rows if row["step"] > 2] == [3]
+    asked = [request for run in (first, second) for request in run.rollouts.requests]
+    assert asked == whole.rollouts.requests, "prompts, group ids and seeds of the run that was never interrupted"
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    Run(tmp_path).go()
+    with pytest.raises(CheckpointIdentityError, match=r"data: the checkpoint has 'same', this run 'other'"):
+        Run(tmp_path, identity="other").go()
+
+
+def test_a_dead_policy_worker_is_rebuilt_from_the_last_checkpoint(tmp_path):
+    run = Run(tmp_path)
+    recovered = []
+    run.trainer.recover = recovered.append  # type: ignore[method-assign]
+    collect = run.rollouts.collect
+
+    def die_once(requests: Any) -> Any:
+        if run.trainer.state.total_steps == 2 and not recovered:
+            raise WorkerDied("policy-0 died in train", worker="policy-0", rank=0, method="train")
+        return collect(requests)
+
+    run.rollouts.collect = die_once  # type: ignore[method-assign]
+    rows = run.go()
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert len(recovered) == 1 and run.refit.versions == [0, 1, 2, 2, 3]
+
+
+def test_a_dead_policy_worker_without_a_checkpoint_ends_the_run(tmp_path):
+    run = Run(tmp_path, "checkpointing.enabled=false")
+
+    def die(requests: Any) -> Any:
+        raise WorkerDied("policy-0 died in train", worker="policy-0", rank=0, method="train")
+
+    run.rollouts.collect = die  # type: ignore[method-assign]
+    with pytest.raises(WorkerDied):
+        run.go()
