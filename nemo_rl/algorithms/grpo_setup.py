@@ -121,7 +121,12 @@ def _build(
     accelerator = Accelerator(exclusive=use_gpu)
     # The engine first: it measures the free memory of a device that nobody else uses yet.
     generation = VllmGeneration(
-        cluster, config.policy.generation, accelerator, model=model_path, tokenizer=model_path, seed=config.grpo.seed
+        cluster,
+        config.policy.generation,
+        model=model_path,
+        tokenizer=model_path,
+        seed=config.grpo.seed,
+        accelerator=accelerator,
     )
     stack.callback(generation.shutdown)
     accelerator.release(GENERATION)
