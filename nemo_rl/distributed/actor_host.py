@@ -20,6 +20,7 @@ import ray
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.distributed.process_guard import guard_children
 
 _WORKER_THREAD = "worker"
 _MAX_CONCURRENT_CALLS = 4096  # of async methods; sync methods run one after another
@@ -81,6 +82,7 @@ class ActorHost:
         assert self._worker is None, "a worker starts once"
         self._loop = asyncio.get_running_loop()
         os.environ.update(env_vars)
+        guard_children()
         await self._tracked("__init__", self._loop.run_in_executor(self._thread, self._construct))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -76,8 +76,6 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
             # One idle process per logical CPU otherwise, started at once.
             "prestart_worker_first_driver": False,
             "enable_worker_prestart": False,
-            # What a worker started (an engine's own processes) ends with it, even when it is killed.
-            "process_group_cleanup_enabled": True,
         },
     )
     _started_here = True

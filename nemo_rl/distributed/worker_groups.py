@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +34,7 @@ START_TIMEOUT_S = 900.0
 _POLL_S = 0.5
 _MESSAGE_EVERY_S = 60.0
 _INSPECT_S = 5.0
+_EXIT_S = 3.0
 
 
 class RayWorkerBuilder:
@@ -80,7 +84,7 @@ class RayWorkerGroup:
     that its first device is always index 0. It joins its peers with
     `nemo_rl.distributed.collectives.init_process_group`; the port is held by rank 0 and cannot be bound a second time.
 
-    Of environment variables only `env_vars` are passed. `py_executable` is the Python that runs the workers (see
+    Of environment variables only `env_vars` are passed. `py_executable` is the path of the Python that runs the workers (see
     `nemo_rl.utils.venvs`). `timeout_s` limits every wait that gives no limit of its own; None waits for ever.
 
     When the start fails, every actor is ended and the error says which and why.
@@ -217,6 +221,7 @@ class RayWorkerGroup:
     ) -> None:
         runtime_env: dict[str, Any] = {"env_vars": dict(env_vars)}
         if py_executable is not None:
+            _check_python(py_executable, places)
             runtime_env["py_executable"] = py_executable
         remote = actor_class()
         for rank, bundles in enumerate(places):
@@ -314,7 +319,7 @@ class RayWorkerGroup:
         first = late[0]
         names = ", ".join(str(call.worker) for call in late)
         return WorkerHang(
-            f"no answer from {names} in {first.method} after {timeout_s:g} s\n{report}",
+            f"no answer from {names} in {first.method} after {timeout_s:.3g} s\n{report}",
             worker=first.worker.name,
             rank=first.worker.rank,
             method=first.method,
@@ -329,16 +334,28 @@ class RayWorkerGroup:
         self._cluster.leave_seats(self.name_prefix, failed=failed)
 
 
-def _wait_for_exit(members: list[Worker], limit_s: float = 10.0) -> None:
+def _check_python(py_executable: str, places: list[list[Bundle]]) -> None:
+    # Ray itself would try again for ever. On other nodes the file cannot be looked for from here.
+    here = ray.get_runtime_context().get_node_id()
+    if any(bundles[0].node_id == here for bundles in places) and shutil.which(py_executable) is None:
+        raise ValueError(f"py_executable {py_executable} does not exist or cannot be run on this node")
+
+
+def _wait_for_exit(members: list[Worker]) -> None:
     """Until the processes on this node are gone: what they held on a GPU or a port is free when shutdown returns."""
     here = ray.get_runtime_context().get_node_id()
     pids = [w.identity.pid for w in members if w.identity is not None and w.identity.node_id == here]
-    deadline = time.monotonic() + limit_s
-    while pids and time.monotonic() < deadline:
-        pids = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-        time.sleep(0.02)
+    # A stopped process does not hear Ray's request to end, and a busy one may take long.
+    for limit_s, sign in ((_EXIT_S, signal.SIGKILL), (_EXIT_S, None)):
+        deadline = time.monotonic() + limit_s
+        while (pids := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if sign is not None:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, sign)
     if pids:
-        logger.warning("processes %s still run %g s after they were killed", pids, limit_s)
+        logger.warning("processes %s still run after they were killed", pids)
 
 
 def _bundle_groups(

@@ -157,13 +157,12 @@ def test_stuck_constructor_is_named_with_its_stack(cluster: RayVirtualCluster) -
         RayWorkerGroup(cluster, builder, name_prefix="slow", start_timeout_s=5)
 
 
-def test_failed_start_releases_what_it_took(cluster: RayVirtualCluster) -> None:
-    before = free_cpus()
+def test_failed_start_releases_what_it_took(echo_pair: RayWorkerGroup, cluster: RayVirtualCluster) -> None:
     with pytest.raises(WorkerError, match=r"(?s)echo-1 .* failed in __init__: ValueError: no such weights"):
         RayWorkerGroup(
             cluster, RayWorkerBuilder(f"{WORKERS}.EchoWorker", fail_on_rank=1), name_prefix="echo", num_workers=2
         )
-    assert eventually(lambda: free_cpus() == before)
+    assert eventually(lambda: free_cpus() == 6)  # echo_pair holds two of eight
     with RayWorkerGroup(cluster, ECHO, name_prefix="echo") as group:  # the bundles can be had again
         assert len(group.call_all("pid")) == 2
 
@@ -182,6 +181,12 @@ def test_groups_share_a_bundle_up_to_the_limit(cluster: RayVirtualCluster) -> No
         with pytest.raises(ValueError, match=r"bundle 0 of cluster 'test' holds \['policy', 'generation'\] already"):
             RayWorkerGroup(cluster, ECHO, name_prefix="reward")
         assert len(policy.call_all("pid")) == 2  # the refusal hurt nobody
+
+
+def test_constructor_gets_values_for_references(cluster: RayVirtualCluster) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.EchoWorker", ray.put("from the store"))
+    with RayWorkerGroup(cluster, builder, name_prefix="echo", num_workers=1) as group:
+        assert group.call_one(0, "echo")[0] == "from the store"
 
 
 def test_impossible_groups(cluster: RayVirtualCluster) -> None:
@@ -235,13 +240,12 @@ def test_more_than_there_is_gives_the_difference(ray_local: None) -> None:
         RayVirtualCluster([9])
 
 
-def test_bundles_of_a_failed_cluster_are_free_again(ray_local: None) -> None:
-    before = free_cpus()
+def test_bundles_are_booked_at_first_use_and_given_back(echo_pair: RayWorkerGroup) -> None:
     with RayVirtualCluster([2], use_gpus=False) as cluster:
-        cluster.bundles()
-        assert eventually(lambda: free_cpus() == before - 2)
-        with pytest.raises(ValueError, match="no room"):
-            cluster.take_seats([0], "a")
-            cluster.take_seats([0], "b")
+        assert eventually(lambda: free_cpus() == 6)  # echo_pair holds two of eight
+        bundles = cluster.bundles()
+        assert [(bundle.index, bundle.node_rank, bundle.gpu_id) for bundle in bundles] == [(0, 0, None), (1, 0, None)]
+        assert len(cluster.get_placement_groups()) == 1
+        assert eventually(lambda: free_cpus() == 4)
     cluster.shutdown()
-    assert eventually(lambda: free_cpus() == before)
+    assert eventually(lambda: free_cpus() == 6)

@@ -1,0 +1,24 @@
+"""A driver that prints the processes it has started and then waits for them for ever."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+
+def main() -> None:
+    init_ray(log_dir=sys.argv[1])
+    builder = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, builder, name_prefix="echo") as group,
+    ):
+        print(json.dumps(group.call_all("pid") + group.call_all("start_child")), flush=True)
+        group.call_all("sleep", 600)
+
+
+if __name__ == "__main__":
+    main()
