@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,17 +60,29 @@ def unpack_fingerprints(blob: bytes) -> list[int]:
     return np.frombuffer(blob, dtype=np.uint64).tolist()
 
 
-def hash_and_copy(source: np.ndarray, target_address: int) -> int:
-    """Copy uint8 [N] to an address and return its xxh3; each chunk is hashed and copied while it is in cache."""
-    nbytes = source.nbytes
+def hash_and_copy(source: int, target: int, nbytes: int) -> int:
+    """Copy `nbytes` from address `source` to address `target` and return the xxh3 of the source.
+
+    Each chunk is hashed and copied while it is in cache. Plain addresses, as views of tens of thousands of small
+    tensors would cost more than the work itself; the caller keeps both memories alive.
+    """
     if nbytes <= CHUNK_BYTES:
-        digest = xxhash.xxh3_64_intdigest(source.data)
-        ctypes.memmove(target_address, source.ctypes.data, nbytes)
+        digest = xxhash.xxh3_64_intdigest(_array_type(nbytes).from_address(source))
+        ctypes.memmove(target, source, nbytes)
         return digest
     state = xxhash.xxh3_64()
-    address = source.ctypes.data
     for start in range(0, nbytes, CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, nbytes)
-        state.update(source[start:stop].data)
-        ctypes.memmove(target_address + start, address + start, stop - start)
+        size = min(CHUNK_BYTES, nbytes - start)
+        state.update(_array_type(size).from_address(source + start))
+        ctypes.memmove(target + start, source + start, size)
     return state.intdigest()
+
+
+def host_fingerprint(address: int, nbytes: int) -> int:
+    """xxh3 of `nbytes` at an address."""
+    return xxhash.xxh3_64_intdigest(_array_type(nbytes).from_address(address))
+
+
+@cache
+def _array_type(nbytes: int) -> Any:
+    return ctypes.c_char * nbytes

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
@@ -36,6 +35,7 @@ from nemo_rl.distributed.transfer_buffers import (
 from nemo_rl.distributed.weight_fingerprint import (
     CHUNK_BYTES,
     hash_and_copy,
+    host_fingerprint,
     pack_fingerprints,
     unpack_fingerprints,
     word_fingerprint,
@@ -102,9 +102,11 @@ class WeightSender:
         self.layout = PackLayout.build(metas, choose_bucket_bytes(metas) if bucket_bytes is None else bucket_bytes)
         sends = transport == "packed_ipc" or local_rank == 0
         self._buffer = create_buffer(transport, self.layout.buffer_bytes, device) if sends else None
+        self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
         self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
-        self._index, self._current = -1, torch.empty(0)
+        self._current = torch.empty(0)  # the tensor that is being packed, gathered
+        self._gather_s = 0.0
         # Scratch for a cast, so that the bytes hashed and the bytes sent are the same.
         self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
@@ -129,22 +131,19 @@ class WeightSender:
         rank that copies a digest of the fingerprints, and from rank 0 the fingerprints (uint64, one per piece).
         """
         if bucket == 0:
-            self._tensors, self._index, self._next_bucket = iter(self._parameters()), -1, 0
+            self._tensors, self._next_bucket = iter(self._parameters()), 0
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
-        gather_s, started = 0.0, time.perf_counter()
+        self._gather_s, started = 0.0, time.perf_counter()
         digests: list[int | torch.Tensor] = []
         for piece in self.layout.buckets[bucket]:
-            if piece.tensor != self._index:
-                before = time.perf_counter()
+            if piece.start == 0:
                 self._advance(piece.tensor)
-                gather_s += time.perf_counter() - before
             if self._buffer is not None:
-                position = self.layout.position(bucket, piece)
-                digests.append(self._copy(piece, self._buffer.bytes[position : position + piece.nbytes]))
+                digests.append(self._copy(piece, self.layout.position(bucket, piece), self._buffer.bytes))
         if bucket == len(self.layout.buckets) - 1:
             self._current = torch.empty(0)
-        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": gather_s}
+        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": self._gather_s}
         if self._buffer is not None:
             blob = pack_fingerprints(_host_values(digests))  # on a device this also waits for the copies
             result["digest"] = xxhash.xxh3_64_hexdigest(blob)
@@ -163,43 +162,43 @@ class WeightSender:
         return self._wire_dtype if tensor.dtype.is_floating_point else tensor.dtype
 
     def _advance(self, index: int) -> None:
-        assert index == self._index + 1
-        name, tensor = next(self._tensors, ("nothing", torch.empty(0)))
+        name, tensor = next(self._tensors, ("nothing", self._scratch))
         meta = self.layout.tensors[index]
-        if name != meta.name or tuple(tensor.shape) != meta.shape:
+        if name != meta.name or tensor.shape != meta.shape:
             raise RefitError(
                 f"{self._transport}: the policy's parameters changed after prepare: expected {meta.name} "
                 f"{list(meta.shape)}, found {name} {list(tensor.shape)}"
             )
-        self._index = index
-        self._current = _full_tensor(tensor.detach(), meta.torch_dtype).view(-1)
+        if isinstance(tensor, DTensor):
+            before = time.perf_counter()
+            tensor = _gather(tensor, self._dtypes[index])
+            self._gather_s += time.perf_counter() - before
+        self._current = tensor if tensor.is_contiguous() else tensor.contiguous()
 
-    def _copy(self, piece: Piece, target: torch.Tensor) -> int | torch.Tensor:
-        """Copy a piece of the current tensor to `target`; the fingerprint of the source, cast to the wire dtype."""
-        dtype = self.layout.tensors[piece.tensor].torch_dtype
+    def _copy(self, piece: Piece, position: int, buffer: torch.Tensor) -> int | torch.Tensor:
+        """Copy a piece of the current tensor to its place; the fingerprint of the source, cast to the wire dtype."""
+        source, dtype = self._current, self._dtypes[piece.tensor]
+        if source.is_cpu and source.dtype == dtype:
+            return hash_and_copy(source.data_ptr() + piece.start, buffer.data_ptr() + position, piece.nbytes)
         first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-        source = self._current if count == self._current.numel() else self._current[first : first + count]
-        if source.device.type != "cpu":
+        source = source.detach().view(-1)[first : first + count]
+        if not source.is_cpu:
             source = source.to(dtype).view(torch.uint8)
-            target.copy_(source)
+            buffer[position : position + piece.nbytes].copy_(source)
             return word_fingerprint(source)
-        if source.dtype == dtype:
-            return hash_and_copy(source.view(torch.uint8).numpy(), target.data_ptr())
         digest = xxhash.xxh3_64()
         scratch = self._scratch.view(dtype)
         for start in range(0, count, scratch.numel()):
             part = scratch[: min(scratch.numel(), count - start)]
             part.copy_(source[start : start + part.numel()])
             digest.update(part.view(torch.uint8).numpy().data)
-            nbytes = part.numel() * dtype.itemsize
-            ctypes.memmove(target.data_ptr() + start * dtype.itemsize, part.data_ptr(), nbytes)
+            target = buffer.data_ptr() + position + start * dtype.itemsize
+            ctypes.memmove(target, part.data_ptr(), part.numel() * dtype.itemsize)
         return digest.intdigest()
 
 
-def _full_tensor(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor, contiguous (gloo garbles strided ones). A shard is cast first where that shrinks the gather."""
-    if not isinstance(tensor, DTensor):
-        return tensor.contiguous()
+def _gather(tensor: DTensor, wire_dtype: torch.dtype) -> torch.Tensor:
+    """The whole tensor. The shard is cast first where that shrinks the gather, and contiguous: gloo garbles strides."""
     local = tensor.to_local()
     if wire_dtype.itemsize < local.dtype.itemsize:
         local = local.to(wire_dtype)
@@ -211,7 +210,7 @@ def _full_tensor(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
         shape=tensor.shape,
         stride=torch.empty(tensor.shape, device="meta").stride(),
     )
-    return shards.full_tensor().contiguous()
+    return shards.full_tensor()
 
 
 def _host_values(digests: Sequence[int | torch.Tensor]) -> list[int]:
@@ -253,20 +252,30 @@ LoadFn = Callable[[list[tuple[str, torch.Tensor]]], None]
 class _Job:
     """A piece on its way: its bytes in the buffer and the flat copies (source byte, byte count, target) they end in.
 
-    `copies` is None where the whole tensor is needed first.
+    `copies` is None where the whole tensor is needed first. `target` is the address a piece goes to as it is, in host
+    memory; 0 when there is no such place.
     """
 
     piece: Piece
-    source: torch.Tensor
+    data: torch.Tensor
     copies: list[tuple[int, int, torch.Tensor]] | None
-    array: np.ndarray | None = field(init=False)  # of `source`, in host memory
-    addresses: list[tuple[int, int, int]] = field(init=False)
+    source: int = field(init=False)
+    target: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.array, self.addresses = None, []
-        if self.source.device.type == "cpu":
-            self.array, base = self.source.numpy(), self.source.data_ptr()
-            self.addresses = [(base + first, n, target.data_ptr()) for first, n, target in self.copies or []]
+        self.source, self.target = self.data.data_ptr(), 0
+        if self.data.is_cpu and self.copies is not None and len(self.copies) == 1:
+            first, nbytes, target = self.copies[0]
+            if (first, nbytes) == (0, self.piece.nbytes):
+                self.target = target.data_ptr()
+
+    def copy(self) -> None:
+        """Perform `copies`."""
+        for first, nbytes, target in self.copies or []:
+            if self.data.is_cpu:
+                ctypes.memmove(target.data_ptr(), self.source + first, nbytes)
+            else:
+                target.copy_(self.data[first : first + nbytes])
 
 
 class WeightReceiver:
@@ -306,15 +315,15 @@ class WeightReceiver:
         if len(expected) != len(jobs):
             raise RefitError(f"{self._where(bucket)}: {len(expected)} fingerprints for {len(jobs)} pieces")
         whole: list[tuple[str, torch.Tensor]] = []
-        if self._buffer.bytes.device.type == "cpu":
-            for job, value in zip(jobs, expected, strict=True):
-                self._take_on_host(job, value, bucket, whole)
+        if self._buffer.bytes.is_cpu:
+            found: Iterable[int] = map(self._take_on_host, jobs)  # one at a time, checked as they come
         else:
-            digests = _host_values([word_fingerprint(job.source) for job in jobs])
-            for job, value, digest in zip(jobs, expected, digests, strict=True):
-                self._check(digest, value, job, bucket)
-                for first, nbytes, target in job.copies or []:
-                    target.copy_(job.source[first : first + nbytes])
+            found = _host_values([word_fingerprint(job.data) for job in jobs])
+        for job, digest, value in zip(jobs, found, expected, strict=True):
+            if digest != value:
+                self._refuse(digest, value, job, bucket)
+            if not job.target:
+                job.copy()
                 if job.copies is None:
                     self._collect(job, whole)
         if self._load is not None and whole:
@@ -353,37 +362,32 @@ class WeightReceiver:
                 copies.append((first - piece.start, last - first, target))
         return _Job(piece, source, copies)
 
-    def _take_on_host(self, job: _Job, expected: int, bucket: int, whole: list[tuple[str, torch.Tensor]]) -> None:
-        assert job.array is not None
-        if len(job.addresses) == 1 and job.addresses[0][1] == job.piece.nbytes:
-            self._check(hash_and_copy(job.array, job.addresses[0][2]), expected, job, bucket)
-            return
-        self._check(xxhash.xxh3_64_intdigest(job.array.data), expected, job, bucket)
-        for source, nbytes, target in job.addresses:
-            ctypes.memmove(target, source, nbytes)
-        if job.copies is None:
-            self._collect(job, whole)
+    @staticmethod
+    def _take_on_host(job: _Job) -> int:
+        """Fingerprint of a piece, which is copied on the way when it goes to one place as it is."""
+        if job.target:
+            return hash_and_copy(job.source, job.target, job.piece.nbytes)
+        return host_fingerprint(job.source, job.piece.nbytes)
 
-    def _check(self, found: int, expected: int, job: _Job, bucket: int) -> None:
-        if found != expected:
-            meta, piece = self.layout.tensors[job.piece.tensor], job.piece
-            part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
-            raise RefitError(
-                f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
-                f"fingerprint {found:016x}, expected {expected:016x}"
-            )
+    def _refuse(self, found: int, expected: int, job: _Job, bucket: int) -> None:
+        meta, piece = self.layout.tensors[job.piece.tensor], job.piece
+        part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
+        raise RefitError(
+            f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
+            f"fingerprint {found:016x}, expected {expected:016x}"
+        )
 
     def _collect(self, job: _Job, whole: list[tuple[str, torch.Tensor]]) -> None:
         """A tensor that is needed whole: wait for its last piece, then hand it over."""
         piece = job.piece
         meta = self.layout.tensors[piece.tensor]
-        data, keep = job.source, self._load is not None
+        data, keep = job.data, self._load is not None
         if piece.nbytes < meta.nbytes:
             if piece.tensor not in self._assembly:
-                fresh = torch.empty(meta.nbytes, dtype=torch.uint8, device=job.source.device)
+                fresh = torch.empty(meta.nbytes, dtype=torch.uint8, device=job.data.device)
                 self._assembly[piece.tensor] = (fresh, meta.nbytes)
             data, missing = self._assembly[piece.tensor]
-            data[piece.start : piece.start + piece.nbytes].copy_(job.source)
+            data[piece.start : piece.start + piece.nbytes].copy_(job.data)
             self._assembly[piece.tensor] = (data, missing - piece.nbytes)
             if missing > piece.nbytes:
                 return
