@@ -42,15 +42,17 @@ def run_world(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             target_args = (fn, rank, world_size, args, Path(folder), send, timeout)
             ranks.append(context.Process(target=_run_rank, args=target_args, name=f"rank {rank}", daemon=True))
         try:
-            for process, (_, send) in zip(ranks, pipes, strict=True):
+            for process in ranks:
                 process.start()
-                send.close()  # so that a dead rank reads as end of file
             return _collect([receive for receive, _ in pipes], timeout, ranks, Path(folder))
         finally:
             for process in ranks:
                 if process.pid is not None:
                     process.kill()
                     process.join()
+            for receive, send in pipes:
+                receive.close()
+                send.close()
 
 
 def _collect(receivers: list[Connection], timeout: float, ranks: list[Any], folder: Path) -> list[Any]:
@@ -58,17 +60,19 @@ def _collect(receivers: list[Connection], timeout: float, ranks: list[Any], fold
     results: dict[int, Any] = {}
     while len(results) < len(receivers):
         waiting = {receiver: rank for rank, receiver in enumerate(receivers) if rank not in results}
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        # A death shows by the sentinel alone: later ranks inherit the pipes of earlier ones, so no end of file comes.
+        handles = [*waiting, *(ranks[rank].sentinel for rank in waiting.values())]
+        ready = multiprocessing.connection.wait(handles, timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             stacks = _stacks(sorted(waiting.values()), ranks, folder)
             raise TimeoutError(f"ranks {sorted(waiting.values())} still ran after {timeout} s\n{stacks}")
-        for receiver in ready:
-            rank = waiting[receiver]
-            try:
-                payload = receiver.recv_bytes()
-            except EOFError:
+        for receiver, rank in waiting.items():
+            if receiver not in ready and ranks[rank].sentinel not in ready:
+                continue
+            if not receiver.poll():
                 ranks[rank].join()
-                raise RankDied(f"rank {rank} ended with exit code {ranks[rank].exitcode} and no result") from None
+                raise RankDied(f"rank {rank} ended with exit code {ranks[rank].exitcode} and no result")
+            payload = receiver.recv_bytes()
             ok, value = pickle.loads(payload)
             if not ok:
                 raise value

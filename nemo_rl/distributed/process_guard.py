@@ -1,7 +1,7 @@
 """What a worker started ends with it, however it ends.
 
-An engine's own processes, a verifier's sandbox: when their worker is killed nobody else would end them, and they would
-keep the memory of the accelerator. A small process outside of Ray's watches the worker and then kills its process group.
+An engine's own processes, a verifier's sandbox: when their worker is killed nobody else would end them, and they
+would keep the memory of the accelerator. A small process outside of Ray's watches the worker and then kills its group.
 """
 
 from __future__ import annotations

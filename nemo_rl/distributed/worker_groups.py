@@ -84,8 +84,8 @@ class RayWorkerGroup:
     that its first device is always index 0. It joins its peers with
     `nemo_rl.distributed.collectives.init_process_group`; the port is held by rank 0 and cannot be bound a second time.
 
-    Of environment variables only `env_vars` are passed. `py_executable` is the path of the Python that runs the workers (see
-    `nemo_rl.utils.venvs`). `timeout_s` limits every wait that gives no limit of its own; None waits for ever.
+    Of environment variables only `env_vars` are passed. `py_executable` is the path of the Python that runs the workers
+    (see `nemo_rl.utils.venvs`). `timeout_s` limits every wait that gives no limit of its own; None waits for ever.
 
     When the start fails, every actor is ended and the error says which and why.
     """
