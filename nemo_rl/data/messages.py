@@ -96,7 +96,7 @@ def _cuts(
             cuts.append(cuts[-1] if cuts else 0)
             continue
         if shift is None:
-            bos = tokenizer.bos_token or ""
+            bos = str(tokenizer.bos_token or "")
             shift = len(bos) if bos and full.startswith(bos) and not partial.startswith(bos) else 0
         reached = shift + _common_length(partial, full[shift:])
         cuts.append(max(reached, cuts[-1] if cuts else 0))

@@ -137,8 +137,8 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
     It is a `Qwen2Tokenizer` because transformers 5 loads that class for every Qwen2 model, whatever the directory says.
     """
-    from tokenizers import AddedToken, pre_tokenizers
-    from transformers import Qwen2Tokenizer
+    from tokenizers import pre_tokenizers
+    from transformers import AddedToken, Qwen2Tokenizer
 
     special = ["<pad>", "<eos>", *(f"<|{role}|>" for role in ROLES)]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -147,7 +147,7 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
         merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token=None,
+        unk_token=None,  # pyright: ignore[reportArgumentType]  (annotated str; None means that there is none)
         extra_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
         model_max_length=TinyModelRecipe().max_position_embeddings,
@@ -162,6 +162,7 @@ def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenize
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    vocabulary = tokenizer.get_vocab()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
@@ -173,8 +174,8 @@ def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenize
         initializer_range=recipe.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=vocabulary["<eos>"],
+        pad_token_id=vocabulary["<pad>"],
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):
@@ -245,7 +246,7 @@ def _encode_demonstrations(
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     answer_ids = tokenizer([answer + "<eos>" for _, answer in rows], add_special_tokens=False)["input_ids"]
     width = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True))
-    input_ids = torch.full((len(rows), width), tokenizer.pad_token_id)
+    input_ids = torch.full((len(rows), width), tokenizer.get_vocab()["<pad>"])
     labels = torch.full((len(rows), width), -100)
     for i, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
         end = len(prompt) + len(answer)

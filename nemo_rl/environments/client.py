@@ -10,11 +10,14 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 logger = logging.getLogger(__name__)
+
+RESTART_TIMEOUT_S = 120.0
+RESTART_POLL_S = 0.2
 
 
 class EnvironmentFailure(RuntimeError):
@@ -104,9 +107,24 @@ class EnvironmentClient:
         except _Dead as first:
             logger.warning("environment %s died and is started again; the same %d steps follow", self.name, len(batch))
             try:
+                await self._restarted()
                 return await self._call(batch)
             except _Dead as second:
                 raise EnvironmentFailure(f"environment {self.name!r} died twice in a row: {second}") from first
+
+    async def _restarted(self) -> None:
+        """Wait until the actor's new process answers: until then Ray fails every call at once."""
+        deadline = asyncio.get_running_loop().time() + RESTART_TIMEOUT_S
+        while True:
+            try:
+                await self.actor.__ray_ready__.remote()
+                return
+            except ActorUnavailableError as error:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise _Dead(f"no new process within {RESTART_TIMEOUT_S:g} s: {error}") from error
+                await asyncio.sleep(RESTART_POLL_S)
+            except RayActorError as error:  # gone for good, e.g. its constructor raises
+                raise _Dead(str(error)) from error
 
     async def _call(self, batch: list[_Request]) -> list[EnvironmentStep]:
         logs = [request.messages for request in batch]

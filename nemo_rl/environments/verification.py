@@ -119,7 +119,7 @@ MULTILINGUAL_ANSWER = re.compile(
 
 def english_multichoice(response: str, ground_truth: str) -> Verdict:
     """The letter behind the last "Answer:" of the response."""
-    found = ENGLISH_ANSWER.findall(response)
+    found = ENGLISH_ANSWER.findall(response.replace("**", ""))
     answer = found[-1].upper() if found else None
     return answer == ground_truth.strip().upper(), answer
 
@@ -127,7 +127,8 @@ def english_multichoice(response: str, ground_truth: str) -> Verdict:
 def multilingual_multichoice(response: str, ground_truth: str) -> Verdict:
     """The letter behind the last word for "answer", in any of some twenty languages, and their letters."""
     found = MULTILINGUAL_ANSWER.findall(unicodedata.normalize("NFKC", response).replace("**", ""))
-    answer = LETTERS.get(found[-1], found[-1]).upper() if found else None
+    letter = found[-1] if found else None
+    answer = LETTERS.get(letter, letter.upper()) if letter else None
     return answer == ground_truth.strip().upper(), answer
 
 

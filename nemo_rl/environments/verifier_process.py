@@ -7,6 +7,7 @@ It ends with its standard input, and by itself when a verification outlives its 
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import signal
 import sys
@@ -32,7 +33,7 @@ def main() -> None:
             verdict = VERIFIERS[name](response, ground_truth)
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             # The parser stumbles over text that is not mathematics: that is a wrong answer.
-            print(f"{name}: {error!r}", file=sys.stderr)
+            logging.info("%s: %r", name, error)
             verdict = (False, None)
         signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps(verdict) + "\n")

@@ -1,0 +1,220 @@
+import json
+import sys
+
+import pytest
+
+from nemo_rl.data.config import DataConfig, DatasetConfig
+from nemo_rl.data.datasets.hub import after_hashes
+from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
+from nemo_rl.data.processing import PromptProcessor
+from nemo_rl.data.setup import setup_data
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.types import Prompt
+
+DEFAULTS = {"processor": "math_hf_data_processor", "env_name": "math"}
+
+
+def dataset(**kwargs):
+    return DatasetConfig(**{**DEFAULTS, **kwargs})
+
+
+def data_config(*train, validation=None, **kwargs):
+    return DataConfig(train=list(train), validation=validation, **{"max_input_seq_length": 64, **kwargs})
+
+
+@pytest.fixture
+def rows():
+    return [{"question": f"{i}+{i}", "solution": str(2 * i), "level": i % 3} for i in range(20)]
+
+
+@pytest.fixture
+def jsonl(tmp_path, rows):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_local_files_of_every_format_give_the_same_rows(tmp_path, rows, suffix):
+    import datasets
+
+    path = tmp_path / f"rows.{suffix}"
+    table = datasets.Dataset.from_list(rows)
+    {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
+    loaded, held_out = load_rows(dataset(data_path=str(path), input_key="question", output_key="solution"))
+    assert held_out is None
+    assert len(loaded) == 20
+    assert [(row["problem"], row["expected_answer"]) for row in loaded] == [(f"{i}+{i}", str(2 * i)) for i in range(20)]
+    assert loaded[1]["level"] == 1
+
+
+def test_a_folder_with_splits_and_a_file_as_dataset_name(tmp_path, jsonl, rows):
+    (tmp_path / "copy").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "copy" / f"{split}.jsonl").write_text(jsonl.read_text())
+    keys = {"input_key": "question", "output_key": "solution"}
+    assert len(load_rows(dataset(dataset_name=str(jsonl), **keys))[0]) == 20
+    assert len(load_rows(dataset(data_path=str(tmp_path / "copy"), split="test", **keys))[0]) == 20
+    with pytest.raises(ValueError, match="no split 'dev'; it has train, test"):
+        load_rows(dataset(data_path=str(tmp_path / "copy"), split="dev", **keys))
+
+
+def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
+    cfg = dataset(data_path=str(jsonl), input_key="question", output_key="solution", split_validation_size=0.25, seed=3)
+    train, held_out = load_rows(cfg)
+    again = load_rows(cfg)[1]
+    texts = [row["problem"] for row in train], [row["problem"] for row in held_out]
+    assert len(texts[1]) == 5
+    assert sorted(texts[0] + texts[1]) == sorted(f"{i}+{i}" for i in range(20))
+    assert texts[1] == [row["problem"] for row in again]
+    assert texts[1] != [row["problem"] for row in load_rows(cfg.model_copy(update={"seed": 4}))[1]]
+
+
+def test_mistakes_are_named_with_what_there_is(tmp_path, jsonl):
+    with pytest.raises(
+        ValueError, match=r"no column 'input' \(input_key\); its columns are: question, solution, level"
+    ):
+        load_rows(dataset(data_path=str(jsonl)))
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load_rows(dataset(data_path="nowhere.jsonl"))
+    with pytest.raises(ValueError, match="Did you mean gsm8k"):
+        load_rows(dataset(dataset_name="GSM8k"))
+    with pytest.raises(ValueError, match="has no 'nothing'"):
+        load_rows(dataset(dataset_name="json:nothing"))
+    with pytest.raises(ValueError, match="no module 'no_such_package'"):
+        load_rows(dataset(dataset_name="no_such_package:rows"))
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        load_rows(dataset(data_path=str(empty)))
+    with pytest.raises(ValueError, match="leaves 0 for validation"):
+        load_rows(
+            dataset(data_path=str(jsonl), input_key="question", output_key="solution", split_validation_size=0.01)
+        )
+    with pytest.raises(ValueError, match="takes no kwargs"):
+        load_rows(dataset(dataset_name="gsm8k", kwargs={"n": 1}))
+
+
+def test_local_copies_of_named_datasets(tmp_path):
+    gsm8k = tmp_path / "gsm8k.jsonl"
+    gsm8k.write_text(json.dumps({"question": "How many?", "answer": "Many.\n#### 1,024"}))
+    (row,) = load_rows(dataset(dataset_name="gsm8k", data_path=str(gsm8k)))[0]
+    assert (row["problem"], row["expected_answer"]) == ("How many?", "1024")
+    dapo = tmp_path / "dapo.jsonl"
+    dapo.write_text(
+        json.dumps({"prompt": [{"role": "user", "content": "Q"}], "reward_model": {"ground_truth": "34"}, "x": 1})
+    )
+    assert list(load_rows(dataset(dataset_name="DAPOMath17K", data_path=str(dapo)))[0]) == [
+        {"problem": "Q", "expected_answer": "34"}
+    ]
+    assert after_hashes("a #### -3") == "-3"
+
+
+def test_datasets_by_registration_and_import_path(tmp_path):
+    (tmp_path / "own_rows_module.py").write_text(
+        "def make(cfg):\n    return [{'problem': cfg.kwargs['word'], 'expected_answer': 'x'}]\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        loaded, _ = load_rows(dataset(dataset_name="own_rows_module:make", kwargs={"word": "hello"}))
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert loaded[0]["problem"] == "hello"
+    register_dataset("of this test", lambda cfg: [{"problem": "p", "expected_answer": "a"}])
+    try:
+        assert load_rows(dataset(dataset_name="of this test"))[0][0]["problem"] == "p"
+        with pytest.raises(ValueError, match="already"):
+            register_dataset("of this test", lambda cfg: [])
+    finally:
+        del DATASET_REGISTRY["of this test"]
+
+
+def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
+    keys = {"data_path": str(jsonl), "input_key": "question", "output_key": "solution"}
+    cfg = data_config(
+        dataset(dataset_name="arithmetic", kwargs={"num_samples": 5}),
+        dataset(**keys, repeat=2, env_name="other", split_validation_size=0.1),
+        dataset(**keys),
+        validation=[dataset(dataset_name="arithmetic", split="validation")],
+    )
+    setup = setup_data(cfg, {"math": {}, "other": {}})
+    assert len(setup.train) == 5 + 2 * 18 + 20
+    assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
+    ids = [prompt.prompt_id for prompt in setup.train]
+    assert ids[0] == "arithmetic:0"
+    assert ids[5] == ids[5 + 18] == "rows:0"
+    assert ids[-1] == "rows#2:19"
+    assert setup.train[len(setup.train) - 1].task_name == "rows#2"
+    assert {prompt.task_name for prompt in setup.validation} == {"rows", "arithmetic"}
+    assert not {prompt.prompt_id for prompt in setup.validation} & set(ids)
+
+
+def test_setup_names_a_missing_environment_prompt_file_and_processor(tmp_path):
+    arithmetic = {"dataset_name": "arithmetic", "kwargs": {"num_samples": 3}}
+    with pytest.raises(ValueError, match="env_name 'maths' is no section of env; there are: math"):
+        setup_data(data_config(dataset(**arithmetic, env_name="maths")), {"math": {}})
+    with pytest.raises(FileNotFoundError, match="prompt_file"):
+        setup_data(data_config(dataset(**arithmetic, prompt_file="nowhere.txt")), {"math": {}})
+    with pytest.raises(ValueError, match="Did you mean 'math_data_processor'"):
+        setup_data(data_config(dataset(**arithmetic, processor="math_data_procesor")), {"math": {}})
+    bad = tmp_path / "bad.txt"
+    for text, message in (
+        ("Solve in \\boxed{}: {}", "braces twice"),
+        ("Solve it", "exactly one"),
+        ("Solve in \\boxed{x}: {}", "braces twice"),
+    ):
+        bad.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            setup_data(data_config(dataset(**arithmetic, prompt_file=str(bad))), {"math": {}})
+
+
+def test_the_prompt_processor_makes_tokens_and_counts_what_is_too_long():
+    setup = setup_data(data_config(dataset(dataset_name="arithmetic", kwargs={"num_samples": 3})), {"math": {}})
+    tokenizer = build_tiny_tokenizer()
+    prompt = Prompt(prompt_id="x:0", row={"problem": "5+7", "expected_answer": "12"}, idx=7, task_name="arithmetic")
+    datum = PromptProcessor(setup.tasks, tokenizer, 64)(prompt)
+    assert tokenizer.decode(datum["message_log"][0]["token_ids"]) == "<|user|>5+7<eos><|assistant|>"
+    assert datum["extra_env_info"] == {"ground_truth": "12"}
+    assert (datum["length"], datum["loss_multiplier"], datum["idx"], datum["task_name"]) == (6, 1.0, 7, "arithmetic")
+    stub = PromptProcessor(setup.tasks, tokenizer, 5)(prompt)
+    assert (stub["length"], stub["loss_multiplier"]) == (6, 0.0)
+    assert len(stub["message_log"][0]["token_ids"]) <= 5
+    messages = [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "12"}]
+    same = PromptProcessor(setup.tasks, tokenizer, 64)(
+        Prompt(prompt_id="x:1", row={"messages": messages}, idx=7, task_name="arithmetic")
+    )
+    assert same["message_log"][0]["token_ids"].tolist() == datum["message_log"][0]["token_ids"].tolist()
+    assert same["extra_env_info"] == datum["extra_env_info"]
+    with pytest.raises(ValueError, match=r"row x:2 has no 'messages'.*it has: text"):
+        PromptProcessor(setup.tasks, tokenizer, 64)(
+            Prompt(prompt_id="x:2", row={"text": "a"}, idx=0, task_name="arithmetic")
+        )
+
+
+def test_other_processors():
+    from nemo_rl.data.interfaces import TaskDataSpec
+    from nemo_rl.data.processors import find_processor
+
+    tokenizer = build_tiny_tokenizer()
+    spec = TaskDataSpec("t")
+    row = {"question": "Which?", "options": {"A": "this", "B": "that"}, "answer": "B"}
+    datum = find_processor("multichoice_qa_processor")(row, spec, tokenizer, 100, 0)
+    assert datum["message_log"][0]["content"] == "<|user|>Which?\n\nA) this\nB) that<eos><|assistant|>"
+    assert datum["extra_env_info"] == {"ground_truth": "B"}
+    with pytest.raises(ValueError, match="no 'options'"):
+        find_processor("multichoice_qa_processor")({"question": "Q", "answer": "A"}, spec, tokenizer, 100, 0)
+    row = {"problem": "1", "expected_answer": "2", "level": 3}
+    assert find_processor("math_data_processor")(row, spec, tokenizer, 100, 0)["extra_env_info"] == {
+        "level": 3,
+        "ground_truth": "2",
+    }
+
+
+def test_the_shipped_prompt_file_is_a_template():
+    from pathlib import Path
+
+    from nemo_rl.data.interfaces import TaskDataSpec
+
+    spec = TaskDataSpec("t", Path(__file__).parents[3] / "examples/prompts/cot.txt")
+    assert "\\boxed{}" in spec.fill("1+1")
+    assert spec.fill("1+1").endswith("1+1")

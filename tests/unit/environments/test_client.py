@@ -1,0 +1,272 @@
+import asyncio
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from ray.exceptions import RayActorError, RayTaskError
+
+from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, connect_environments
+from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.registry import ENV_REGISTRY, create_env, find_env_class, register_env
+
+GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
+
+
+def echo(logs, metadata):
+    """Reward 1 where the last message is the metadata."""
+    size = len(logs)
+    return EnvironmentReturn(
+        observations=[{"role": "environment", "content": f"saw {log[-1]['content']}"} for log in logs],
+        metadata=metadata,
+        next_stop_strings=[None] * size,
+        rewards=torch.tensor([float(log[-1]["content"] == m) for log, m in zip(logs, metadata, strict=True)]),
+        terminateds=torch.ones(size),
+    )
+
+
+class Ready:
+    async def remote(self):
+        return True
+
+
+class FakeActor:
+    """Stands for an actor handle: `step.remote(logs, metadata)` is awaitable and calls `behave`."""
+
+    def __init__(self, behave=echo):
+        self.behave = behave
+        self.batches = []
+        self.step = self
+        self.__ray_ready__ = Ready()
+
+    def remote(self, logs, metadata):
+        self.batches.append(len(logs))
+        return self._answer(logs, metadata)
+
+    async def _answer(self, logs, metadata):
+        await asyncio.sleep(0.01)
+        return self.behave(logs, metadata)
+
+
+def said(text):
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "token_ids": [1, 2]}]
+
+
+async def gathered(client, texts):
+    return await asyncio.gather(*(client.step(said(t), "a") for t in texts), return_exceptions=True)
+
+
+def raises(error):
+    def behave(logs, metadata):
+        raise error
+
+    return behave
+
+
+def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
+    actor = FakeActor()
+
+    async def run():
+        client = EnvironmentClient("e", actor, 5)
+        first = asyncio.create_task(client.step(said("x"), "a"))
+        await asyncio.sleep(0.005)  # the first call is in flight
+        rest = await gathered(client, ["a", "b", "a"])
+        return [await first, *rest]
+
+    steps = asyncio.run(run())
+    assert actor.batches == [1, 3]
+    assert [step.reward for step in steps] == [0.0, 1.0, 0.0, 1.0]
+    assert steps[1].observation == {"role": "environment", "content": "saw a"}
+    assert steps[1].terminated is True
+    assert steps[1].metadata == "a"
+
+
+def test_only_role_and_content_are_sent():
+    seen = []
+
+    def behave(logs, metadata):
+        seen.extend(logs)
+        return echo(logs, metadata)
+
+    asyncio.run(gathered(EnvironmentClient("e", FakeActor(behave), 5), ["x"]))
+    assert seen == [[{"role": "user", "content": "?"}, {"role": "assistant", "content": "x"}]]
+
+
+def test_one_bad_conversation_fails_alone():
+    def behave(logs, metadata):
+        if any(log[-1]["content"] == "poison" for log in logs):
+            raise RayTaskError("step", "traceback", ValueError("cannot read poison"))
+        return echo(logs, metadata)
+
+    results = asyncio.run(gathered(EnvironmentClient("maze", FakeActor(behave), 5), ["a", "poison", "b"]))
+    assert [type(result).__name__ for result in results] == ["EnvironmentStep", "EnvironmentFailure", "EnvironmentStep"]
+    assert re.search("'maze' raised.*cannot read poison", str(results[1]))
+
+
+def test_a_dead_actor_is_asked_once_more_and_no_more():
+    actor = FakeActor(raises(RayActorError()))
+    results = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a", "b"]))
+    assert actor.batches == [2, 2]
+    assert all(isinstance(result, EnvironmentFailure) and "twice" in str(result) for result in results)
+    answers = iter([RayActorError(), None])
+
+    def once(logs, metadata):
+        error = next(answers)
+        if error:
+            raise error
+        return echo(logs, metadata)
+
+    (step,) = asyncio.run(gathered(EnvironmentClient("e", FakeActor(once), 5), ["a"]))
+    assert step.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], got \[3\]"),
+        ({"rewards": torch.tensor([float("nan")])}, "rewards must be finite"),
+        ({"rewards": "high"}, "rewards must be a tensor"),
+        ({"terminateds": torch.zeros(1, 2)}, r"terminateds must have shape \[1\]"),
+        ({"observations": []}, "observations must be a list of 1, got a list of 0"),
+        ({"observations": ["text"]}, "an observation needs role and content"),
+        ({"metadata": None}, "metadata must be a list of 1, got a NoneType"),
+        ({"answers": ["a", "b"]}, "answers must be a list of 1"),
+    ],
+)
+def test_a_wrong_return_names_environment_and_field(change, message):
+    actor = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(**change))
+    (failure,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
+    assert isinstance(failure, EnvironmentFailure)
+    assert re.search(message, str(failure))
+
+
+def test_returns_without_answers_or_with_one_reward_column_are_fine():
+    five = FakeActor(lambda logs, metadata: tuple(echo(logs, metadata))[:5])
+    column = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(rewards=torch.ones(len(logs), 1)))
+    for actor in (five, column):
+        (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
+        assert step.reward == 1.0
+
+
+def test_tasks_of_one_environment_share_a_client():
+    clients = connect_environments(
+        {"math": FakeActor(), "code": FakeActor()}, {"a": "math", "b": "math", "c": "code"}, 5
+    )
+    assert clients["a"] is clients["b"]
+    assert clients["a"] is not clients["c"]
+
+
+def test_registry_names_what_is_missing():
+    with pytest.raises(ValueError, match="Did you mean 'math'"):
+        find_env_class("mth")
+    with pytest.raises(ValueError, match="no module 'no_such_package'"):
+        find_env_class("no_such_package.envs:MyEnv")
+    with pytest.raises(ValueError, match="has no 'Nothing'"):
+        find_env_class("nemo_rl.environments.math:Nothing")
+    with pytest.raises(ValueError, match="already"):
+        register_env("math", "a.B")
+    register_env("of this test", "nemo_rl.environments.math.MathEnvironment")
+    assert find_env_class("of this test").__name__ == "MathEnvironment"
+    del ENV_REGISTRY["of this test"]
+
+
+TROUBLE = textwrap.dedent(
+    """
+    import os, time
+    import ray, torch
+    from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+    class Plain(EnvironmentInterface):
+        def __init__(self, cfg):
+            self.flag = cfg["flag"]
+
+        def step(self, message_log_batch, metadata):
+            text = message_log_batch[0][-1]["content"]
+            if text == "die once" and not os.path.exists(self.flag):
+                open(self.flag, "w").close()
+                os._exit(1)
+            if text == "sleep":
+                time.sleep(60)
+            if text == "raise":
+                raise TimeoutError("of the environment itself")
+            n = len(message_log_batch)
+            observations = [{"role": "environment", "content": "ok"}] * n
+            return EnvironmentReturn(observations, metadata, [None] * n, torch.ones(n), torch.ones(n), None)
+
+        def global_post_process_and_metrics(self, batch):
+            return batch, {}
+
+    Decorated = ray.remote(Plain)
+    """
+)
+
+
+@pytest.fixture
+def import_folder(tmp_path):
+    sys.path.insert(0, str(tmp_path))
+    yield tmp_path
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["Plain", "Decorated"])
+def test_real_actors_die_hang_and_raise(ray_local, import_folder, name):
+    import ray
+
+    module = f"trouble_{name.lower()}"
+    (import_folder / f"{module}.py").write_text(TROUBLE)
+    actor = create_env("trouble", {"type": f"{module}:{name}", "flag": str(import_folder / "flag")})
+
+    async def run():
+        client = EnvironmentClient("trouble", actor, 60)
+        assert (await client.step(said("die once"), None)).reward == 1.0
+        with pytest.raises(EnvironmentFailure, match="of the environment itself"):
+            await client.step(said("raise"), None)
+        hasty = EnvironmentClient("trouble", actor, 1)
+        with pytest.raises(EnvironmentFailure, match="within 1 s"):
+            await hasty.step(said("sleep"), None)
+        assert (await client.step(said("hello"), None)).reward == 1.0
+
+    asyncio.run(run())
+    ray.kill(actor)
+
+
+def blocks_of_the_guide():
+    text = GUIDE.read_text()
+    return dict(re.findall(r"<!-- (\w+\.py) -->\n```python\n(.*?)```", text, flags=re.DOTALL))
+
+
+def test_the_environment_of_the_guide_runs(ray_local, import_folder):
+    import ray
+
+    source = blocks_of_the_guide()["guess.py"]
+    (import_folder / "guess.py").write_text(source)
+    assert len([line for line in source.split("class ")[1].splitlines() if line.strip()]) <= 20
+    actor = create_env("guess", {"type": "guess:GuessTheNumber", "max_guesses": 2})
+
+    async def play(*guesses):
+        client = EnvironmentClient("guess", actor, 60)
+        metadata, steps = {"ground_truth": "7"}, []
+        for guess in guesses:
+            steps.append(await client.step(said(guess), metadata))
+            metadata = steps[-1].metadata
+        return [(step.observation["content"], step.reward, step.terminated) for step in steps]
+
+    assert asyncio.run(play("3", "7")) == [("try again", 0.0, False), ("right", 1.0, True)]
+    assert asyncio.run(play("3", "4"))[-1] == ("try again", 0.0, True)
+    ray.kill(actor)
+
+
+def test_the_dataset_and_processor_of_the_guide_run(import_folder):
+    from nemo_rl.data.config import DataConfig, DatasetConfig
+    from nemo_rl.data.processing import PromptProcessor
+    from nemo_rl.data.setup import setup_data
+    from nemo_rl.data.tiny_model import build_tiny_tokenizer
+
+    (import_folder / "my_data.py").write_text(blocks_of_the_guide()["my_data.py"])
+    section = DatasetConfig(dataset_name="my_data:capitals", processor="my_data:in_one_word", env_name="math")
+    setup = setup_data(DataConfig(train=[section], max_input_seq_length=100), {"math": {}})
+    datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
+    assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
+    assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}

@@ -1,0 +1,200 @@
+import os
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.math import MathEnvironment
+from nemo_rl.environments.verification import (
+    dapo_math_verify,
+    english_multichoice,
+    exact_integer,
+    hf_math_verify,
+    multilingual_multichoice,
+    normalize_answer,
+)
+from nemo_rl.environments.verifier_pool import Verification, VerifierPool
+
+# Written out, this number has a third of a billion digits.
+HANGS = "\\boxed{9^{9^{9}}}"
+
+
+def check(verifier, response, ground_truth):
+    return Verification(verifier=verifier, response=response, ground_truth=ground_truth)
+
+
+@pytest.fixture
+def pool():
+    pool = VerifierPool(2, timeout_s=1.0)
+    yield pool
+    pool.close()
+
+
+small = st.integers(-30, 30)
+large = st.integers(-(10**18) + 1, 10**18 - 1)
+texts = st.one_of(
+    st.builds("\\boxed{{{}}}".format, st.one_of(small, large)),
+    st.builds(" \\boxed{{{}}}\n".format, small),
+    st.builds("\\boxed{{{}}}{}".format, small, st.sampled_from(["", ".", "$", "}", "\\boxed{1}", " 7"])),
+    st.builds("\\boxed{{{}{}}}".format, st.sampled_from(["-", "0", "-0", "+", " "]), small),
+    st.text(st.sampled_from("\\boxed{}0123-, "), max_size=12),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(texts, st.one_of(small.map(str), large.map(str), st.sampled_from(["007", "-0", "1/2", "3.0", ""])))
+def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, ground_truth):
+    certain = exact_integer(response, ground_truth)
+    if certain is not None:
+        assert certain[0] == hf_math_verify(response, ground_truth)[0]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.one_of(small, large))
+def test_the_exact_path_decides_plain_answers(number):
+    assert exact_integer(f"\\boxed{{{number}}}", str(number)) == (True, str(number))
+    assert exact_integer(f"\\boxed{{{number + 1}}}", str(number))[0] is False
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "correct"),
+    [
+        ("so \\boxed{\\frac{1}{2}}", "0.5", True),
+        ("the answer is $x^2 + 2x + 1$", "(x+1)^2", True),
+        ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
+        ("46", "46", True),
+        ("\\boxed{46", "46", False),
+        ("\\boxed{47}", "46", False),
+        ("no idea", "46", False),
+    ],
+)
+def test_math_verify(response, ground_truth, correct):
+    assert hf_math_verify(response, ground_truth)[0] is correct
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "correct"),
+    [
+        ("Thus\nAnswer: 34", "34", True),
+        ("Answer: 33\nAnswer: $\\boxed{1{,}024}$.", "1024", True),
+        ("Answer: x = \\text{even}", "even", True),
+        ("Answer: \\dfrac 12", "\\frac{1}{2}", True),
+        ("34", "34", False),
+        ("Answer: 34" + "." * 400, "34", False),
+    ],
+)
+def test_dapo_rule(response, ground_truth, correct):
+    assert dapo_math_verify(response, ground_truth)[0] is correct
+
+
+def test_normalized_answers():
+    assert normalize_answer("  $ 1,234 $. ") == "1234"
+    assert normalize_answer("(1,2)") == "(1,2)"
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("Answer: B", "B"),
+        ("answer is (c).", "C"),
+        ("**Answer:** A", "A"),
+        ("Answer: \\boxed{D}", "D"),
+        ("Answer: A\n... no. Answer: B", "B"),
+        ("Answer: Because", None),
+        ("B", None),
+    ],
+)
+def test_english_multiple_choice(response, letter):
+    assert english_multichoice(response, "B") == (letter == "B", letter)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Answer: B",
+        "Antwort: B",
+        "Réponse : B",
+        "答案\uff1aB",
+        "答案是 B",
+        "정답: B",
+        "الإجابة: ب",
+        "উত্তর: ব",
+        "**Respuesta:** (B)",
+    ],
+)
+def test_multilingual_multiple_choice(response):
+    assert multilingual_multichoice(response, "B") == (True, "B")
+    assert multilingual_multichoice(response, "C")[0] is False
+
+
+def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
+    pool.verify([check("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
+    first_pids = set(pool.pids())
+    assert len(first_pids) == 2
+    started = time.monotonic()
+    jobs = [
+        check("hf_math_verify", HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}", f"{i / 2}") for i in range(8)
+    ]
+    results = pool.verify(jobs)
+    assert time.monotonic() - started < 30
+    assert [result.correct for result in results] == [i != 3 for i in range(8)]
+    assert results[3].failure in ("timeout", "died")
+    results = pool.verify(jobs[:3])
+    assert [result.correct for result in results] == [True] * 3
+
+
+def test_processes_end_with_the_pool(pool):
+    pool.verify([check("hf_math_verify", "x", "1")])
+    (pid,) = pool.pids()
+    pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_step_gives_the_contract():
+    env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0, "stop_strings": ["</s>"]})
+    logs = [
+        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{12}"}],
+        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{13}"}],
+        [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "is \\boxed{\\frac{24}{2}}"}],
+    ]
+    returned = env.step(logs, [{"ground_truth": "12"}] * 3)
+    env.shutdown()
+    assert returned.rewards.tolist() == [1.0, 0.0, 1.0]
+    assert returned.terminateds.tolist() == [1.0] * 3
+    assert [o["content"] for o in returned.observations] == [
+        "Environment: correct",
+        "Environment: incorrect",
+        "Environment: correct",
+    ]
+    assert returned.answers[:2] == ["12", "13"]
+    assert returned.next_stop_strings == [["</s>"]] * 3
+
+
+def test_metrics_of_a_batch():
+    env = MathEnvironment({"num_workers": 1})
+    batch = BatchedDataDict(
+        {
+            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+            "is_end": torch.tensor([True, True, False, True]),
+            "generation_lengths": torch.tensor([4, 6, 8, 10]),
+            "prompt_lengths": torch.tensor([2, 2, 3, 3]),
+            "group_id": ["a", "a", "b", "b"],
+            "text": ["same"] * 4,
+        }
+    )
+    batch, metrics = env.global_post_process_and_metrics(batch)
+    env.shutdown()
+    assert batch["rewards"].tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert metrics == {
+        "accuracy": 0.25,
+        "pass@samples_per_prompt": 0.5,
+        "fraction_of_samples_properly_ended": 0.75,
+        "num_problems_in_batch": 4.0,
+        "generation_lengths": 7.0,
+        "prompt_lengths": 2.5,
+        "correct_solution_generation_lengths": 4.0,
+    }

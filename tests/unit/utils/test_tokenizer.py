@@ -1,0 +1,82 @@
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
+from nemo_rl.utils.tokenizer import get_tokenizer
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    build_tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def load(path, chat_template="default", **kwargs):
+    cfg = SimpleNamespace(name=str(path), chat_template=chat_template, chat_template_kwargs=None)
+    vars(cfg).update(kwargs)
+    return get_tokenizer(cfg)
+
+
+def render(tokenizer, **kwargs):
+    return tokenizer.apply_chat_template(MESSAGES, tokenize=False, **kwargs)
+
+
+def test_the_default_is_the_tokenizers_own_template(saved):
+    assert load(saved).chat_template == CHAT_TEMPLATE
+    assert load(saved).padding_side == "right"
+
+
+def test_null_joins_the_contents(saved):
+    assert render(load(saved, None)) == "ab"
+
+
+def test_a_template_as_text_or_file(saved, tmp_path):
+    text = "{% for m in messages %}({{ m.content }}){% endfor %}"
+    (tmp_path / "t.jinja").write_text(text)
+    assert render(load(saved, text)) == "(a)(b)"
+    assert render(load(saved, str(tmp_path / "t.jinja"))) == "(a)(b)"
+    with pytest.raises(FileNotFoundError, match=r"none\.jinja"):
+        load(saved, "none.jinja")
+    with pytest.raises(ValueError, match="neither default"):
+        load(saved, "defualt")
+
+
+def test_template_arguments_are_defaults_that_a_saved_copy_keeps(saved, tmp_path):
+    text = "{{ 'think' if thinking else 'no' }}{{ names | join('+') }}{{ opt.a is none }}"
+    tokenizer = load(saved, text, chat_template_kwargs={"thinking": True, "names": ["x", 'y"'], "opt": {"a": None}})
+    assert render(tokenizer) == 'thinkx+y"True'
+    assert render(tokenizer, thinking=False) == 'nox+y"True'
+    tokenizer.save_pretrained(tmp_path)
+    assert render(load(tmp_path)) == 'thinkx+y"True'
+
+
+def test_a_missing_pad_token_becomes_the_end_token_and_is_said(saved, tmp_path, caplog):
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["pad_token"] = None
+    path.write_text(json.dumps(config))
+    with caplog.at_level(logging.WARNING):
+        tokenizer = load(tmp_path)
+    assert tokenizer.pad_token == tokenizer.eos_token == "<eos>"
+    assert "no pad token" in caplog.text
+
+
+def test_a_missing_template_says_what_to_set(tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"policy\.tokenizer\.chat_template"):
+        load(tmp_path)
+    assert render(load(tmp_path, None)) == "ab"
+
+
+def test_an_unknown_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load(tmp_path / "nothing")
