@@ -1,0 +1,76 @@
+"""What the rest of the library knows of generation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+
+class EngineDied(RuntimeError):
+    """The engine process of a generation worker is gone. The worker must be restarted and given the weights again."""
+
+
+class GenerationInterface(ABC):
+    """Replicas of an engine that completes token sequences.
+
+    Whoever plays episodes awaits `worker.call.remote("generate", prompt_token_ids, sampling, seed)` on one of `workers`
+    and gets a `Completion`. Which replica answers, and what else it does at that moment, changes nothing in it.
+
+    A sync of weights is `init_weight_transfer` once, then `start_weight_update`, one `receive_bucket_async` per bucket,
+    `finish_weight_update`.
+    """
+
+    @property
+    @abstractmethod
+    def workers(self) -> list[Any]:
+        """Actor handles, one per data-parallel replica."""
+
+    @property
+    @abstractmethod
+    def controller_tensor_bytes(self) -> int:
+        """Bytes of arrays that passed through the controller on their way to or from the workers."""
+
+    @abstractmethod
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Tell every engine, once, where the weights will lie; its keys are those of the transport."""
+
+    @abstractmethod
+    def start_weight_update(self) -> None:
+        """Stop sampling and make ready for buckets. Requests under way wait and then go on with the new weights."""
+
+    @abstractmethod
+    def receive_bucket_async(self, info: dict[str, Any]) -> list[Any]:
+        """Begin to read one bucket on every replica; one future per replica, for `wait`."""
+
+    @abstractmethod
+    def wait(self, futures: Sequence[Any]) -> None:
+        """Wait for what `receive_bucket_async` returned."""
+
+    @abstractmethod
+    def finish_weight_update(self, version: int) -> None:
+        """Make the new weights valid as `version` (stamped on every later request) and sample again."""
+
+    @abstractmethod
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Bring onto the device what is off it: "weights", "kv_cache", or both (None)."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Free the device. No request may be under way."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV cache of finished requests."""
+
+    @abstractmethod
+    def restart_worker(self, index: int) -> None:
+        """End replica `index`, dead or alive, and start it anew. It holds no weights until the next sync."""
+
+    @abstractmethod
+    def num_generated_tokens(self) -> int:
+        """Tokens sampled by all replicas since they were started."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End the workers and their engines. May be called again."""

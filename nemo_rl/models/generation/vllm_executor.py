@@ -1,0 +1,59 @@
+"""vLLM's executors, tied to the life of the process that started the engine.
+
+vLLM starts the engine as a child and ends it on an orderly shutdown only: when the parent is killed, the engine stays
+and holds its memory. These are made inside the engine's process and ask the kernel to end it with its parent. The other
+ranks of a tensor-parallel engine follow, as they watch the engine's process themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+
+from vllm.config import VllmConfig
+from vllm.v1.executor import Executor
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+_PR_SET_PDEATHSIG = 1
+
+
+class BoundUniProcExecutor(UniProcExecutor):
+    """Computes in the engine's process."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
+
+
+class BoundMultiprocExecutor(MultiprocExecutor):
+    """Computes in one process per tensor-parallel rank."""
+
+    def _init_executor(self) -> None:
+        end_with_parent()
+        super()._init_executor()
+
+
+def executor_class(config: VllmConfig) -> type[Executor]:
+    """The tied executor in place of the one vLLM chose. Raises ValueError for one there is no tied form of."""
+    chosen = Executor.get_class(config)
+    for bound in (BoundUniProcExecutor, BoundMultiprocExecutor):
+        if bound.__base__ is chosen:
+            return bound
+    raise ValueError(
+        f"vLLM chose {chosen.__name__} to run the engine: remove distributed_executor_backend from "
+        "policy.generation.vllm_kwargs"
+    )
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends, and end it now if the parent is gone already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "the engine runs in a process of its own"
+    if os.getppid() != parent.pid:
+        os._exit(1)

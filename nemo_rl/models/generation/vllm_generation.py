@@ -1,0 +1,175 @@
+"""The driver's handle of all vLLM replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs
+from nemo_rl.utils.venvs import python_executable_for
+
+logger = logging.getLogger(__name__)
+
+WORKER = "nemo_rl.models.generation.vllm_worker.VllmWorker"
+TENANT = "generation"
+
+
+class VllmGeneration(GenerationInterface):
+    """One engine per data-parallel replica, on `tensor_parallel_size` neighbouring bundles of one node each.
+
+    Args:
+        cluster: the bundles, all of which are used; with colocated generation the policy's own.
+        cfg: `policy.generation`.
+        model: directory or hub name of the model. With `load_format="dummy"` its configuration alone is read: the
+            weights come from the policy with the first sync.
+        tokenizer: directory or hub name of the tokenizer.
+        seed: of the run.
+        accelerator: generation registers there as "generation"; None leaves `onload` and `offload` to the caller.
+        load_format: "auto" reads the weights of `model` (evaluation, tests).
+        num_replicas: fewer replicas than there is room for.
+
+    Raises:
+        ValueError: when the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        cfg: GenerationConfig,
+        *,
+        model: str,
+        tokenizer: str,
+        seed: int,
+        accelerator: Accelerator | None = None,
+        load_format: Literal["dummy", "auto"] = "dummy",
+        num_replicas: int | None = None,
+        name_prefix: str = "generation",
+        timeout_s: float | None = None,
+    ) -> None:
+        check_vllm_kwargs(cfg)
+        self._cluster = cluster
+        self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg.tensor_parallel_size)
+        if num_replicas is not None:
+            if not 1 <= num_replicas <= len(self._bundle_groups):
+                raise ValueError(f"{num_replicas} replicas asked for where {len(self._bundle_groups)} have room")
+            self._bundle_groups = self._bundle_groups[:num_replicas]
+        self._name_prefix = name_prefix
+        self._timeout_s = timeout_s
+        self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
+        self._args = (model, tokenizer, cfg)
+        self._kwargs: dict[str, Any] = {
+            "device": "cuda" if cluster.use_gpus else "cpu",
+            "seed": seed,
+            "load_format": load_format,
+            "weight_transfer": weight_transfer_backend(cluster),
+        }
+        self._transfer_init: dict[str, Any] | None = None
+        self._bytes_of_ended = 0
+        cluster.bundles()  # booked here, once, before the replicas start side by side
+        self._replicas: list[RayWorkerGroup] = self._start_all()
+        if accelerator is not None:
+            accelerator.register(TENANT, self.onload, self.offload, on_device=True)
+
+    @property
+    def workers(self) -> list[Any]:
+        return [replica.workers[0] for replica in self._replicas]
+
+    @property
+    def controller_tensor_bytes(self) -> int:
+        return self._bytes_of_ended + sum(replica.controller_tensor_bytes for replica in self._replicas)
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        self._transfer_init = init_info
+        self._call_all("init_weight_transfer", init_info)
+
+    def start_weight_update(self) -> None:
+        self._call_all("start_weight_update")
+
+    def receive_bucket_async(self, info: dict[str, Any]) -> list[Any]:
+        return [replica.start_one(0, "receive_bucket", info) for replica in self._replicas]
+
+    def wait(self, futures: Sequence[Any]) -> None:
+        for replica, future in zip(self._replicas, futures, strict=True):
+            replica.wait([future])
+
+    def finish_weight_update(self, version: int) -> None:
+        self._call_all("finish_weight_update", version)
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._call_all("onload", list(tags) if tags is not None else None)
+
+    def offload(self) -> None:
+        self._call_all("offload")
+
+    def reset_prefix_cache(self) -> None:
+        self._call_all("reset_prefix_cache")
+
+    def num_generated_tokens(self) -> int:
+        return sum(counters["num_generated_tokens"] for counters in self._call_all("counters"))
+
+    def restart_worker(self, index: int) -> None:
+        old = self._replicas[index]
+        logger.warning("restarting %s", old.name_prefix)
+        self._bytes_of_ended += old.controller_tensor_bytes
+        old.shutdown()
+        self._replicas[index] = self._start(index)
+        if self._transfer_init is not None:
+            self._replicas[index].call_one(0, "init_weight_transfer", self._transfer_init)
+
+    def shutdown(self) -> None:
+        for replica in self._replicas:
+            replica.shutdown("shutdown")
+
+    def _call_all(self, method: str, *args: Any) -> list[Any]:
+        refs = [replica.start_one(0, method, *args) for replica in self._replicas]
+        return [replica.wait([ref])[0] for replica, ref in zip(self._replicas, refs, strict=True)]
+
+    def _start_all(self) -> list[RayWorkerGroup]:
+        with ThreadPoolExecutor(max_workers=len(self._bundle_groups)) as pool:
+            starts = [pool.submit(self._start, index) for index in range(len(self._bundle_groups))]
+        failures = [error for start in starts if (error := start.exception()) is not None]
+        if failures:
+            for start in starts:
+                if start.exception() is None:
+                    start.result().shutdown()
+            raise failures[0]
+        return [start.result() for start in starts]
+
+    def _start(self, index: int) -> RayWorkerGroup:
+        # A group of its own for each replica, so that one can be ended and started anew.
+        return RayWorkerGroup(
+            self._cluster,
+            RayWorkerBuilder(WORKER, *self._args, replica=index, **self._kwargs),
+            name_prefix=f"{self._name_prefix}-{index}",
+            bundle_groups=[self._bundle_groups[index]],
+            py_executable=self._py_executable,
+            timeout_s=self._timeout_s,
+        )
+
+
+def engine_bundles(cluster: RayVirtualCluster, tensor_parallel_size: int) -> list[list[int]]:
+    """The bundles of each engine: neighbours on one node.
+
+    Raises ValueError when a node's bundles do not divide by `tensor_parallel_size`.
+    """
+    by_node = cluster.bundles_by_node()
+    size = tensor_parallel_size
+    for rank, node in enumerate(by_node):
+        if len(node) % size:
+            raise ValueError(
+                f"policy.generation.vllm_cfg.tensor_parallel_size={size} does not divide the {len(node)} ranks of node "
+                f"{rank}; {', '.join(str(n) for n in range(1, len(node) + 1) if len(node) % n == 0)} would"
+            )
+    return [node[start : start + size] for node in by_node for start in range(0, len(node), size)]
+
+
+def weight_transfer_backend(cluster: RayVirtualCluster) -> Literal["packed_shm", "packed_ipc"]:
+    """The transport between policy and generation on the same devices."""
+    return "packed_ipc" if cluster.use_gpus else "packed_shm"

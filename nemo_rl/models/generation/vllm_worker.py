@@ -1,0 +1,314 @@
+"""One replica of a vLLM engine: token ids in, token ids and logprobs out. vllm is imported inside functions only."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from nemo_rl.models.generation import vllm_batch_invariance
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.generation.interfaces import EngineDied
+from nemo_rl.types import Completion, SamplingParams, StopReason
+
+if TYPE_CHECKING:
+    import vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+WORKER_EXTENSION = "nemo_rl.models.generation.vllm_weight_loader.WorkerExtension"
+_GIB = 1024**3
+_DEFAULT_MAX_NUM_SEQS = 256
+_MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens computed in one step on a CPU, if no single prompt is longer
+_SLEEP_TAGS = ("weights", "kv_cache")
+
+
+def check_vllm_kwargs(cfg: GenerationConfig) -> None:
+    """Raises ValueError for a key of `policy.generation.vllm_kwargs` that another key of the configuration decides."""
+    decided = {
+        "model": "policy.model_name",
+        "tokenizer": "policy.tokenizer.name",
+        "dtype": "policy.generation.vllm_cfg.precision",
+        "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+        "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+        "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+        "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
+        "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+        "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
+        "enable_sleep_mode": "policy.generation.colocated.enabled",
+        "seed": "grpo.seed",
+        "load_format": "",
+        "logprobs_mode": "",
+        "worker_extension_cls": "",
+        "weight_transfer_config": "",
+    }
+    for key in cfg.vllm_kwargs:
+        if key in decided:
+            instead = f"set {decided[key]} instead" if decided[key] else "the library decides it: remove the key"
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: {instead}")
+
+
+class VllmWorker:
+    """Hosts one `AsyncLLM`; with tensor parallelism vLLM starts the processes of the other ranks itself.
+
+    On a CPU in float32 a request's tokens and logprobs are the same bits whatever else the engine does (see
+    `vllm_batch_invariance`): each engine computes on one thread, prompts are prefilled whole, there is no prefix cache,
+    and no more requests are let in than the KV cache can hold to their end, so that none is preempted.
+
+    Args:
+        model: directory or hub name of the model; with `load_format="dummy"` only its configuration is read.
+        tokenizer: directory or hub name of the tokenizer.
+        cfg: sampling defaults are not read here, each request brings its own.
+        device: "cpu" or "cuda".
+        seed: of the engine; requests bring their own seeds.
+        load_format: "dummy" (the weights come from the policy) or "auto" (from `model`).
+        weight_transfer: name of the transport, as registered by `vllm_weight_loader`.
+        replica: number of this replica, for messages.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        tokenizer: str,
+        cfg: GenerationConfig,
+        *,
+        device: Literal["cpu", "cuda"],
+        seed: int,
+        load_format: Literal["dummy", "auto"] = "dummy",
+        weight_transfer: Literal["packed_shm", "packed_ipc"] = "packed_shm",
+        replica: int = 0,
+    ) -> None:
+        check_vllm_kwargs(cfg)
+        self.weight_version = -1  # no weights yet
+        self._name = f"generation replica {replica}"
+        self._max_model_len = cfg.vllm_cfg.max_model_len
+        self._sleep_mode = device == "cuda" and cfg.colocated.enabled
+        self._asleep: set[str] = set()
+        self._request_ids = itertools.count()
+        self._num_requests = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        _prepare_environment(device, cfg.vllm_cfg.tensor_parallel_size)
+
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from nemo_rl.models.generation.vllm_executor import executor_class
+
+        arguments = _engine_args(model, tokenizer, cfg, device, seed, load_format, weight_transfer)
+        config = arguments.create_engine_config()
+        self._engine = AsyncLLM(config, executor_class(config), log_stats=False, log_requests=False)
+        self._admitted = asyncio.Semaphore(_num_admitted(self._engine) if device == "cpu" else 2**31)
+        self._sampling_allowed = asyncio.Event()
+        self._sampling_allowed.set()
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        """Complete one prompt.
+
+        The completion holds every sampled token, with the stop token or the tokens of the stop string at its end, and
+        is cut where `sampling.max_new_tokens` or the engine's `max_model_len` is reached.
+
+        Raises:
+            ValueError: for an empty prompt, or one that leaves no room for a token.
+            EngineDied: when the engine's process is gone.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = self._sampling_params(len(prompt_token_ids), sampling, seed)
+        async with self._admitted:
+            await self._sampling_allowed.wait()
+            weight_version = self.weight_version
+            request = self._engine.generate(
+                {"prompt_token_ids": list(prompt_token_ids)}, params, f"{next(self._request_ids)}"
+            )
+            try:
+                [output] = [output async for output in request]  # the final one alone is sent
+            except EngineDeadError as error:
+                raise EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log") from error
+        assert output.finished
+        completion = self._completion(output.outputs[0], weight_version)
+        self._num_requests += 1
+        self._num_prompt_tokens += len(prompt_token_ids)
+        self._num_generated_tokens += len(completion.token_ids)
+        return completion
+
+    async def counters(self) -> dict[str, int]:
+        """Finished requests, and their prompt and sampled tokens, since the start."""
+        return {
+            "num_requests": self._num_requests,
+            "num_prompt_tokens": self._num_prompt_tokens,
+            "num_generated_tokens": self._num_generated_tokens,
+        }
+
+    # Weights
+
+    async def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        """Once: where the weights will lie. The keys are those of the transport."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def start_weight_update(self) -> None:
+        """Hold back new requests, freeze those under way, and forget all KV: it belongs to the old weights."""
+        self._sampling_allowed.clear()
+        await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.start_weight_update()
+
+    async def receive_bucket(self, info: dict[str, Any]) -> None:
+        """Read one bucket from the transport."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """The weights are now `version`: requests dispatched from here on are stamped with it."""
+        await self._engine.finish_weight_update(str(version))
+        self.weight_version = version
+        await self._engine.resume_generation()
+        self._sampling_allowed.set()
+
+    # Device
+
+    async def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Bring back "weights", "kv_cache" or both (None). Does nothing for what is there already."""
+        wanted = [tag for tag in (tags if tags is not None else _SLEEP_TAGS) if tag in self._asleep]
+        if wanted:
+            await self._engine.wake_up(wanted)
+            self._asleep.difference_update(wanted)
+
+    async def offload(self) -> None:
+        """Free the GPU (vLLM's sleep level 1), or only the prefix cache where there is no sleep mode."""
+        await self.reset_prefix_cache()
+        if self._sleep_mode and not self._asleep:
+            await self._engine.sleep(level=1)
+            self._asleep = set(_SLEEP_TAGS)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished requests. Raises RuntimeError while requests are under way."""
+        if not await self._engine.reset_prefix_cache():
+            raise RuntimeError(f"{self._name}: requests under way hold the KV cache")
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        self._engine.shutdown(timeout=5.0)
+
+    def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> vllm.SamplingParams:
+        from vllm import SamplingParams as EngineSamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self._max_model_len - num_prompt_tokens
+        if num_prompt_tokens < 1:
+            raise ValueError("the prompt has no tokens: check the prompt file and the chat template")
+        if room < 1:
+            raise ValueError(
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: "
+                f"policy.generation.vllm_cfg.max_model_len is {self._max_model_len}; raise it or shorten the prompts "
+                "with data.max_input_seq_length"
+            )
+        return EngineSamplingParams(
+            max_tokens=min(sampling.max_new_tokens, room),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k if sampling.top_k is not None else 0,
+            seed=seed,
+            stop=list(sampling.stop_strings) or None,
+            stop_token_ids=list(sampling.stop_token_ids) or None,
+            detokenize=bool(sampling.stop_strings),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def _completion(self, output: Any, weight_version: int) -> Completion:
+        if output.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{self._name} ended a request early: {output.finish_reason}")
+        token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
+        assert len(token_ids) == len(logprobs), "one logprob for each sampled token"
+        return Completion(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            stop_reason=StopReason(output.finish_reason),
+            weight_version=weight_version,
+        )
+
+
+def _prepare_environment(device: str, tensor_parallel_size: int) -> None:
+    """What the engine's processes inherit. Set before vllm is imported."""
+    # The rendezvous of our worker group is not that of vLLM's own ranks.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # an engine stays on its node
+    if device == "cpu":
+        os.environ.update(vllm_batch_invariance.environment())
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
+        # The engine computes in its scheduler's process: one process less to start and to talk to.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tensor_parallel_size == 1 else "1"
+
+
+def _engine_args(
+    model: str,
+    tokenizer: str,
+    cfg: GenerationConfig,
+    device: str,
+    seed: int,
+    load_format: str,
+    weight_transfer: str,
+) -> AsyncEngineArgs:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    vllm_cfg = cfg.vllm_cfg
+    arguments: dict[str, Any] = {
+        "model": model,
+        "tokenizer": tokenizer,
+        "dtype": vllm_cfg.precision,
+        "max_model_len": vllm_cfg.max_model_len,
+        "max_num_seqs": _DEFAULT_MAX_NUM_SEQS,
+        "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "seed": seed,
+        "load_format": load_format,
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": WORKER_EXTENSION,
+        "weight_transfer_config": {"backend": weight_transfer},
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        arguments |= {
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
+            "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
+        }
+    else:
+        arguments |= {
+            "enforce_eager": vllm_cfg.enforce_eager,
+            "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
+            "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
+            "enable_sleep_mode": cfg.colocated.enabled,
+        }
+    return AsyncEngineArgs(**(arguments | cfg.vllm_kwargs))
+
+
+def _num_admitted(engine: AsyncLLM) -> int:
+    """Requests whose KV cache fits to the last token, so that none is preempted and computed anew in other pieces.
+
+    Raises ValueError when not one fits.
+    """
+    config = engine.vllm_config
+    num_blocks, block_size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
+    assert num_blocks is not None and block_size is not None
+    # One block is vLLM's null block.
+    fitting = (num_blocks - 1) // -(-config.model_config.max_model_len // block_size)
+    if fitting < 1:
+        raise ValueError(
+            f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
+            f"max_model_len={config.model_config.max_model_len}: raise policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
+        )
+    return min(fitting, config.scheduler_config.max_num_seqs)

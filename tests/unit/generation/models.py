@@ -1,0 +1,36 @@
+"""A model for the tests: untrained, and wide enough that ordinary products of its shapes depend on the batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def make_model(directory: Path) -> str:
+    """A float32 Qwen2 with tied embeddings and the tiny model's tokenizer."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from nemo_rl.data.tiny_model import build_tiny_tokenizer
+
+    tokenizer = build_tiny_tokenizer()
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.08,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)

@@ -1,0 +1,72 @@
+"""The row-invariant products alone; the engine as a whole is in test_vllm_worker.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.models.generation import vllm_batch_invariance
+from nemo_rl.models.generation.vllm_batch_invariance import ROW_BLOCKS, RowInvariantLinear
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    vllm_batch_invariance._known_row_blocks.clear()
+    yield
+    torch.set_num_threads(num_threads)
+    vllm_batch_invariance._known_row_blocks.clear()
+
+
+SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(SHAPES), st.integers(1, 700), st.integers(0, 2**31), st.booleans())
+def test_a_row_has_the_same_bits_in_every_batch(
+    shape: tuple[int, int], num_rows: int, seed: int, with_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator)
+    bias = torch.randn(shape[0], generator=generator) if with_bias else None
+    x = torch.randn(num_rows, shape[1], generator=generator)
+    linear = RowInvariantLinear(shape)
+    together = linear(x, weight, bias)
+    position = seed % num_rows
+    assert torch.equal(linear(x[position : position + 1], weight, bias)[0], together[position])
+    order = torch.randperm(num_rows, generator=generator)
+    assert torch.equal(linear(x[order], weight, bias), together[order])
+
+
+def test_it_is_the_product() -> None:
+    weight, bias, x = torch.randn(96, 64), torch.randn(96), torch.randn(53, 64)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
+    torch.testing.assert_close(RowInvariantLinear((96, 64))(x, weight, bias).double(), expected, rtol=0, atol=1e-4)
+    empty = RowInvariantLinear((96, 64))(x[:0], weight, bias)
+    assert empty.shape == (0, 96)
+
+
+def test_weights_written_in_place_count() -> None:
+    weight, x = torch.zeros(32, 16), torch.ones(3, 16)
+    linear = RowInvariantLinear((32, 16))
+    assert linear(x, weight).sum() == 0
+    weight.fill_(1.0)
+    assert torch.equal(linear(x, weight), torch.full((3, 32), 16.0))
+
+
+def test_ordinary_products_depend_on_the_batch() -> None:
+    """Why any of this is needed: if this fails, the library of this machine needs no help."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(448, 1600), torch.randn(64, 1600)
+    together = torch.nn.functional.linear(x, weight)
+    assert any(not torch.equal(torch.nn.functional.linear(x[i : i + 1], weight)[0], together[i]) for i in range(64))
+
+
+def test_the_smallest_block_is_always_kept() -> None:
+    for shape in SHAPES:
+        assert RowInvariantLinear(shape).row_blocks[-1] == ROW_BLOCKS[-1]

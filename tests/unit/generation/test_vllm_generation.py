@@ -1,0 +1,265 @@
+"""Two real vLLM engines in Ray actors, started once for the module."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerCallError, WorkerError
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.generation.vllm_generation import VllmGeneration, engine_bundles
+from nemo_rl.types import Completion, SamplingParams, StopReason
+from tests.unit.generation.configs import generation_config
+from tests.unit.generation.models import make_model
+
+MAX_MODEL_LEN = 1400
+
+Request = tuple[list[int], SamplingParams, int]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model(tmp_path_factory.mktemp("generation") / "model")
+
+
+@pytest.fixture(scope="module")
+def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
+    with RayVirtualCluster([2], use_gpus=False, name="generation") as cluster:
+        generation = VllmGeneration(
+            cluster,
+            generation_config(MAX_MODEL_LEN),
+            model=model_dir,
+            tokenizer=model_dir,
+            seed=0,
+            accelerator=Accelerator(exclusive=False),
+            load_format="auto",
+            timeout_s=120,
+        )
+        yield generation
+        generation.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(model_dir: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+
+
+def ask(worker: Any, requests: Sequence[Request]) -> list[Completion]:
+    return ray.get([worker.call.remote("generate", *request) for request in requests], timeout=100)
+
+
+def one(generation: VllmGeneration, prompt: list[int], seed: int = 7, **sampling: Any) -> Completion:
+    return ask(generation.workers[0], [(prompt, SamplingParams(**{"max_new_tokens": 24, **sampling}), seed)])[0]
+
+
+def random_requests(count: int, *, longest_prompt: int, seed: int = 0) -> list[Request]:
+    """Prompts and sampling parameters of every kind, mixed."""
+    rng = random.Random(seed)
+    return [
+        (
+            [rng.randrange(6, 260) for _ in range(rng.randrange(1, longest_prompt))],
+            SamplingParams(
+                max_new_tokens=rng.randrange(1, 40),
+                temperature=rng.choice([0.0, 0.7, 1.0, 1.0]),
+                top_p=rng.choice([1.0, 1.0, 0.9]),
+                top_k=rng.choice([None, None, 5]),
+            ),
+            rng.randrange(2**63),
+        )
+        for _ in range(count)
+    ]
+
+
+def sampled_logprobs(model: Any, prompt: list[int], completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+
+
+def test_logprobs_agree_with_transformers(generation: VllmGeneration, model: Any) -> None:
+    requests = [
+        (prompt, SamplingParams(max_new_tokens=24, temperature=0.7), seed)
+        for prompt, _, seed in random_requests(16, longest_prompt=60)
+    ]
+    completions = ask(generation.workers[0], requests)
+    ours = torch.cat([torch.tensor(completion.logprobs) for completion in completions])
+    theirs = torch.cat(
+        [sampled_logprobs(model, request[0], c, 0.7) for request, c in zip(requests, completions, strict=True)]
+    )
+    assert len(ours) > 100
+    assert (ours - theirs).abs().max() < 1e-5
+    assert torch.exp((ours - theirs).abs()).mean() <= 1.00001
+    assert {completion.weight_version for completion in completions} == {-1}
+
+
+def test_alone_together_shuffled_and_elsewhere_give_the_same_bits(generation: VllmGeneration) -> None:
+    requests = random_requests(40, longest_prompt=60)
+    first, second = generation.workers
+    together = ask(first, requests)
+    order = random.Random(1).sample(range(40), 40)
+    shuffled = dict(zip(order, ask(first, [requests[i] for i in order]), strict=True))
+    alone = [ask(first, [request])[0] for request in requests[:8]]
+    halves = [ask(second, requests[:20]), ask(first, requests[20:])]
+    assert [shuffled[i] for i in range(40)] == together
+    assert alone == together[:8]
+    assert halves[0] + halves[1] == together
+
+
+def test_long_prompts_too(generation: VllmGeneration) -> None:
+    long = random_requests(24, longest_prompt=1300, seed=5)
+    long = [request for request in long if len(request[0]) > 900][:4]
+    assert len(long) == 4
+    short = random_requests(12, longest_prompt=40, seed=6)
+    first, second = generation.workers
+    mixed = ask(first, [*short[:6], *long, *short[6:]])[6:10]
+    assert [ask(second, [request])[0] for request in long] == mixed
+
+
+def test_seeds_decide(generation: VllmGeneration) -> None:
+    same = [one(generation, [10, 11, 12], seed=2**62 + 5) for _ in range(2)]
+    other = one(generation, [10, 11, 12], seed=2**62 + 6)
+    assert same[0] == same[1]
+    assert other.token_ids != same[0].token_ids
+
+
+def test_greedy_takes_the_likeliest(generation: VllmGeneration, model: Any) -> None:
+    prompt = [20, 21, 22]
+    completion = one(generation, prompt, temperature=0.0)
+    assert completion.token_ids == one(generation, prompt, seed=8, temperature=0.0).token_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == completion.token_ids
+
+
+@pytest.mark.parametrize("restriction", [{"top_k": 3}, {"top_p": 0.5}])
+def test_logprobs_are_those_of_the_restricted_distribution(
+    generation: VllmGeneration, model: Any, restriction: dict[str, Any]
+) -> None:
+    prompt, temperature = [30, 31, 32], 0.8
+    completion = one(generation, prompt, temperature=temperature, **restriction)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + completion.token_ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    ranked, order = logits.sort(dim=-1, descending=True)
+    if "top_k" in restriction:
+        kept = torch.arange(logits.shape[-1]).expand_as(ranked) < restriction["top_k"]
+    else:
+        probs = ranked.softmax(-1)
+        kept = probs.cumsum(-1) - probs < restriction["top_p"]
+    expected = torch.log_softmax(ranked.masked_fill(~kept, float("-inf")), dim=-1)
+    sampled = order == torch.tensor(completion.token_ids)[:, None]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected[sampled], rtol=0, atol=1e-5)
+
+
+def test_stop_tokens_end_a_completion_and_stay_in_it(generation: VllmGeneration) -> None:
+    free = one(generation, [40, 41, 42])
+    stop = free.token_ids[6]
+    stopped = one(generation, [40, 41, 42], stop_token_ids=(stop, 3))
+    end = free.token_ids.index(stop) + 1
+    assert stopped.token_ids == free.token_ids[:end]
+    assert stopped.logprobs == free.logprobs[:end]
+    assert stopped.stop_reason == StopReason.STOP
+
+
+def test_stop_strings_keep_the_tokens_that_complete_them(generation: VllmGeneration, model_dir: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    # A byte-level model that was never trained writes broken UTF-8: look for a place that is text.
+    for seed in range(50):
+        free = one(generation, [50, 51, 52], seed=seed)
+        pairs = [tokenizer.decode(free.token_ids[i : i + 2]) for i in range(3, len(free.token_ids) - 2)]
+        readable = [(i + 3, pair) for i, pair in enumerate(pairs) if len(pair) == 2 and pair.isascii()]
+        if readable and tokenizer.decode(free.token_ids).count(readable[0][1]) == 1:
+            break
+    position, text = readable[0]
+    stopped = one(generation, [50, 51, 52], seed=seed, stop_strings=("never written", text))
+    assert stopped.token_ids == free.token_ids[: position + 2]
+    assert stopped.logprobs == free.logprobs[: position + 2]
+    assert stopped.stop_reason == StopReason.STOP
+
+
+def test_truncation_is_flagged(generation: VllmGeneration) -> None:
+    short = one(generation, [60, 61], max_new_tokens=5)
+    assert (len(short.token_ids), short.stop_reason) == (5, StopReason.LENGTH)
+    at_the_end = one(generation, [60] * (MAX_MODEL_LEN - 3), max_new_tokens=50)
+    assert (len(at_the_end.token_ids), at_the_end.stop_reason) == (3, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize(("prompt", "message"), [([60] * MAX_MODEL_LEN, "max_model_len is 1400"), ([], "no tokens")])
+def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], message: str) -> None:
+    with pytest.raises(ray.exceptions.RayTaskError, match=message) as info:
+        one(generation, prompt)
+    assert isinstance(info.value.cause, WorkerCallError)
+    assert info.value.cause.exception_type == "ValueError"
+
+
+def test_counters_and_cache(generation: VllmGeneration) -> None:
+    before = generation.num_generated_tokens()
+    one(generation, [70, 71], max_new_tokens=4)
+    assert 1 <= generation.num_generated_tokens() - before <= 4
+    generation.reset_prefix_cache()
+    generation.offload()
+    generation.onload()
+    assert generation.controller_tensor_bytes == 0
+
+
+def test_engine_arguments_that_other_keys_decide(ray_local: None, model_dir: str) -> None:
+    cluster = RayVirtualCluster([1], use_gpus=False, name="refused")
+    with pytest.raises(ValueError, match=r"vllm_kwargs\.gpu_memory_utilization: set policy\.generation\.vllm_cfg"):
+        VllmGeneration(
+            cluster, generation_config(64, gpu_memory_utilization=0.9), model=model_dir, tokenizer=model_dir, seed=0
+        )
+
+
+def test_engines_are_neighbours_on_one_node() -> None:
+    cluster = RayVirtualCluster([4, 4], use_gpus=False, name="layout")
+    assert engine_bundles(cluster, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    with pytest.raises(ValueError, match="1, 2, 4 would"):
+        engine_bundles(cluster, 3)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] + [
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        if task.name != str(pid)
+        for child in (task / "children").read_text().split()
+    ]
+
+
+def engine_pid(worker_pid: int) -> int:
+    [engine] = [pid for pid in children(worker_pid) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return engine
+
+
+# The last test of the file: it ends replicas.
+def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: VllmGeneration) -> None:
+    expected = one(generation, [80, 81, 82])
+    pids = [replica.members[0].identity.pid for replica in generation._replicas]  # type: ignore[union-attr]
+    engines = [engine_pid(pid) for pid in pids]
+
+    os.kill(engines[0], signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayTaskError, match="generation replica 0 died") as info:
+        one(generation, [80, 81, 82])
+    assert isinstance(info.value.cause, WorkerCallError)
+    assert info.value.cause.exception_type == "EngineDied"
+    generation.restart_worker(0)
+    assert one(generation, [80, 81, 82]) == expected
+
+    os.kill(pids[1], signal.SIGKILL)  # the actor; its engine must follow
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{engines[1]}") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{engines[1]}")
+    with pytest.raises(WorkerError, match="generation-1"):
+        generation.reset_prefix_cache()
