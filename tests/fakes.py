@@ -43,6 +43,7 @@ class FakePolicy:
     calls: list[str] = field(default_factory=list)
     plans: list[BatchPlan] = field(default_factory=list)
     data_parallel_size: int = 1
+    name_prefix: str = "policy"
     controller_tensor_bytes: int = 0
 
     def load(self, plan: BatchPlan) -> None:

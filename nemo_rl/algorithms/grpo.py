@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
 from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
 from nemo_rl.algorithms.trainer import DataExhausted, RunTools, Schedule, Trainer
 from nemo_rl.data.dataloader import PromptDataLoader
+from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
@@ -81,7 +83,14 @@ class GRPOTrainer(Trainer):
         self.val_sampling = val_sampling
         self.sampler = DynamicSampler(grpo)
         self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
+        # With one optimizer step, the forward pass of training gives the previous logprobs.
+        self.needs_previous_logprobs = (
+            grpo.num_samples_per_step > config.policy.train_global_batch_size
+            or grpo.seq_logprob_error_threshold is not None
+            or config.loss_fn.use_kl_in_reward
+        )
         self.token_bytes_before = 0
+        self.rollouts.restart_generation = self.restart_generation
 
     def start(self) -> None:
         """Resume, or give generation its first weights: engines are built empty, and filled from the policy."""
@@ -192,10 +201,12 @@ class GRPOTrainer(Trainer):
     def score(self, plan: BatchPlan) -> None:
         """Previous and reference logprobs, kept with the samples on the workers, and what follows from them."""
         loss, grpo = self.config.loss_fn, self.config.grpo
-        with self.phase("policy_and_reference_logprobs"):
-            self.policy.compute_logprobs()
-            if self.uses_reference:
-                self.policy.compute_reference_logprobs()
+        if self.needs_previous_logprobs or self.uses_reference:
+            with self.phase("policy_and_reference_logprobs"):
+                if self.needs_previous_logprobs:
+                    self.policy.compute_logprobs()
+                if self.uses_reference:
+                    self.policy.compute_reference_logprobs()
         if grpo.seq_logprob_error_threshold is not None:
             self.record("train", self.policy.mask_mismatched(grpo.seq_logprob_error_threshold))
         if loss.use_kl_in_reward:
@@ -287,6 +298,20 @@ class GRPOTrainer(Trainer):
         return validation_metrics(groups, k_values=grpo.val_k_values)
 
     # -- state
+
+    def restart_generation(self) -> list[Any]:
+        """After an engine died: start it again and give every engine the policy's weights. Returns the new workers."""
+        for index in self.generation.dead_workers():
+            self.generation.restart_worker(index)
+        self.refit.sync(self.state.total_steps)
+        return self.generation.workers
+
+    def recover(self, error: WorkerDied) -> None:
+        """After a policy worker died: a new group in its place, attached to the engines again."""
+        if not error.worker.startswith(self.policy.name_prefix):
+            raise error
+        self.policy.restart()
+        self.refit.prepare()
 
     def write_state(self, directory: Path) -> None:
         checkpointing = self.tools.checkpointing

@@ -127,6 +127,7 @@ def _build(
         tokenizer=model_path,
         seed=config.grpo.seed,
         accelerator=accelerator,
+        timeout_s=cluster_config.worker_timeout_s,
     )
     stack.callback(generation.shutdown)
     accelerator.release(GENERATION)
@@ -140,6 +141,7 @@ def _build(
         seed=config.grpo.seed,
         use_gpu=use_gpu,
         workers_per_node=cluster_config.workers_per_node,
+        timeout_s=cluster_config.worker_timeout_s,
         init_reference_model=not config.grpo.skip_reference_policy_logprobs_calculation,
     )
     stack.callback(policy.shutdown)
@@ -159,7 +161,12 @@ def _build(
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
     )
     environments = {name: create_env(name, config.env[name]) for name in sorted(set(data.task_to_env.values()))}
-    rollouts = RolloutCollector(cluster, rollout_settings(config, tokenizer, data, environments), generation.workers)
+    rollouts = RolloutCollector(
+        cluster,
+        rollout_settings(config, tokenizer, data, environments),
+        generation.workers,
+        timeout_s=cluster_config.worker_timeout_s,
+    )
     stack.callback(rollouts.shutdown)
     validation = data.validation if config.grpo.validates else None
     trainer = GRPOTrainer(

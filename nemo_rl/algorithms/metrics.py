@@ -110,8 +110,9 @@ def performance_metrics(
 ) -> dict[str, float]:
     """Throughput of one step. A device is a GPU, or on a CPU machine one worker.
 
-    `timings_s` holds seconds of the phases `total_step_time`, `generation`, `policy_and_reference_logprobs` and
-    `policy_training`. `num_tokens` counts prompts too. Colocated training and generation share their devices.
+    `timings_s` holds seconds of the phases `total_step_time`, `generation`, `policy_training` and, in steps that have
+    it, `policy_and_reference_logprobs`. `num_tokens` counts prompts too. Colocated training and generation share their
+    devices.
     """
     num_devices = (
         max(num_training_devices, num_generation_devices)
@@ -121,20 +122,23 @@ def performance_metrics(
     step_s = timings_s["total_step_time"]
     generation_s = timings_s["generation"]
     training_s = timings_s["policy_training"]
-    logprobs_s = timings_s["policy_and_reference_logprobs"]
+    logprobs_s = timings_s.get("policy_and_reference_logprobs", 0.0)
     worker_group_rate = num_tokens / (training_s + logprobs_s)
-    return {
+    metrics = {
         "samples_per_sec": num_samples / step_s,
         "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
         "tokens_per_sec": num_tokens / step_s,
         "tokens_per_sec_per_gpu": num_tokens / step_s / num_devices,
         "policy_training_tokens_per_sec_per_gpu": num_tokens / training_s / num_training_devices,
-        "policy_and_reference_logprobs_tokens_per_sec_per_gpu": num_tokens / logprobs_s / num_training_devices,
         "training_worker_group_tokens_per_sec": worker_group_rate,
         "training_worker_group_tokens_per_sec_per_gpu": worker_group_rate / num_training_devices,
         "generation_tokens_per_sec": num_generated_tokens / generation_s,
         "generation_tokens_per_sec_per_gpu": num_generated_tokens / generation_s / num_generation_devices,
     }
+    if logprobs_s > 0:
+        rate = num_tokens / logprobs_s / num_training_devices
+        metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = rate
+    return metrics
 
 
 def _check_k(num_samples: int, k: int) -> None:

@@ -21,6 +21,9 @@ class ClusterConfig(StrictModel):
     cpu_workers_per_node: int = Field(default=1, ge=1)
     """Training ranks on each node when `gpus_per_node` is 0."""
 
+    worker_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
+
     not_yet: ClassVar = (
         NotYet("segment_size", one_of(None)),
         NotYet("master_port_range_low", one_of(None), harmless=True),

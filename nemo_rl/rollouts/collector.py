@@ -143,7 +143,7 @@ class RolloutCollector:
         settings: RolloutWorkerSettings,
         generation_workers: Sequence[Any],
         *,
-        timeout_s: float | None = None,
+        timeout_s: float,
     ) -> None:
         self.group = RayWorkerGroup(
             cluster,

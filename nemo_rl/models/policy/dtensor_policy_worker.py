@@ -217,6 +217,9 @@ class DTensorPolicyWorker:
             self.model.set_requires_gradient_sync(number == len(batches) - 1)
             inputs = loss_inputs(rows, self._divisible_by, self.device)
             logprobs = self.model(inputs.input_ids, inputs.token_mask.bool())
+            if rows[0].prev_logprobs is None:  # nothing was updated since: these are the previous logprobs
+                assert len(self.plan.train) == 1, "several optimizer steps need compute_logprobs before the first"
+                inputs.prev_logprobs = logprobs.detach()
             loss, metrics = loss_fn(logprobs, inputs, seqs, toks)
             loss.backward()
             losses.append(loss.detach())

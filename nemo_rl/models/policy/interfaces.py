@@ -26,13 +26,25 @@ class PolicyInterface(ABC):
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
 
+    @property
+    @abstractmethod
+    def name_prefix(self) -> str:
+        """What the names of its workers begin with; errors name workers."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Replace all workers after one died. `load_checkpoint` and a new `prepare_refit` must follow."""
+
     @abstractmethod
     def load(self, plan: BatchPlan) -> None:
         """Every worker fetches the rows it owns from the object store and forgets those of the last plan."""
 
     @abstractmethod
     def compute_logprobs(self) -> None:
-        """Logprobs of the loaded rows under the current weights, before any update (`prev_logprobs`)."""
+        """Logprobs of the loaded rows under the current weights, before any update (`prev_logprobs`).
+
+        May be left out before a `train` of one optimizer step: its own forward pass gives the same.
+        """
 
     @abstractmethod
     def compute_reference_logprobs(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class Policy(PolicyInterface):
         seed: int,
         use_gpu: bool,
         workers_per_node: int,
+        timeout_s: float,
         name_prefix: str = "policy",
         init_optimizer: bool = True,
         init_reference_model: bool = True,
@@ -54,13 +56,25 @@ class Policy(PolicyInterface):
             init_optimizer=init_optimizer,
             seed=seed,
         )
-        self.group = RayWorkerGroup(
+        self._name_prefix = name_prefix
+        self._start = partial(
+            RayWorkerGroup,
             cluster,
             RayWorkerBuilder(WORKER, config, settings),
             name_prefix=name_prefix,
             env_vars=config.dtensor_cfg.env_vars,
+            timeout_s=timeout_s,
         )
+        self.group = self._start()
         accelerator.register(TENANT, self.onload, self.offload, on_device=True)
+
+    def restart(self) -> None:
+        """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
+        self.group.shutdown()
+        present = self.accelerator.present
+        if present is not None and present != TENANT:
+            self.accelerator.release(present)
+        self.group = self._start()
 
     def onload(self) -> None:
         """Weights and optimizer state onto the devices. Called by the accelerator."""
@@ -73,6 +87,10 @@ class Policy(PolicyInterface):
     def offload(self) -> None:
         """Everything to host memory. Called by the accelerator."""
         self.group.call_all("offload")
+
+    @property
+    def name_prefix(self) -> str:
+        return self._name_prefix
 
     @property
     def data_parallel_size(self) -> int:

@@ -80,7 +80,7 @@ class Run:
 def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     run = Run(tmp_path)
     rows = run.go()
-    step = ["collect", "load", "logprobs", "reference", "train", "sync"]
+    step = ["collect", "load", "reference", "train", "sync"]
     assert run.policy.calls == ["sync", *step, *step, "save", *step, "save"]
     assert run.refit.versions == [0, 1, 2, 3]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -89,6 +89,18 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     assert {"timing/train/generation", "timing/train/policy_training", "timing/train/total_step_time"} <= rows[0].keys()
     advantages = [s.advantage for rank in run.policy.plans[0].ranks for batch in rank.logprobs for s in batch]
     assert sorted(advantages) == pytest.approx([-1.41421] * 2 + [1.41421] * 2, abs=1e-4)
+
+
+def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_give_them(tmp_path):
+    skip = ("grpo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
+    once = Run(tmp_path / "once", "grpo.max_num_steps=1", *skip)
+    assert "policy_and_reference_logprobs" not in str(once.go()[0])
+    twice = Run(tmp_path / "twice", "grpo.max_num_steps=1", "policy.train_global_batch_size=2", *skip)
+    masked = Run(tmp_path / "masked", "grpo.max_num_steps=1", "grpo.seq_logprob_error_threshold=2.0", *skip)
+    for run in (twice, masked):
+        run.go()
+        assert run.policy.calls.index("logprobs") < run.policy.calls.index("train")
+    assert "logprobs" not in once.policy.calls and "reference" not in once.policy.calls
 
 
 def test_prompts_come_in_epochs_and_the_run_ends_with_the_data(tmp_path):

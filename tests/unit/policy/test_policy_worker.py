@@ -177,6 +177,23 @@ def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_poli
         assert policy_moved > 1e-3
 
 
+def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(model_path):
+    def rank_main(rank: int, world: int, *, score: bool) -> TrainResult:
+        config = policy_config(train_global_batch_size=16)
+        worker = make_worker(model_path, config)
+        load_step(worker, rank, world, config)
+        if score:
+            worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        return worker.train(ClippedPGLoss(LOSS))
+
+    scored = run_world(lambda rank, world: rank_main(rank, world, score=True), 1)[0]
+    unscored = run_world(lambda rank, world: rank_main(rank, world, score=False), 1)[0]
+    assert unscored.losses == pytest.approx(scored.losses, rel=1e-6)
+    for name, value in scored.metrics.items():
+        assert unscored.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-6), name
+
+
 class NanLoss:
     """Not finite for samples with token 7 anywhere."""
 
