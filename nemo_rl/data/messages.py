@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -29,9 +29,10 @@ def render_chat(
 ) -> str:
     """The conversation as text, by the tokenizer's chat template."""
     plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    return tokenizer.apply_chat_template(
-        plain, tokenize=False, add_generation_prompt=add_generation_prompt, tools=tools
+    rendered = tokenizer.apply_chat_template(
+        plain, tokenize=False, add_generation_prompt=add_generation_prompt, tools=cast(Any, tools)
     )
+    return str(rendered)
 
 
 def get_formatted_message_log(
@@ -52,8 +53,9 @@ def get_formatted_message_log(
     """
     messages = _with_task_prompts(message_log, task_data_spec)
     full = render_chat(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
-    if add_bos_token and tokenizer.bos_token and not full.startswith(tokenizer.bos_token):
-        full = tokenizer.bos_token + full
+    bos = str(tokenizer.bos_token or "")
+    if add_bos_token and not full.startswith(bos):
+        full = bos + full
     if add_eos_token and not add_generation_prompt and not full.rstrip().endswith(str(tokenizer.eos_token)):
         full += str(tokenizer.eos_token)
     cuts = _cuts(messages, full, tokenizer, tools)

@@ -54,6 +54,7 @@ def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: s
         ValueError: for an unknown file format, subset or split, or an empty file.
     """
     import datasets
+    from datasets.exceptions import DatasetNotFoundError
 
     local = Path(path)
     if local.suffix in FORMATS or local.is_file():
@@ -66,14 +67,14 @@ def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: s
         return datasets.load_dataset(FORMATS[local.suffix], data_files=path, split="train", cache_dir=cache_dir)
     try:
         loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir)
-    except datasets.exceptions.DatasetNotFoundError as error:
+    except DatasetNotFoundError as error:
         raise ValueError(
             f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
             f"HF_TOKEN): {error}"
         ) from error
     wanted = split or "train"
     if wanted not in loaded:
-        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(loaded)}")
+        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
     return loaded[wanted]
 
 
