@@ -115,5 +115,8 @@ class FakeRollouts:
             group_id=request.group_id, prompt_id=prompt.prompt_id, task_name=prompt.task_name, ref=None, samples=samples
         )
 
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
+        return {"math/num_groups": float(len(groups))}
+
     def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
         return [{"role": "user", "content": group.prompt_id}]

@@ -101,7 +101,7 @@ class GRPOTrainer(Trainer):
         groups = self.rollout()
         advantages = self.estimate_advantages(groups)
         plan = self.plan(groups, advantages)
-        self.score(plan)
+        self.score()
         self.update()
         self.sync_weights(self.state.total_steps + 1)
         self.report(groups, plan)
@@ -198,7 +198,7 @@ class GRPOTrainer(Trainer):
             self.policy.load(plan)
         return plan
 
-    def score(self, plan: BatchPlan) -> None:
+    def score(self) -> None:
         """Previous and reference logprobs, kept with the samples on the workers, and what follows from them."""
         loss, grpo = self.config.loss_fn, self.config.grpo
         if self.needs_previous_logprobs or self.uses_reference:
@@ -241,8 +241,9 @@ class GRPOTrainer(Trainer):
             self.refit.sync(version)
 
     def report(self, groups: Sequence[ScoredGroup], plan: BatchPlan) -> None:
-        """What is known of the step from metadata alone."""
+        """What is known of the step from metadata, and what the environments say of it."""
         handles = [group.handle for group in groups]
+        self.record("train", self.rollouts.environment_metrics(handles))
         samples = [sample for handle in handles for sample in handle.samples]
         self.state.consumed_samples += len(samples)
         self.record("train", rollout_metrics(handles, current_weight_version=self.state.total_steps))
@@ -295,7 +296,7 @@ class GRPOTrainer(Trainer):
                 num_samples=num_shown,
                 title=f"validation after step {self.state.total_steps}",
             )
-        return validation_metrics(groups, k_values=grpo.val_k_values)
+        return validation_metrics(groups, k_values=grpo.val_k_values) | self.rollouts.environment_metrics(groups)
 
     # -- state
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.data.messages import ObservationRenderer
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, EnvironmentStep
 from nemo_rl.rollouts.collector import EpisodeFailure, RolloutWorkerSettings
-from nemo_rl.rollouts.episode import EnvStepFn, EpisodeLimits
-from nemo_rl.types import SamplingParams
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.types import Sample, SampleStatus, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 def rollout_settings(
@@ -46,20 +51,50 @@ def decode(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
 
 def connect_environments(
     actors: Mapping[str, Any], task_to_env: Mapping[str, str], step_timeout_s: float
-) -> dict[str, EnvStepFn]:
-    """Task name -> step. One client per environment, so that all its episodes share batches."""
-    clients = {name: EnvironmentClient(name, actor, step_timeout_s) for name, actor in actors.items()}
-    return {task: partial(environment_step, clients[name]) for task, name in task_to_env.items()}
+) -> dict[str, EpisodeEnvironment]:
+    """By task name. One client per environment, so that all its episodes share batches."""
+    environments = {
+        name: EpisodeEnvironment(EnvironmentClient(name, actor, step_timeout_s)) for name, actor in actors.items()
+    }
+    return {task: environments[name] for task, name in task_to_env.items()}
 
 
-async def environment_step(
-    client: EnvironmentClient, message_log: list[dict[str, str]], metadata: Any
-) -> EnvironmentStep:
-    """One step; a failure of the environment is a failure of the episode."""
-    try:
-        return await client.step(message_log, metadata)
-    except EnvironmentFailure as failure:
-        raise EpisodeFailure(str(failure)) from failure
+class EpisodeEnvironment:
+    """An environment for episodes: its failure is a failure of the episode."""
+
+    def __init__(self, client: EnvironmentClient) -> None:
+        self.client = client
+        self.name = client.name
+
+    async def step(self, message_log: list[dict[str, str]], metadata: Any) -> EnvironmentStep:
+        try:
+            return await self.client.step(message_log, metadata)
+        except EnvironmentFailure as failure:
+            raise EpisodeFailure(str(failure)) from failure
+
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """What `global_post_process_and_metrics` says of finished samples; nothing, with a warning, when it fails."""
+        try:
+            return await self.client.metrics(finished_batch(samples))
+        except EnvironmentFailure as failure:  # training needs no metrics
+            logger.warning("%s", failure)
+            return {}
+
+
+def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any]:
+    """Finished samples as environments expect them in `global_post_process_and_metrics`; tensors are [B]."""
+    metas = [sample.meta for _, sample in samples]
+    return BatchedDataDict(
+        {
+            "group_id": [group_id for group_id, _ in samples],
+            "text": [sample.messages[0]["content"] for _, sample in samples],
+            "message_log": [sample.messages for _, sample in samples],
+            "rewards": torch.tensor([meta.reward for meta in metas]),
+            "is_end": torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
+            "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),
+            "generation_lengths": torch.tensor([meta.num_generated_tokens for meta in metas]),
+        }
+    )
 
 
 def sampling_params(

@@ -98,9 +98,9 @@ class PackLayout:
         """Bytes of all tensors, padding left out."""
         return sum(piece.nbytes for bucket in self.buckets for piece in bucket)
 
-    def position(self, bucket: int, piece: Piece) -> int:
-        """First byte of a piece in the buffer."""
-        return bucket % NUM_HALVES * self.bucket_bytes + piece.offset
+    def half_offset(self, bucket: int) -> int:
+        """First byte of a bucket in the buffer."""
+        return bucket % NUM_HALVES * self.bucket_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` of it is equal."""

@@ -135,17 +135,20 @@ class WeightSender:
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
         self._gather_s, started = 0.0, time.perf_counter()
-        digests: list[int | torch.Tensor] = []
-        for piece in self.layout.buckets[bucket]:
-            if piece.start == 0:
-                self._advance(piece.tensor)
-            if self._buffer is not None:
-                digests.append(self._copy(piece, self.layout.position(bucket, piece), self._buffer.bytes))
+        digests: list[int] = []
+        if self._buffer is None:
+            for piece in self.layout.buckets[bucket]:
+                if piece.start == 0:
+                    self._advance(piece.tensor)
+        elif self._buffer.bytes.is_cpu:
+            digests = self._pack_on_host(bucket, self._buffer.bytes.data_ptr())
+        else:
+            digests = self._pack_on_device(bucket, self._buffer.bytes)
         if bucket == len(self.layout.buckets) - 1:
             self._current = torch.empty(0)
         result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": self._gather_s}
         if self._buffer is not None:
-            blob = pack_fingerprints(_host_values(digests))  # on a device this also waits for the copies
+            blob = pack_fingerprints(digests)
             result["digest"] = xxhash.xxh3_64_hexdigest(blob)
             if self._rank == 0:
                 result["fingerprints"] = blob
@@ -175,26 +178,45 @@ class WeightSender:
             self._gather_s += time.perf_counter() - before
         self._current = tensor if tensor.is_contiguous() else tensor.contiguous()
 
-    def _copy(self, piece: Piece, position: int, buffer: torch.Tensor) -> int | torch.Tensor:
-        """Copy a piece of the current tensor to its place; the fingerprint of the source, cast to the wire dtype."""
-        source, dtype = self._current, self._dtypes[piece.tensor]
-        if source.is_cpu and source.dtype == dtype:
-            return hash_and_copy(source.data_ptr() + piece.start, buffer.data_ptr() + position, piece.nbytes)
-        first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-        source = source.detach().view(-1)[first : first + count]
-        if not source.is_cpu:
-            source = source.to(dtype).view(torch.uint8)
-            buffer[position : position + piece.nbytes].copy_(source)
-            return word_fingerprint(source)
+    def _pack_on_host(self, bucket: int, address: int) -> list[int]:
+        """Copy a bucket's pieces to their places; the fingerprints of the sources, cast to the wire dtype."""
+        address += self.layout.half_offset(bucket)
+        digests: list[int] = []
+        for piece in self.layout.buckets[bucket]:
+            if piece.start == 0:
+                self._advance(piece.tensor)
+            source, dtype, target = self._current, self._dtypes[piece.tensor], address + piece.offset
+            if source.dtype == dtype:
+                digests.append(hash_and_copy(source.data_ptr() + piece.start, target, piece.nbytes))
+            else:
+                digests.append(self._cast(source, piece, dtype, target))
+        return digests
+
+    def _cast(self, source: torch.Tensor, piece: Piece, dtype: torch.dtype, target: int) -> int:
         digest = xxhash.xxh3_64()
         scratch = self._scratch.view(dtype)
+        first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
+        flat = source.view(-1)[first : first + count]
         for start in range(0, count, scratch.numel()):
             part = scratch[: min(scratch.numel(), count - start)]
-            part.copy_(source[start : start + part.numel()])
+            part.copy_(flat[start : start + part.numel()])
             digest.update(part.view(torch.uint8).numpy().data)
-            target = buffer.data_ptr() + position + start * dtype.itemsize
-            ctypes.memmove(target, part.data_ptr(), part.numel() * dtype.itemsize)
+            ctypes.memmove(target + start * dtype.itemsize, part.data_ptr(), part.numel() * dtype.itemsize)
         return digest.intdigest()
+
+    def _pack_on_device(self, bucket: int, buffer: torch.Tensor) -> list[int]:
+        """The same on a device. Reading the fingerprints waits for the copies, which come before them in the stream."""
+        digests: list[torch.Tensor] = []
+        for piece in self.layout.buckets[bucket]:
+            if piece.start == 0:
+                self._advance(piece.tensor)
+            dtype = self._dtypes[piece.tensor]
+            first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
+            source = self._current.view(-1)[first : first + count].to(dtype).view(torch.uint8)
+            position = self.layout.half_offset(bucket) + piece.offset
+            buffer[position : position + piece.nbytes].copy_(source)
+            digests.append(word_fingerprint(source))
+        return _host_values(digests)
 
 
 def _gather(tensor: DTensor, wire_dtype: torch.dtype) -> torch.Tensor:
@@ -213,11 +235,8 @@ def _gather(tensor: DTensor, wire_dtype: torch.dtype) -> torch.Tensor:
     return shards.full_tensor()
 
 
-def _host_values(digests: Sequence[int | torch.Tensor]) -> list[int]:
-    on_device = [digest for digest in digests if isinstance(digest, torch.Tensor)]
-    if on_device:
-        return [value % (1 << 64) for value in torch.stack(on_device).tolist()]
-    return [digest for digest in digests if not isinstance(digest, torch.Tensor)]
+def _host_values(digests: Sequence[torch.Tensor]) -> list[int]:
+    return [value % (1 << 64) for value in torch.stack(list(digests)).tolist()] if digests else []
 
 
 # -- receiver
@@ -348,7 +367,7 @@ class WeightReceiver:
         return f"{self._transport}, version {self._version}, bucket {bucket}"
 
     def _job(self, bucket: int, piece: Piece) -> _Job:
-        position = self.layout.position(bucket, piece)
+        position = self.layout.half_offset(bucket) + piece.offset
         source = self._buffer.bytes[position : position + piece.nbytes]
         dtype = self.layout.tensors[piece.tensor].torch_dtype
         if self._targets is None or not all(s.is_flat(dtype) for s in self._targets[piece.tensor]):

@@ -12,6 +12,7 @@ import ray
 import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,22 @@ class EnvironmentClient:
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send())
         return await request.result
+
+    async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
+        """The metrics of `global_post_process_and_metrics`.
+
+        Raises:
+            EnvironmentFailure: when it raises, dies or takes longer than a step may.
+        """
+        try:
+            ref = self.actor.global_post_process_and_metrics.remote(batch)
+            _, metrics = await asyncio.wait_for(_value(ref), self.step_timeout_s)
+        except (RayTaskError, RayActorError, TimeoutError) as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise EnvironmentFailure(
+                f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"
+            ) from error
+        return dict(metrics)
 
     async def _send(self) -> None:
         await asyncio.sleep(0)  # let the other episodes that are ready ask as well

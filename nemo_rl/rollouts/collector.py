@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.rollouts.episode import EnvStepFn, EpisodeLimits, RenderFn, run_episode, without_reward
+from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.seeds import sample_seed
 
@@ -49,6 +49,23 @@ class GroupRequest:
     seed_step: int  # enters every sample's seed
 
 
+class Environment(Protocol):
+    """An environment as the rollout worker uses it."""
+
+    @property
+    def name(self) -> str:
+        """Section of `env`."""
+        ...
+
+    async def step(self, message_log: list[dict[str, str]], metadata: Any) -> StepResult:
+        """Answer one turn. Raises EpisodeFailure when it cannot."""
+        ...
+
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """The environment's own metrics over finished (group id, sample) pairs."""
+        ...
+
+
 @dataclass(kw_only=True)
 class RolloutWorkerSettings:
     """What a rollout worker is built from; everything in it pickles."""
@@ -56,7 +73,7 @@ class RolloutWorkerSettings:
     process: Callable[[Prompt], DatumSpec]
     decode: Callable[[Sequence[int]], str]
     render: RenderFn
-    connect_environments: Callable[[], Mapping[str, EnvStepFn]]  # task name -> step; called inside the worker
+    connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
     run_seed: int
 
@@ -112,7 +129,7 @@ class RolloutWorker:
                 datum,
                 sample_id=sample_id,
                 generate=self.generate,
-                env_step=self.environments[request.prompt.task_name],
+                env_step=self.environments[request.prompt.task_name].step,
                 decode=self.settings.decode,
                 render=self.settings.render,
                 sampling=request.sampling,
@@ -123,6 +140,20 @@ class RolloutWorker:
             )
         except EpisodeFailure as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
+
+    async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
+        """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
+        by_name: dict[str, tuple[Environment, list[tuple[str, Sample]]]] = {}
+        for task_name, group in zip(task_names, groups, strict=True):
+            environment = self.environments[task_name]
+            _, samples = by_name.setdefault(environment.name, (environment, []))
+            samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
+        metrics = {}
+        for name, (environment, samples) in by_name.items():
+            if samples:
+                found = await environment.metrics(samples)
+                metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
+        return metrics
 
     async def messages(self, group: RolloutGroup, index: int) -> list[dict[str, str]]:
         """What was said in one sample, for people."""
@@ -170,6 +201,11 @@ class RolloutCollector:
                 logger.warning("%s: the engine is restarted and %d groups are played again", error, len(requests))
                 self.group.call_one(0, "set_generation_workers", self.restart_generation())
         return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
+        """What the environments themselves report of finished groups, as `<environment>/<metric>`."""
+        names = [group.task_name for group in groups]
+        return self.group.call_one(0, "environment_metrics", names, *(group.ref for group in groups))
 
     def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
         """What was said in one sample of a finished group. The text alone comes back."""

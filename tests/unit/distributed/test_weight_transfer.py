@@ -204,7 +204,7 @@ def test_one_flipped_bit_is_refused_by_name(victim: str) -> None:
     def flip(at: int, sender: WeightSender) -> None:
         if at == bucket:
             assert sender._buffer is not None
-            sender._buffer.bytes[sender.layout.position(bucket, piece) + piece.nbytes - 1] ^= 1
+            sender._buffer.bytes[sender.layout.half_offset(bucket) + piece.offset + piece.nbytes - 1] ^= 1
 
     receiver.begin(5, targets=own_memory(receiver.layout)[1], load=None)
     with pytest.raises(RefitError, match=rf"packed_shm, version 5, bucket {bucket}: tensor '{victim}'"):

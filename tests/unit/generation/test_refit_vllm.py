@@ -160,7 +160,7 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         def flip(at: int, sender: WeightSender) -> None:
             if at == bucket:
                 assert sender._buffer is not None
-                sender._buffer.bytes[sender.layout.position(bucket, piece) + 1] ^= 4
+                sender._buffer.bytes[sender.layout.half_offset(bucket) + piece.offset + 1] ^= 4
 
         policy.damage = flip
         with pytest.raises(RefitError, match=rf"version 2, bucket {bucket}: tensor '{victim}'"):
