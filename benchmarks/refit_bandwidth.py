@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from nemo_rl.distributed import weight_transfer
 from nemo_rl.distributed.pack_layout import PackLayout
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.weight_fingerprint import host_fingerprint
@@ -122,8 +123,25 @@ def sync_over_pipe(sender: WeightSender, pipe: Connection, version: int) -> None
         pipe.recv()
 
 
+def copy_only(source: int, target: int, nbytes: int) -> int:
+    """In place of `hash_and_copy`, to see what the fingerprints cost."""
+    ctypes.memmove(target, source, nbytes)
+    return 0
+
+
 def measure_processes(gib: float) -> float:
     """Two processes; returns the ratio."""
+    seconds, sender = sync_seconds(gib)
+    original, weight_transfer.hash_and_copy = weight_transfer.hash_and_copy, copy_only
+    without, _ = sync_seconds(gib)
+    weight_transfer.hash_and_copy = original
+    ratio = report("two processes", sender, seconds)
+    print(f"without fingerprints {without * 1e3:.0f} ms: they are {1 - without / seconds:.0%} of the refit")
+    return ratio
+
+
+def sync_seconds(gib: float) -> tuple[float, WeightSender]:
+    """Seconds of a sync between two processes, and its sender."""
     context = mp.get_context("fork")
     torch.set_num_threads(1)
     ours, theirs = context.Pipe()
@@ -135,7 +153,7 @@ def measure_processes(gib: float) -> float:
     ours.send(None)
     process.join()
     torch.set_num_threads(os.cpu_count() or 1)
-    return report("two processes", sender, seconds)
+    return seconds, sender
 
 
 def report(name: str, sender: WeightSender, seconds: float) -> float:
