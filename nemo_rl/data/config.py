@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base import Derived, NotYet, StrictModel, one_of
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
 
 
 def _as_list(value: Any) -> Any:
@@ -101,13 +101,11 @@ class DataConfig(StrictModel):
     shuffle: bool = True
     """Shuffle the training rows, anew in each epoch."""
 
-    num_workers: int = Field(default=1, ge=0)
-    """Processes that load rows; 0 loads in the driver."""
-
     not_yet: ClassVar = (
         NotYet("use_multiple_dataloader", one_of(False, None)),
         NotYet("num_prompts_per_dataloader", one_of(None)),
         NotYet("custom_dataloader", one_of(None)),
+        NotYet("num_workers", anything),  # rows are read when their prompt is played, by the rollout worker
         NotYet("add_bos", one_of(None)),
         NotYet("add_eos", one_of(None)),
         NotYet("add_generation_prompt", one_of(None)),

@@ -1,0 +1,87 @@
+"""The real command line in a process of its own, on the tiny model, with real Ray and real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "run_grpo_math.py"
+CPU_CONFIG = ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"
+
+# A run of seconds: few small steps, nothing on the side.
+SMALL = (
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=8",
+    "grpo.max_num_steps=4",
+    "grpo.val_period=2",
+    "grpo.val_at_start=false",
+    "grpo.max_val_samples=8",
+    "checkpointing.save_period=2",
+    "logger.num_val_samples_to_print=0",
+    "logger.tensorboard_enabled=false",
+)
+
+
+@dataclass
+class Finished:
+    """What a run left."""
+
+    status: int
+    output: str
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of the newest experiment."""
+        newest = sorted(self.folder.glob("logs/exp_*/metrics.jsonl"))[-1]
+        return [json.loads(line) for line in newest.read_text().splitlines()]
+
+
+def start(folder: Path, *overrides: str, config: Path = CPU_CONFIG, **environment: str) -> subprocess.Popen[str]:
+    """Begin a run in `folder`; its output goes to `folder/out.log`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, str(SCRIPT), "--config", str(config), *overrides]
+    with (folder / "out.log").open("a") as log:
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **environment},
+            start_new_session=True,
+        )
+
+
+def run(
+    folder: Path, *overrides: str, config: Path = CPU_CONFIG, timeout_s: float = 400, **environment: str
+) -> Finished:
+    """A run to its end."""
+    process = start(folder, *overrides, config=config, **environment)
+    try:
+        status = process.wait(timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return Finished(status=status, output=(folder / "out.log").read_text(), folder=folder)
+
+
+def run_until(folder: Path, text: str, *overrides: str, timeout_s: float = 300) -> subprocess.Popen[str]:
+    """A run that is left as it is when its output first holds `text`."""
+    process = start(folder, *overrides)
+    deadline = time.monotonic() + timeout_s
+    while text not in (folder / "out.log").read_text():
+        assert process.poll() is None, (folder / "out.log").read_text()[-4000:]
+        assert time.monotonic() < deadline, (folder / "out.log").read_text()[-4000:]
+        time.sleep(0.05)
+    return process

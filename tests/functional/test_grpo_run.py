@@ -1,0 +1,79 @@
+"""Whole runs of the real command line: learning, resuming, failing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from examples.converters.convert_dcp_to_hf import convert
+from tests.functional.cli import SMALL, run, run_until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without those that tell the time."""
+    clocks = ("timing/", "performance/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def weights(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    convert(checkpoint, out)
+    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
+
+
+def test_the_quick_start_learns_arithmetic(tmp_path):
+    """The README's first command, on its own configuration."""
+    started = time.monotonic()
+    finished = run(tmp_path)
+    assert finished.status == 0, finished.output[-4000:]
+    assert time.monotonic() - started < 360
+    rows = finished.metrics
+    accuracy = [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
+    assert accuracy[-1] > 0.8 and accuracy[-1] - accuracy[0] >= 0.3, accuracy
+    rewards = [row["train/reward"] for row in rows if "train/reward" in row]
+    fifth = len(rewards) // 5
+    assert sum(rewards[-fifth:]) / fifth > sum(rewards[:fifth]) / fifth + 0.1, rewards
+    steps = [row for row in rows if row["step"] > 0]
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+    assert (tmp_path / "results" / "grpo_cpu" / f"step_{rows[-1]['step']}" / "policy" / "weights").is_dir()
+
+
+def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
+    """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command."""
+    whole = run(tmp_path / "whole", *SMALL)
+    assert whole.status == 0, whole.output[-4000:]
+    process = run_until(tmp_path / "killed", "step 3/4", *SMALL)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = run(tmp_path / "killed", *SMALL)
+    assert again.status == 0, again.output[-4000:]
+    assert "resumed from results/grpo_cpu/step_2 after step 2" in again.output
+    assert comparable(again.metrics) == [row for row in comparable(whole.metrics) if row["step"] > 2]
+    want = weights(tmp_path / "whole" / "results" / "grpo_cpu" / "step_4", tmp_path / "want")
+    got = weights(tmp_path / "killed" / "results" / "grpo_cpu" / "step_4", tmp_path / "got")
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+def test_two_ranks_and_two_engines_draw_the_same_samples_and_resume(tmp_path):
+    """The first step's samples do not depend on how many workers made them; later ones follow the weights."""
+    one = run(tmp_path / "one", *SMALL, "grpo.max_num_steps=1", "grpo.val_period=0", "checkpointing.enabled=false")
+    many = ("cluster.cpu_workers_per_node=2", "policy.train_micro_batch_size=4")
+    two = run(tmp_path / "two", *SMALL, *many, "grpo.max_num_steps=2")
+    assert (one.status, two.status) == (0, 0), one.output[-3000:] + two.output[-3000:]
+    for name in ("train/reward", "train/total_turns", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
+        assert one.metrics[0][name] == two.metrics[0][name], name
+    assert two.metrics[0]["train/loss"] == pytest.approx(one.metrics[0]["train/loss"], abs=1e-6)
+    assert two.metrics[0]["train/grad_norm"] == pytest.approx(one.metrics[0]["train/grad_norm"], rel=1e-5)
+    resumed = run(tmp_path / "two", *SMALL, *many)
+    assert resumed.status == 0, resumed.output[-4000:]
+    assert [row["step"] for row in resumed.metrics] == [3, 4]
