@@ -74,8 +74,8 @@ def enable() -> None:
         return
     original: Callable[..., None] = utils.dispatch_cpu_unquantized_gemm
 
-    def dispatch(layer: torch.nn.Module, remove_weight: bool) -> None:
-        weight: Any = layer.weight
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        weight = layer.weight
         if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
             original(layer, remove_weight)
             return

@@ -13,19 +13,20 @@ def make_model(directory: Path) -> str:
     from nemo_rl.data.tiny_model import build_tiny_tokenizer
 
     tokenizer = build_tiny_tokenizer()
+    pad, eos = (tokenizer.convert_tokens_to_ids([token])[0] for token in ("<pad>", "<eos>"))
     config = Qwen2Config(
         vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=1024,
+        hidden_size=448,
+        intermediate_size=1600,
         num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=2,
+        num_attention_heads=7,
+        num_key_value_heads=1,
         max_position_embeddings=2048,
         initializer_range=0.08,
         tie_word_embeddings=True,
         bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=eos,
+        pad_token_id=pad,
         dtype="float32",
     )
     with torch.random.fork_rng(devices=[]):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -197,7 +198,7 @@ def test_truncation_is_flagged(generation: VllmGeneration) -> None:
 
 @pytest.mark.parametrize(("prompt", "message"), [([60] * MAX_MODEL_LEN, "max_model_len is 1400"), ([], "no tokens")])
 def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], message: str) -> None:
-    with pytest.raises(ray.exceptions.RayTaskError, match=message) as info:
+    with pytest.raises(RayTaskError, match=message) as info:
         one(generation, prompt)
     assert isinstance(info.value.cause, WorkerCallError)
     assert info.value.cause.exception_type == "ValueError"
@@ -249,7 +250,7 @@ def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: Vllm
     engines = [engine_pid(pid) for pid in pids]
 
     os.kill(engines[0], signal.SIGKILL)
-    with pytest.raises(ray.exceptions.RayTaskError, match="generation replica 0 died") as info:
+    with pytest.raises(RayTaskError, match="generation replica 0 died") as info:
         one(generation, [80, 81, 82])
     assert isinstance(info.value.cause, WorkerCallError)
     assert info.value.cause.exception_type == "EngineDied"
