@@ -80,7 +80,7 @@ class WeightSender:
     must call `pack` for every bucket: gathering a DTensor is a collective. One tensor at a time is gathered, and one
     that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
     CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
-    name), a shard before its gather.
+    name), a shard before its gather. `bucket_bytes` is an upper limit; a model that fills few buckets gets smaller ones.
     """
 
     def __init__(
@@ -99,7 +99,8 @@ class WeightSender:
         self._rank = rank
         self._transport: Transport = transport
         metas = [TensorMeta(n, str(self._wire(t)).removeprefix("torch."), tuple(t.shape)) for n, t in parameters()]
-        self.layout = PackLayout.build(metas, choose_bucket_bytes(metas) if bucket_bytes is None else bucket_bytes)
+        preferred = choose_bucket_bytes(metas)
+        self.layout = PackLayout.build(metas, preferred if bucket_bytes is None else min(preferred, bucket_bytes))
         sends = transport == "packed_ipc" or local_rank == 0
         self._buffer = create_buffer(transport, self.layout.buffer_bytes, device) if sends else None
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]

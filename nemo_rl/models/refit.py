@@ -28,7 +28,7 @@ class Refit:
     """Brings the policy's weights into generation, verified.
 
     `transport`: `packed_shm` (same node, through host memory) or `packed_ipc` (same GPU). `wire_dtype`: torch's name of
-    the dtype the engine computes in. `bucket_bytes`: size of one half of the buffer; None chooses it from the model.
+    the dtype the engine computes in. `bucket_bytes`: upper limit for one half of a buffer; the model decides below it.
     The devices are taken as the tenant `refit`, which whoever builds the run registers with the accelerator: both
     weights on the device, neither the optimizer state nor the KV cache.
     """

@@ -77,11 +77,14 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
         self._addresses: list[int] = []
-        self._updating = False
+        self._expected: set[str] = set()
+        self._loaded: set[str] = set()
+        self._updating = False  # a bucket has arrived since the start
 
     def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
         """Attach to the policy's buffer; a second call attaches to another one. RefitError when none is reachable."""
         self.shutdown()
+        self._targets = None  # they go with the layout
         layout = PackLayout.from_dict(init_info.layout)
         buffer = attach_buffer(self.transport, init_info.endpoints, self.device)
         self._receiver = WeightReceiver(layout, self.transport, buffer)
@@ -100,7 +103,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._why_reload is not None:
             logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
             self._expected = {name for name, _ in self.model.named_parameters()}
-            self._loaded: set[str] = set()
+            self._loaded = set()
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
@@ -116,6 +119,8 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
     def finish_weight_update(self) -> None:
         """Refuse an incomplete sync, then bring what depends on the weights up to date."""
         assert self._receiver is not None
+        if not self._updating:
+            raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
         self._receiver.finish()
         self._updating = False
         if self._why_reload is not None:
@@ -137,12 +142,14 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     def _trace(self) -> None:
         assert self._receiver is not None
+        self._targets = None
         try:
-            self._targets, stale = trace_load(self.model, self._receiver.layout.tensors)
+            targets, stale = trace_load(self.model, self._receiver.layout.tensors)
         except NotTraceable as error:
-            self._targets, self._why_reload = None, str(error)
-        else:
-            self._refuse_stale(stale)
+            self._why_reload = str(error)
+            return
+        self._refuse_stale(stale)
+        self._targets = targets
 
     def _refuse_stale(self, names: Iterable[str]) -> None:
         if stale := sorted(names):

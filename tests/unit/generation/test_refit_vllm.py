@@ -29,12 +29,14 @@ class OneRankPolicy:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.leave_out: set[str] = set()
+        self.backwards = False
         self.damage: Callable[[int, WeightSender], None] = lambda bucket, sender: None
         self.sender: WeightSender
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-            return (item for item in self.model.named_parameters() if item[0] not in self.leave_out)
+            items = [item for item in self.model.named_parameters() if item[0] not in self.leave_out]
+            return iter(items[::-1] if self.backwards else items)
 
         self.sender = WeightSender(parameters, device=torch.device("cpu"), rank=0, local_rank=0, **settings)
         return [self.sender.describe()]
@@ -169,6 +171,16 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         change(policy.model, 3)
         refit.sync(3)
         assert logprob_difference(policy.model, generation, 3) < 1e-5
+
+        policy.backwards = True  # another layout: what was prepared for the first must not be used
+        refit.prepare()
+        change(policy.model, 4)
+        refit.sync(4)
+        assert logprob_difference(policy.model, generation, 4) < 1e-5
+
+        generation.start_weight_update()
+        with pytest.raises(RuntimeError, match="no bucket has arrived since the start of the sync"):
+            generation.finish_weight_update(5)
 
 
 def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
