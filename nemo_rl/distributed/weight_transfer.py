@@ -80,7 +80,7 @@ class WeightSender:
     must call `pack` for every bucket: gathering a DTensor is a collective. One tensor at a time is gathered, and one
     that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
     CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
-    name), a shard before its gather. `bucket_bytes` is an upper limit; a model that fills few buckets gets smaller ones.
+    name), a shard before its gather. `bucket_bytes` is an upper limit: small models get smaller buckets.
     """
 
     def __init__(
