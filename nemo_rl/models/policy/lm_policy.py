@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
@@ -62,7 +63,7 @@ class Policy(PolicyInterface):
             cluster,
             RayWorkerBuilder(WORKER, config, settings),
             name_prefix=name_prefix,
-            env_vars=config.dtensor_cfg.env_vars,
+            env_vars=({} if use_gpu else host_copy_environment()) | config.dtensor_cfg.env_vars,
             timeout_s=timeout_s,
         )
         self.group = self._start()

@@ -22,7 +22,7 @@ def make_model(directory: Path) -> str:
         num_attention_heads=7,
         num_key_value_heads=1,
         max_position_embeddings=2048,
-        initializer_range=0.08,
+        initializer_range=0.06,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=eos,
