@@ -78,6 +78,26 @@ class Completion:
     weight_version: int  # version of the weights when the request was dispatched
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """One turn of one sample on its way to an engine."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationAnswer:
+    """What came of a request: a completion, or the type and text of what the engine raised."""
+
+    request_id: str
+    completion: Completion | None = None
+    failure_type: str = ""
+    failure: str = ""
+
+
 class GenerateFn(Protocol):
     """An episode sees generation as this function; a unit test passes a fake."""
 

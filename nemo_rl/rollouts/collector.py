@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.distributed.errors import WorkerCallError, WorkerError
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.rollouts.engine_client import EngineClient, EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.seeds import sample_seed
@@ -26,16 +26,11 @@ from nemo_rl.utils.seeds import sample_seed
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.rollouts.collector.RolloutWorker"
-ENGINE_DEATHS = ("EngineDeadError", "EngineDied")
 MAX_ENGINE_RESTARTS = 3  # in one batch of groups
 
 
 class EpisodeFailure(RuntimeError):
     """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
-
-
-class EngineDied(RuntimeError):
-    """A generation worker's process or its engine is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,23 +83,12 @@ class RolloutWorker:
 
     def set_generation_workers(self, workers: Sequence[Any]) -> None:
         """Actor handles of the engine replicas; called again after one was restarted."""
-        self.generation_workers = list(workers)
-        self.in_flight = [0] * len(self.generation_workers)
+        self.engines = [EngineClient(number, worker) for number, worker in enumerate(workers)]
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         """The least loaded replica answers; which one it is does not change the tokens."""
-        replica = min(range(len(self.in_flight)), key=self.in_flight.__getitem__)
-        self.in_flight[replica] += 1
-        try:
-            return await self.generation_workers[replica].call.remote("generate", prompt_token_ids, sampling, seed)
-        except RayActorError as error:
-            raise EngineDied(f"generation worker {replica}: {error}") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, WorkerCallError) and error.cause.exception_type in ENGINE_DEATHS:
-                raise EngineDied(f"generation worker {replica}: {error.cause.text}") from error
-            raise
-        finally:
-            self.in_flight[replica] -= 1
+        engine = min(self.engines, key=lambda engine: engine.in_flight)
+        return await engine.generate(prompt_token_ids, sampling, seed)
 
     async def collect(self, request: GroupRequest) -> GroupHandle:
         """Play one group to its end and put it into the object store."""

@@ -14,8 +14,9 @@ class EngineDied(RuntimeError):
 class GenerationInterface(ABC):
     """Replicas of an engine that completes token sequences.
 
-    Whoever plays episodes awaits `worker.call.remote("generate", prompt_token_ids, sampling, seed)` on one of `workers`
-    and gets a `Completion`. Which replica answers, and what else it does at that moment, changes nothing in it.
+    Whoever plays episodes hands lists of `GenerationRequest` to `worker.call.remote("submit", requests)` on one of
+    `workers`, and awaits `worker.call.remote("drain")` for lists of `GenerationAnswer`. Which replica answers, and what
+    else it does at that moment, changes nothing in a completion.
 
     A sync of weights is `init_weight_transfer` once, then `start_weight_update`, one `receive_bucket_async` per bucket,
     `finish_weight_update`.

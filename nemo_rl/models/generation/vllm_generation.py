@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.config import GenerationConfig
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm_worker.VllmWorker"
 TENANT = "generation"
+# Libraries greet every process with notes on CUDA and NUMA that say nothing on a CPU machine.
+CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
 
 class VllmGeneration(GenerationInterface):
@@ -150,6 +153,7 @@ class VllmGeneration(GenerationInterface):
             name_prefix=f"{self._name_prefix}-{index}",
             bundle_groups=[self._bundle_groups[index]],
             py_executable=self._py_executable,
+            env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
             timeout_s=self._timeout_s,
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from nemo_rl.models.generation import vllm_batch_invariance
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, SamplingParams, StopReason
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     import vllm
@@ -25,6 +25,7 @@ WORKER_EXTENSION = "nemo_rl.models.generation.vllm_weight_loader.WorkerExtension
 _GIB = 1024**3
 _DEFAULT_MAX_NUM_SEQS = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens computed in one step on a CPU, if no single prompt is longer
+_GATHER_S = 0.001
 _SLEEP_TAGS = ("weights", "kv_cache")
 
 
@@ -90,6 +91,9 @@ class VllmWorker:
         self._sleep_mode = device == "cuda" and cfg.colocated.enabled
         self._asleep: set[str] = set()
         self._request_ids = itertools.count()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._answers: list[GenerationAnswer] = []
+        self._has_answers = asyncio.Event()
         self._num_requests = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
@@ -135,6 +139,32 @@ class VllmWorker:
         self._num_prompt_tokens += len(prompt_token_ids)
         self._num_generated_tokens += len(completion.token_ids)
         return completion
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to answer `requests`; `drain` hands out the answers. Many requests cost one call."""
+        for request in requests:
+            task = asyncio.create_task(self._serve(request))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def drain(self) -> list[GenerationAnswer]:
+        """Wait until a submitted request is answered; all answers there are then."""
+        await self._has_answers.wait()
+        await asyncio.sleep(_GATHER_S)  # requests that end in one step of the engine leave together
+        answers, self._answers = self._answers, []
+        self._has_answers.clear()
+        return answers
+
+    async def _serve(self, request: GenerationRequest) -> None:
+        try:
+            completion = await self.generate(request.prompt_token_ids, request.sampling, request.seed)
+            answer = GenerationAnswer(request_id=request.request_id, completion=completion)
+        except (EngineDied, ValueError, RuntimeError) as error:  # told to whoever asked
+            answer = GenerationAnswer(
+                request_id=request.request_id, failure_type=type(error).__name__, failure=str(error)
+            )
+        self._answers.append(answer)
+        self._has_answers.set()
 
     async def counters(self) -> dict[str, int]:
         """Finished requests, and their prompt and sampled tokens, since the start."""
