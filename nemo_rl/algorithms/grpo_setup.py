@@ -5,19 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import xxhash
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer, NonFiniteLoss, TooManyFailures
+from nemo_rl.algorithms.preflight import (
+    check_checkpoint_dir,
+    check_environments,
+    check_optimizer,
+    check_prompts,
+    check_writable,
+)
 from nemo_rl.algorithms.rollout_parts import rollout_settings, sampling_params
 from nemo_rl.algorithms.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.dataloader import PromptDataLoader, PromptDataset
+from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup, setup_data
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
@@ -29,6 +38,7 @@ from nemo_rl.environments.registry import create_env
 from nemo_rl.models.generation.vllm_generation import TENANT as GENERATION
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.refit import TENANT as REFIT
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -47,66 +57,92 @@ USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBui
 RUN_ERRORS = (WorkerError, RefitError, TooManyFailures, NonFiniteLoss)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run is made from, checked."""
+
+    model_path: str
+    tokenizer: PreTrainedTokenizerFast
+    data: DataSetup
+    prompts: PromptDataLoader
+    identity: dict[str, Any]
+
+
 def run_grpo(config: GRPOMasterConfig) -> int:
     """Set up, train, tear down. Returns the exit status: 2 for what the user has to change, 1 for what broke."""
-    run_dir = get_next_experiment_dir(config.logger.log_dir)
     console = RunConsole(num_steps=config.grpo.max_num_steps)
     console.configure_logging()
+    run_dir: Path | None = None
     try:
-        with setup(config, run_dir, console) as trainer:
+        inputs = prepare(config)
+        run_dir = get_next_experiment_dir(config.logger.log_dir)
+        with setup(config, inputs, run_dir, console) as trainer:
             trainer.train()
     except USER_ERRORS as error:
         console.error(str(error))
         return 2
     except RUN_ERRORS as error:
-        console.error(f"{error}\nthe run's files are in {run_dir}; the same command resumes from the last checkpoint")
+        console.error(
+            f"{error}\nthe run's files are in {run_dir}; the same command resumes from the last checkpoint, if there "
+            "is one"
+        )
         return 1
     except KeyboardInterrupt:
-        console.warn("interrupted; the same command resumes from the last checkpoint")
+        console.warn("interrupted; the same command resumes from the last checkpoint, if there is one")
         return 130
     console.info(f"done; metrics and configuration are in {run_dir}")
     return 0
 
 
-@contextmanager
-def setup(config: GRPOMasterConfig, run_dir: Path, console: RunConsole) -> Iterator[GRPOTrainer]:
-    """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the block.
+def prepare(config: GRPOMasterConfig) -> Inputs:
+    """Load what needs no worker, and find what is wrong with it.
 
-    What can be wrong without any worker (data, tokenizer, model name) is found before Ray starts.
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with what to change.
     """
     seed_everything(config.grpo.seed)
     model_path = resolve_model(config.policy.model_name)
+    model = read_model_config(config.policy, model_path)
     tokenizer = get_tokenizer(
         config.policy.tokenizer.model_copy(update={"name": resolve_model(config.policy.tokenizer.name)})
     )
+    check_fit(config.policy, model, tokenizer)
+    check_optimizer(config)
     data = setup_data(config.data, config.env)
+    check_environments(config, data)
     prompts = PromptDataLoader(
         data.train, config.grpo.num_prompts_per_step, shuffle=config.data.shuffle, seed=config.grpo.seed
     )
+    process = PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length)
+    check_prompts(process, data.train, "training")
+    if data.validation is not None and config.grpo.validates:
+        check_prompts(process, data.validation, "validation")
+    who = identity(config, model, tokenizer, data)
+    check_checkpoint_dir(config.checkpointing, who)
+    check_writable(Path(config.logger.log_dir), "logger.log_dir")
+    return Inputs(model_path=model_path, tokenizer=tokenizer, data=data, prompts=prompts, identity=who)
+
+
+@contextmanager
+def setup(config: GRPOMasterConfig, inputs: Inputs, run_dir: Path, console: RunConsole) -> Iterator[GRPOTrainer]:
+    """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the block."""
     tools = RunTools(
         logger=Logger(config.logger, run_dir),
         console=console,
         checkpointing=config.checkpointing,
         resolved_config_yaml=dump_config(config),
-        identity=identity(config, model_path, tokenizer, data),
+        identity=inputs.identity,
     )
     tools.logger.log_hyperparams(config.model_dump())
     with ExitStack() as stack:
         stack.callback(tools.logger.close)
         init_ray(str(run_dir))
         stack.callback(ray.shutdown)
-        yield _build(config, stack, tools, model_path, tokenizer, data, prompts)
+        yield _build(config, stack, tools, inputs)
 
 
-def _build(
-    config: GRPOMasterConfig,
-    stack: ExitStack,
-    tools: RunTools,
-    model_path: str,
-    tokenizer: PreTrainedTokenizerFast,
-    data: DataSetup,
-    prompts: PromptDataLoader,
-) -> GRPOTrainer:
+def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: Inputs) -> GRPOTrainer:
+    model_path, tokenizer, data = inputs.model_path, inputs.tokenizer, inputs.data
     cluster_config, use_gpu = config.cluster, config.cluster.use_gpus
     cluster = stack.enter_context(
         RayVirtualCluster(
@@ -176,7 +212,7 @@ def _build(
         generation=generation,
         refit=refit,
         rollouts=rollouts,
-        prompts=prompts,
+        prompts=inputs.prompts,
         validation_prompts=first_prompts(validation, config.grpo.max_val_samples),
         train_sampling=train_sampling,
         val_sampling=val_sampling,
@@ -186,10 +222,9 @@ def _build(
 
 
 def identity(
-    config: GRPOMasterConfig, model_path: str, tokenizer: PreTrainedTokenizerFast, data: DataSetup
+    config: GRPOMasterConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup
 ) -> dict[str, Any]:
     """What a checkpoint must share with a run that continues it."""
-    model = AutoConfig.from_pretrained(model_path, **config.policy.hf_config_overrides)
     grpo = config.grpo
     return {
         "policy.model": {"name": config.policy.model_name, "config_hash": digest(model.to_json_string())},

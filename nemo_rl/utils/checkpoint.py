@@ -178,6 +178,14 @@ class CheckpointManager:
         ranked = self._best_first()
         return self.checkpoint_dir / f"step_{ranked[0]}" if ranked else None
 
+    def latest_finished(self) -> Path | None:
+        """The newest checkpoint whose manifest and training_info.json can be read; its other files are not checked."""
+        for step in reversed(self._steps()):
+            path = self.checkpoint_dir / f"step_{step}"
+            if sealed_bytes(path) is not None and find_damage(path, [TRAINING_INFO_NAME]) is None:
+                return path
+        return None
+
     def latest_sound(self) -> Path | None:
         """The newest checkpoint whose every file is as it was saved; None when there is no checkpoint at all.
 

@@ -7,7 +7,7 @@ In: a directory of files that other processes have finished writing. Out: the sa
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def seal(directory: Path) -> int:
     return sum(size for size, _ in digests)
 
 
-def find_damage(directory: Path) -> str | None:
-    """Why `directory` must not be loaded, naming the file; None when every file is as it was sealed."""
+def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | None:
+    """Why `directory` must not be loaded, naming the file; None when every file, or each of `names`, is as sealed."""
     manifest_path = directory / MANIFEST_NAME
     if not manifest_path.is_file():
         return f"{MANIFEST_NAME} is missing: the checkpoint was never finished"
@@ -47,6 +47,8 @@ def find_damage(directory: Path) -> str | None:
         return f"{MANIFEST_NAME} is damaged"
 
     def damage_of(name: str) -> str | None:
+        if name not in files:
+            return f"{name} was not saved"
         path = directory / name
         if not path.is_file():
             return f"{name} is missing"
@@ -60,7 +62,8 @@ def find_damage(directory: Path) -> str | None:
         return None if digest == expected_digest else f"{name} is not what was saved: its digest differs"
 
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        return next((damage for damage in pool.map(damage_of, sorted(files)) if damage is not None), None)
+        damages = pool.map(damage_of, sorted(files if names is None else names))
+        return next((damage for damage in damages if damage is not None), None)
 
 
 def sealed_bytes(directory: Path) -> int | None:

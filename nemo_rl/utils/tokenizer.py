@@ -37,7 +37,7 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"policy.tokenizer.name {cfg.name!r} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(

@@ -106,7 +106,8 @@ def load_arithmetic(cfg: DatasetConfig) -> list[dict[str, str]]:
     try:
         options = _Options(**cfg.kwargs)
     except ValidationError as error:
-        raise ValueError(f"arithmetic: kwargs takes {', '.join(_Options.model_fields)}; {error}") from error
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"arithmetic: kwargs takes {', '.join(_Options.model_fields)}; {wrong}") from error
     return arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
 
 

@@ -38,6 +38,9 @@ class ColumnsToProblem:
         self.extract = extract
 
     def __call__(self, row: Row) -> Row:
+        for key in (self.input_key, self.output_key):
+            if row[key] is None:
+                raise ValueError(f"a row has nothing in column {key!r}: {dict(row)}; fill it in or remove the row")
         answer = str(row[self.output_key])
         return {
             **row,
@@ -51,26 +54,57 @@ def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: s
 
     Raises:
         FileNotFoundError: for a path of a file that is not there.
-        ValueError: for an unknown file format, subset or split, or an empty file.
+        ValueError: for an unknown file format, subset or split, a file that is damaged or has no rows, or a hub that
+            cannot be reached.
     """
+    import datasets
+
+    table = _load_file(path, cache_dir) if is_file(path) else _load_named(path, subset, split, cache_dir)
+    if isinstance(table, datasets.Dataset) and len(table) == 0:
+        raise ValueError(f"dataset {path!r} is empty: it has no rows")
+    return table
+
+
+def is_file(path: str) -> bool:
+    """Whether `path` means a single file, there or not."""
+    return Path(path).suffix in FORMATS or Path(path).is_file()
+
+
+def _load_file(path: str, cache_dir: str | None) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    local = Path(path)
+    if not local.is_file():
+        raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
+    if local.suffix not in FORMATS:
+        raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
+    if local.stat().st_size == 0:
+        raise ValueError(f"dataset file {path!r} is empty")
+    try:
+        return datasets.load_dataset(FORMATS[local.suffix], data_files=path, cache_dir=cache_dir)["train"]
+    except (DatasetGenerationError, ValueError) as error:
+        cause = error.__cause__ or error  # what the reader of the format says
+        if "corresponds to no data" in str(cause):  # a header and nothing below it
+            raise ValueError(f"dataset {path!r} is empty: it has no rows") from error
+        raise ValueError(f"dataset file {path!r} cannot be read as {local.suffix}: {cause}") from error
+
+
+def _load_named(path: str, subset: str | None, split: str | None, cache_dir: str | None) -> Any:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
-    local = Path(path)
-    if local.suffix in FORMATS or local.is_file():
-        if not local.is_file():
-            raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
-        if local.suffix not in FORMATS:
-            raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
-        if local.stat().st_size == 0:
-            raise ValueError(f"dataset file {path!r} is empty")
-        return datasets.load_dataset(FORMATS[local.suffix], data_files=path, split="train", cache_dir=cache_dir)
     try:
         loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir)
     except DatasetNotFoundError as error:
         raise ValueError(
             f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
             f"HF_TOKEN): {error}"
+        ) from error
+    except ConnectionError as error:
+        raise ValueError(
+            f"dataset {path!r} is no local path, and the Hugging Face hub cannot be reached: {error}. Without a "
+            "network give data_path: a local file, or take data that is in the Hugging Face cache already"
         ) from error
     wanted = split or "train"
     if wanted not in loaded:

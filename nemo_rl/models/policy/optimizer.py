@@ -28,13 +28,16 @@ def import_class(path: str, base: type, key: str) -> type:
 
 
 def construct(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    """`cls(*args, **kwargs)`, with an argument the class does not take reported under its YAML key."""
+    """`cls(*args, **kwargs)`; what the class does not take or refuses is reported under its YAML key."""
     accepted = inspect.signature(cls).parameters
     unknown = sorted(set(kwargs) - set(accepted))
     if unknown:
         options = ", ".join(name for name in accepted if name not in ("params", "optimizer", "self"))
         raise ValueError(f"{key}.kwargs: {cls.__name__} does not take {', '.join(unknown)}; it takes: {options}")
-    return cls(*args, **kwargs)
+    try:
+        return cls(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs}: {error}") from error
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -31,7 +31,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=3"),
             "policy.train_global_batch_size",
-            "cannot be shared by 3 training ranks; take a multiple of 3",
+            "cannot be shared by 3 training ranks; make it and grpo.num_prompts_per_step (now ",
         ),
         (
             ("policy.train_micro_batch_size=3", "cluster.gpus_per_node=2", "cluster.num_nodes=2"),

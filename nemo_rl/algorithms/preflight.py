@@ -1,0 +1,81 @@
+"""What can be known to go wrong before Ray starts: everything but the machines and the run itself.
+
+Each check raises ValueError with what to change.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.data.dataloader import PromptDataset
+from nemo_rl.data.processing import PromptProcessor
+from nemo_rl.data.setup import DataSetup
+from nemo_rl.environments.registry import find_env_class
+from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
+from nemo_rl.utils.checkpoint import CheckpointManager, check_identity
+from nemo_rl.utils.config import CheckpointingConfig
+
+NUM_TRIED_PROMPTS = 32
+
+
+def check_environments(config: GRPOMasterConfig, data: DataSetup) -> None:
+    """Whether the class of every environment that is used can be imported."""
+    for name in sorted(set(data.task_to_env.values())):
+        find_env_class(config.env[name].type)
+
+
+def check_optimizer(config: GRPOMasterConfig) -> None:
+    """Whether optimizer and scheduler can be made, on one small parameter."""
+    optimizer = build_optimizer(config.policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    build_scheduler(config.policy.scheduler, optimizer)
+
+
+def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) -> None:
+    """Make prompts of rows from all over the dataset; not all of them may be too long."""
+    indices = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_PROMPTS)).round().astype(int)
+    data = [process(dataset[int(index)]) for index in indices]
+    if all(datum["loss_multiplier"] == 0.0 for datum in data):
+        lengths = [datum["length"] for datum in data]
+        limit = process.max_input_seq_length
+        raise ValueError(
+            f"all prompts tried of the {label} data are longer than data.max_input_seq_length={limit} tokens: "
+            f"{len(data)} of them have {min(lengths)} to {max(lengths)}; raise it and "
+            "policy.max_total_sequence_length, or shorten the prompts"
+        )
+
+
+def check_checkpoint_dir(config: CheckpointingConfig, identity: Mapping[str, Any]) -> None:
+    """Whether checkpoints can be written, and those there belong to this run. Their files are read when it resumes.
+
+    Raises:
+        CheckpointIdentityError: with every difference.
+    """
+    if not config.enabled:
+        return
+    manager = CheckpointManager(config)
+    latest = manager.latest_finished()
+    if latest is not None:
+        info = manager.load_training_info(latest)
+        assert info is not None
+        check_identity(info["identity"], identity)
+    check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
+
+
+def check_writable(directory: Path, key: str) -> None:
+    """Make `directory`, and a file in it that is gone at once."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{key}: cannot write to {str(directory)!r}: {error.strerror}; name another directory, or remove what is "
+            "in the way"
+        ) from error
