@@ -100,7 +100,8 @@ def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
         multiples = [size for size in _divisors(samples) if size % num_ranks == 0]
         fix = f"these would: {_near(multiples, global_batch)}"
         if not multiples:
-            fix = f"make it and grpo.num_prompts_per_step (now {cfg.grpo.num_prompts_per_step}) multiples of {num_ranks}"
+            prompts = cfg.grpo.num_prompts_per_step
+            fix = f"make it and grpo.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
         yield "policy.train_global_batch_size", f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
     elif (global_batch // num_ranks) % micro_batch:
         per_rank = global_batch // num_ranks

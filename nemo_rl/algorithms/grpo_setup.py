@@ -34,7 +34,7 @@ from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.pack_layout import NUM_HALVES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.weight_transfer import RefitError
-from nemo_rl.environments.registry import create_env
+from nemo_rl.environments.registry import create_env, wait_for_envs
 from nemo_rl.models.generation.vllm_generation import TENANT as GENERATION
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
@@ -43,9 +43,9 @@ from nemo_rl.models.refit import TENANT as REFIT
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.types import Prompt
-from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint import CheckpointError, DiskFullError
 from nemo_rl.utils.console import RunConsole
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.seeds import seed_everything
 from nemo_rl.utils.tokenizer import get_tokenizer
 from nemo_rl.utils.venvs import VenvBuildError
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 COLOCATED_GROUPS = 3  # policy, generation and the rollout worker share each bundle
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
-RUN_ERRORS = (WorkerError, RefitError, TooManyFailures, NonFiniteLoss)
+RUN_ERRORS = (WorkerError, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +78,15 @@ def run_grpo(config: GRPOMasterConfig) -> int:
         run_dir = get_next_experiment_dir(config.logger.log_dir)
         with setup(config, inputs, run_dir, console) as trainer:
             trainer.train()
-    except USER_ERRORS as error:
-        console.error(str(error))
-        return 2
     except RUN_ERRORS as error:
         console.error(
             f"{error}\nthe run's files are in {run_dir}; the same command resumes from the last checkpoint, if there "
             "is one"
         )
         return 1
+    except USER_ERRORS as error:
+        console.error(str(error))
+        return 2
     except KeyboardInterrupt:
         console.warn("interrupted; the same command resumes from the last checkpoint, if there is one")
         return 130
@@ -155,6 +155,8 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
     )
     train_sampling, val_sampling = sampling_params(config, tokenizer)
     accelerator = Accelerator(exclusive=use_gpu)
+    # Begun here, so that they start while the models load.
+    environments = {name: create_env(name, config.env[name]) for name in sorted(set(data.task_to_env.values()))}
     # The engine first: it measures the free memory of a device that nobody else uses yet.
     generation = VllmGeneration(
         cluster,
@@ -196,7 +198,7 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
         wire_dtype=config.policy.generation.vllm_cfg.precision,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
     )
-    environments = {name: create_env(name, config.env[name]) for name in sorted(set(data.task_to_env.values()))}
+    wait_for_envs(environments)
     rollouts = RolloutCollector(
         cluster,
         rollout_settings(config, tokenizer, data, environments),

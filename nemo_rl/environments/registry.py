@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorClass
+from ray.exceptions import RayActorError
 
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
 
@@ -74,6 +75,21 @@ def create_env(env_name: str, env_config: EnvironmentConfig | MathEnvironmentCon
     else:
         actor_class = ray.remote(env_class).options(num_cpus=0, max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
     return actor_class.remote(options)
+
+
+def wait_for_envs(actors: Mapping[str, Any]) -> None:
+    """Return once the environments of `create_env`, by section of `env`, are constructed.
+
+    Raises:
+        ValueError: naming the environment whose constructor raised, and where.
+    """
+    for name, actor in actors.items():
+        try:
+            ray.get(actor.__ray_ready__.remote())
+        except RayActorError as error:
+            lines = [line.strip() for line in str(error).strip().splitlines()]
+            where = next((line for line in reversed(lines) if line.startswith("File ")), "no stack is known")
+            raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {lines[-1]} ({where})") from error
 
 
 def _type_and_options(

@@ -7,7 +7,9 @@ line of metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 
 Every line is valid JSON: a value that is not finite is the string "NaN", "Infinity" or "-Infinity".
 """
 
+import errno
 import numbers
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,10 @@ METRICS_NAME = "metrics.jsonl"
 _EXPERIMENT_PATTERN = re.compile(r"exp_(\d+)")
 
 
+class LogError(RuntimeError):
+    """Metrics could not be written."""
+
+
 class Logger:
     """Writes the metrics of one run into `run_dir` (made by `get_next_experiment_dir`) and to the backends of `cfg`."""
 
@@ -33,7 +39,7 @@ class Logger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
         self._metrics: dict[str, float] = {}
-        self._file = (self.run_dir / METRICS_NAME).open("a", encoding="utf-8")
+        self._file = (self.run_dir / METRICS_NAME).open("ab", buffering=0)
         self._backends: list[_TensorBoard | _Wandb] = []
         if cfg.tensorboard_enabled:
             self._backends.append(_TensorBoard(self.run_dir))
@@ -56,14 +62,28 @@ class Logger:
             self._metrics[full_name] = int(value) if isinstance(value, numbers.Integral) else float(value)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Writes everything logged for `step` as one line, hands it to the backends, and returns it."""
+        """Writes everything logged for `step` as one line, hands it to the backends, and returns it.
+
+        Raises LogError when the disk does not take it.
+        """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         metrics, self._metrics, self._step = self._metrics, {}, None
-        self._file.write(strict_json.dumps({"step": step, **metrics}) + "\n")
-        self._file.flush()
+        self._write_line(strict_json.dumps({"step": step, **metrics}), step)
         for backend in self._backends:
             backend.log(metrics, step)
         return metrics
+
+    def _write_line(self, text: str, step: int) -> None:
+        line, size_before = (text + "\n").encode(), self._file.tell()
+        try:
+            if self._file.write(line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._file.truncate(size_before)  # no half line
+            raise LogError(
+                f"the metrics of step {step} cannot be written to {self.run_dir / METRICS_NAME}: {error.strerror}. "
+                "Free some space there, or set logger.log_dir to another disk"
+            ) from error
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Writes the resolved configuration as `config.yaml` of the run folder and to the backends."""
