@@ -176,7 +176,16 @@ WeightTransferEngineFactory.register_engine("packed_ipc", PackedIpcEngine)
 
 
 class WorkerExtension:
-    """Given to vLLM as `worker_extension_cls`: importing this module in the worker process is the point."""
+    """Given to vLLM as `worker_extension_cls`, which also imports this module in the worker process."""
+
+    _weight_update_active: bool  # vLLM's own
+
+    def abandon_weight_update(self) -> None:
+        """Forget a sync that was begun and not finished, as when its sender died; nothing to do without one.
+
+        vLLM has no call for it and refuses to begin another. The weights are undefined until the next sync.
+        """
+        self._weight_update_active = False
 
 
 # On a GPU nothing is replaced; on a CPU the linear layers must be replaced before the model is built.

@@ -186,6 +186,7 @@ class VllmWorker:
         """Hold back new requests, freeze those under way, and forget all KV: it belongs to the old weights."""
         self._sampling_allowed.clear()
         await self._engine.pause_generation(mode="keep", clear_cache=True)
+        await self._engine.collective_rpc("abandon_weight_update")  # the sender of the last one may have died in it
         await self._engine.start_weight_update()
 
     async def receive_bucket(self, info: dict[str, Any]) -> None:
