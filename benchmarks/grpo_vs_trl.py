@@ -30,17 +30,39 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=16)
     parser.add_argument("--steps", type=int, default=10, help="counted steps, after the first two")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="our training ranks and engines, one thread each")
+    parser.add_argument(
+        "--untrained",
+        action="store_true",
+        help="the tiny model before its warm-up: it hardly ever stops, so completions reach the limit",
+    )
     parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def run_ours(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]]:
+def model_directory(args: argparse.Namespace, folder: Path) -> str:
+    """The model both sides load."""
+    from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
+
+    if not args.untrained:
+        return str(resolve_model("tiny:arithmetic"))
+    tokenizer = build_tiny_tokenizer()
+    path = folder / "untrained"
+    build_untrained_model(RECIPES["arithmetic"], tokenizer).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[float, float]]:
     """(completion tokens, seconds) of each counted step, from the run's own metrics.jsonl."""
     command = [
         sys.executable,
         str(ROOT / "examples" / "run_grpo_math.py"),
         "--config",
         str(ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"),
+        f"policy.model_name={model}",
+        f"cluster.cpu_workers_per_node={args.workers}",
         f"grpo.num_prompts_per_step={args.prompts}",
         f"grpo.num_generations_per_prompt={args.generations}",
         f"grpo.max_num_steps={args.steps + NUM_WARMUP_STEPS}",
@@ -48,7 +70,7 @@ def run_ours(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
         f"policy.train_global_batch_size={args.prompts * args.generations}",
-        f"policy.train_micro_batch_size={args.micro_batch}",
+        f"policy.train_micro_batch_size={args.micro_batch // args.workers}",
         f"policy.generation.max_new_tokens={args.max_new_tokens}",
         f"policy.max_total_sequence_length={args.max_new_tokens + 48}",
         "checkpointing.enabled=false",
@@ -64,10 +86,10 @@ def run_ours(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]
     ]
 
 
-def run_trl(args: argparse.Namespace) -> list[tuple[float, float]]:
+def run_trl(args: argparse.Namespace, model: str) -> list[tuple[float, float]]:
     """The same in a process of its own, so that neither side warms the other's caches."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl"]
+    command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl", "--model", model]
     out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout
     return [tuple(pair) for pair in json.loads(out.splitlines()[-1])]
 
@@ -80,10 +102,8 @@ def trl_main(args: argparse.Namespace) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from nemo_rl.data.tiny_model import resolve_model
-
     torch.set_num_threads(args.threads)
-    path = str(resolve_model("tiny:arithmetic"))
+    path = args.model
     tokenizer = AutoTokenizer.from_pretrained(path)
     samples = args.prompts * args.generations
     problems = [(a, b) for a in range(30) for b in range(30)]
@@ -157,8 +177,9 @@ def main() -> None:
         trl_main(args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        ours = report("ours", run_ours(args, Path(folder)))
-    trl = report("TRL", run_trl(args))
+        model = model_directory(args, Path(folder))
+        ours = report("ours", run_ours(args, Path(folder), model))
+        trl = report("TRL", run_trl(args, model))
     sys.stdout.write(f"ratio ours / TRL: {ours / trl:.2f}\n")
 
 

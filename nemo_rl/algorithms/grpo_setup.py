@@ -164,6 +164,7 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
         model=model_path,
         tokenizer=model_path,
         seed=config.grpo.seed,
+        hf_overrides=config.policy.hf_config_overrides,
         accelerator=accelerator,
         timeout_s=cluster_config.worker_timeout_s,
     )

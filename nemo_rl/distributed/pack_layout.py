@@ -14,7 +14,7 @@ import torch
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
 MAX_BUCKET_BYTES = 128 << 20
-_MIN_BUCKET_BYTES = 1 << 20
+_MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 
 @dataclass(frozen=True, slots=True)

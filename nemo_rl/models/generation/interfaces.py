@@ -65,6 +65,10 @@ class GenerationInterface(ABC):
         """Forget the KV cache of finished requests."""
 
     @abstractmethod
+    def dead_workers(self) -> list[int]:
+        """Replicas whose process or engine is gone."""
+
+    @abstractmethod
     def restart_worker(self, index: int) -> None:
         """End replica `index`, dead or alive, and start it anew. It holds no weights until the next sync."""
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -35,6 +36,7 @@ class VllmGeneration(GenerationInterface):
         tokenizer: directory or hub name of the tokenizer.
         seed: of the run.
         accelerator: generation registers there as "generation"; None leaves `onload` and `offload` to the caller.
+        hf_overrides: values that replace those of the model's config.json, as in training.
         load_format: "auto" reads the weights of `model` (evaluation, tests).
         num_replicas: fewer replicas than there is room for.
 
@@ -51,6 +53,7 @@ class VllmGeneration(GenerationInterface):
         tokenizer: str,
         seed: int,
         accelerator: Accelerator | None = None,
+        hf_overrides: dict[str, Any] | None = None,
         load_format: Literal["dummy", "auto"] = "dummy",
         num_replicas: int | None = None,
         name_prefix: str = "generation",
@@ -66,6 +69,8 @@ class VllmGeneration(GenerationInterface):
         self._name_prefix = name_prefix
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
+        if hf_overrides:
+            cfg = cfg.model_copy(update={"vllm_kwargs": {**cfg.vllm_kwargs, "hf_overrides": hf_overrides}})
         self._args = (model, tokenizer, cfg)
         self._kwargs: dict[str, Any] = {
             "device": "cuda" if cluster.use_gpus else "cpu",
@@ -116,6 +121,16 @@ class VllmGeneration(GenerationInterface):
 
     def num_generated_tokens(self) -> int:
         return sum(counters["num_generated_tokens"] for counters in self._call_all("counters"))
+
+    def dead_workers(self) -> list[int]:
+        dead = []
+        for index, replica in enumerate(self._replicas):
+            try:
+                replica.call_one(0, "check_health")
+            except WorkerError as error:
+                logger.warning("%s", error)
+                dead.append(index)
+        return dead
 
     def restart_worker(self, index: int) -> None:
         old = self._replicas[index]

@@ -166,6 +166,15 @@ class VllmWorker:
         self._answers.append(answer)
         self._has_answers.set()
 
+    async def check_health(self) -> None:
+        """Raises EngineDied when the engine's process is gone."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._engine.check_health()
+        except EngineDeadError as error:
+            raise EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log") from error
+
     async def counters(self) -> dict[str, int]:
         """Finished requests, and their prompt and sampled tokens, since the start."""
         return {
