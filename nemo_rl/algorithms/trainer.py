@@ -206,7 +206,7 @@ class Trainer(ABC):
     def _recover(self, error: WorkerDied) -> None:
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
-        self.tools.console.warn(f"{error}\nrebuilding from the last checkpoint")
         self.metrics, self.timer = {}, Timer()
         self.recover(error)
+        self.tools.console.warn(f"{error}\nit is replaced, and the run goes on from the last checkpoint")
         self.resume()

@@ -16,6 +16,8 @@ from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.grpo_setup import USER_ERRORS, Inputs, prepare
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.utils.checkpoint import CheckpointIdentityError, CheckpointManager
+from nemo_rl.utils.checkpoint_manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
 
 MINE = "data.default.env_name=mine"
@@ -133,6 +135,18 @@ def test_model_directories(tmp_path, spoil, told):
     spoil(model)
     with pytest.raises(ValueError, match=told):
         prepared(f"policy.model_name={model}")
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
+    config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
+    info = {"identity": prepare(config).identity}
+    written = CheckpointManager(config.checkpointing).save(10, lambda directory: None, info, "", {})
+    prepared()
+    with pytest.raises(
+        CheckpointIdentityError, match=r"(?s)data\.train.*grpo\.seed: the checkpoint has 42, this run 7"
+    ):
+        prepared("grpo.seed=7", "data.train={dataset_name: arithmetic, kwargs: {num_samples: 500}}")
+    assert find_damage(written) is None
 
 
 @pytest.mark.parametrize(
