@@ -182,7 +182,8 @@ class RolloutCollector:
             except WorkerError as error:
                 if error.exception_type != EngineDied.__name__ or self.restart_generation is None:
                     raise
-                logger.warning("%s: the engine is restarted and %d groups are played again", error, len(requests))
+                first_line = str(error).splitlines()[0]
+                logger.warning("%s; the engine is started again and %d groups replayed", first_line, len(requests))
                 self.group.call_one(0, "set_generation_workers", self.restart_generation())
         return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
 

@@ -128,7 +128,7 @@ class VllmGeneration(GenerationInterface):
             try:
                 replica.call_one(0, "check_health")
             except WorkerError as error:
-                logger.warning("%s", error)
+                logger.warning("%s", str(error).splitlines()[0])
                 dead.append(index)
         return dead
 
