@@ -154,7 +154,6 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
     [
         ((), "--config examples/configs/grpo_math_cpu.yaml"),
         (("--config", str(CPU_CONFIG), "grpo.num_prompt=4"), "nearest valid key is grpo.num_prompts_per_step"),
-        (("--config", str(CPU_CONFIG), "data.train.dataset_name=no.jsonl"), "ERROR dataset file 'no.jsonl' does not"),
         (
             ("--config", str(CPU_CONFIG), "policy.model_name=nobody/nothing"),
             "ERROR policy.model_name: 'nobody/nothing'",

@@ -18,7 +18,7 @@ from tests.functional.cli import SMALL, Finished, run, start
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 60
-LONG = (*SMALL, f"grpo.max_num_steps={STEPS}", "grpo.val_period=20", "checkpointing.save_period=20")
+LONG = (*SMALL, f"grpo.max_num_steps={STEPS}", "grpo.val_period=10", "checkpointing.save_period=10")
 
 UNSTEADY = """
 import time
@@ -119,20 +119,20 @@ def alive(pid: int) -> bool:
 
 def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
     """kill -9 of the environment, then of the policy, then SIGSTOP of the policy, in one run."""
-    watched = Watched(tmp_path, *LONG, "cluster.worker_timeout_s=25")
+    watched = Watched(tmp_path, *LONG, "cluster.worker_timeout_s=20")
     watched.wait_for("step 1/")
     watched.signal("environment", signal.SIGKILL)
-    watched.wait_for(f"step 20/{STEPS}")
+    watched.wait_for(f"step 10/{STEPS}")
     watched.signal("policy", signal.SIGKILL)
-    watched.wait_for("resumed from results/grpo_cpu/step_20 after step 20")
-    watched.wait_for(f"step 21/{STEPS}")
+    watched.wait_for("resumed from results/grpo_cpu/step_10 after step 10")
+    watched.wait_for(f"step 11/{STEPS}")
     hosts = processes_below(watched.process.pid)
     newest = max(pid for pid, (_, args) in hosts.items() if args.startswith("ray::ActorHost"))
     os.kill(newest, signal.SIGSTOP)
     finished = watched.end()
     assert finished.status == 1, finished.output[-4000:]
     assert "no answer from policy-0 (rank 0" in finished.output and "(stopped)" in finished.output
-    assert (tmp_path / "results" / "grpo_cpu" / "step_20" / "manifest.json").is_file()
+    assert (tmp_path / "results" / "grpo_cpu" / "step_10" / "manifest.json").is_file()
     assert not list((tmp_path / "results" / "grpo_cpu").glob("tmp_*"))
 
 
