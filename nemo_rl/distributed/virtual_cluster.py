@@ -10,12 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Read by Ray when it is imported: under `uv run` its hook would start every worker by the driver's own `uv run`
-# command, in the driver's environment whatever `py_executable` says.
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-
 import ray
+from ray._private import ray_constants
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,6 +38,7 @@ def init_ray(log_dir: str | None = None) -> None:
     """
     if ray.is_initialized():
         return
+    _prepare()
     address = os.environ.get("RAY_ADDRESS") or _address_of_running_cluster()
     if address is None:
         start_local_ray()
@@ -56,15 +53,21 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     """Start a Ray cluster of this machine alone, which ends with this process.
 
     Its CPUs are worker slots, not cores: by default at least 64, so that the bundles of a small run fit on a laptop.
-    How many threads a worker uses is set by its own environment variables.
+    How many threads a worker uses is set by its own environment variables. All its ports are on loopback.
     """
     global _started_here
+    _prepare()
     memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = os.cpu_count()
     assert cores is not None
     if object_store_gb is None:
         object_store_gb = min(_MAX_OBJECT_STORE_GB, _OBJECT_STORE_FRACTION * memory_gb)
+    from ray._private import ray_constants
+
     logger.info("Starting Ray on this machine")
+    # No other machine joins, so every port of Ray is on loopback. Its own switch for that, read when a node starts; it
+    # replaces _node_ip_address="127.0.0.1" by the address of the machine.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(
         address="local",
         num_cpus=num_cpus if num_cpus is not None else max(cores, _MIN_LOCAL_CPU_SLOTS),
@@ -79,6 +82,17 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
         },
     )
     _started_here = True
+
+
+def _prepare() -> None:
+    # Under `uv run`, Ray's hook would copy the project and start every worker by the driver's own `uv run` command, in
+    # an environment and a folder of its own, whatever `py_executable` says. Ray reads the variable when it is imported,
+    # which may have been before.
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # It warns that a local cluster has token authentication, which is what we want.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
 
 
 def _link_logs(log_dir: Path) -> None:

@@ -1,0 +1,63 @@
+"""A cluster of this machine alone is out of reach of others, and needs no port that may be taken."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
+
+LISTENERS = """
+import os, ray
+from pathlib import Path
+from nemo_rl.distributed.virtual_cluster import start_local_ray
+start_local_ray(num_cpus=2, object_store_gb=0.2)
+ray.get(ray.remote(lambda: 0).remote())
+
+def table(name):
+    return [line.split() for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+
+open_inodes = set()
+group = os.getsid(0)
+for process in Path("/proc").glob("[0-9]*"):
+    try:
+        if os.getsid(int(process.name)) == group:
+            open_inodes |= {os.readlink(fd) for fd in (process / "fd").iterdir()}
+    except OSError:
+        continue
+for row in table("tcp") + table("tcp6"):
+    if row[3] == "0A" and f"socket:[{row[9]}]" in open_inodes:
+        print("LISTENS", row[1])
+ray.shutdown()
+"""
+
+
+def test_every_port_is_on_loopback_and_none_is_fixed():
+    taken = []
+    for port in FIXED_PORTS:
+        blocker = socket.socket()
+        try:
+            blocker.bind(("127.0.0.1", port))
+            blocker.listen()
+        except OSError:
+            pass  # taken already, which serves as well
+        taken.append(blocker)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENERS],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    for blocker in taken:
+        blocker.close()
+    assert done.returncode == 0, done.stderr[-2000:]
+    addresses = re.findall(r"LISTENS (\w+):", done.stdout)
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert len(addresses) >= 4 and set(addresses) <= loopback, done.stdout
