@@ -10,7 +10,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
-os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import pytest

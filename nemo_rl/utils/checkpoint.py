@@ -64,7 +64,7 @@ class CheckpointManager:
         cfg: "CheckpointingConfig",
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
-        self.checkpoint_dir = Path(cfg.checkpoint_dir)
+        self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
         self.metric_name = cfg.metric_name
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k

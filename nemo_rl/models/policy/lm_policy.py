@@ -143,6 +143,11 @@ class Policy(PolicyInterface):
                 save_consolidated=save_consolidated,
                 model_save_format=model_save_format,
             )
+        if not (directory / "policy" / "weights").is_dir():
+            raise ValueError(
+                f"the policy workers wrote their weights to {directory} and the controller cannot see them: "
+                "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
+            )
         self.tokenizer.save_pretrained(directory / "policy" / "tokenizer")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
