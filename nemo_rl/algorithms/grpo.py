@@ -21,7 +21,7 @@ from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
 from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
 from nemo_rl.algorithms.trainer import DataExhausted, RunTools, Schedule, Trainer
 from nemo_rl.data.dataloader import PromptDataLoader
-from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
@@ -238,7 +238,13 @@ class GRPOTrainer(Trainer):
     def sync_weights(self, version: int) -> None:
         """Policy weights -> generation weights, verified by fingerprints. Version n is that after n steps."""
         with self.phase("weight_sync"):
-            self.refit.sync(version)
+            try:
+                self.refit.sync(version)
+            except WorkerError as error:
+                if not (error.engine_died or error.worker.startswith(self.generation.name_prefix)):
+                    raise
+                self.tools.console.warn(f"{first_line(error)}; the engine is started again")
+                self.rollouts.use_generation(self.restart_generation(version))
 
     def report(self, groups: Sequence[ScoredGroup], plan: BatchPlan) -> None:
         """What is known of the step from metadata, and what the environments say of it."""
@@ -300,11 +306,14 @@ class GRPOTrainer(Trainer):
 
     # -- state
 
-    def restart_generation(self) -> list[Any]:
-        """After an engine died: start it again and give every engine the policy's weights. Returns the new workers."""
+    def restart_generation(self, version: int | None = None) -> list[Any]:
+        """After an engine died: start it again and give every engine the policy's weights. Returns the new workers.
+
+        `version` of the weights defaults to that after the last finished step.
+        """
         for index in self.generation.dead_workers():
             self.generation.restart_worker(index)
-        self.refit.sync(self.state.total_steps)
+        self.refit.sync(self.state.total_steps if version is None else version)
         return self.generation.workers
 
     def recover(self, error: WorkerDied) -> None:

@@ -31,6 +31,11 @@ class WorkerError(RuntimeError):
         self.exception_type = exception_type
         self.remote_traceback = remote_traceback
 
+    @property
+    def engine_died(self) -> bool:
+        """The worker lives, the engine it hosts does not."""
+        return self.exception_type == "EngineDied"
+
 
 class WorkerDied(WorkerError):
     """The worker's process is gone."""
@@ -38,6 +43,11 @@ class WorkerDied(WorkerError):
 
 class WorkerHang(WorkerError):
     """The worker did not answer in time; the message holds its Python stacks."""
+
+
+def first_line(error: Exception) -> str:
+    """The message without stacks and logs."""
+    return str(error).splitlines()[0]
 
 
 class WorkerCallError(Exception):

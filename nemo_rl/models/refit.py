@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.distributed.pack_layout import NUM_HALVES, PackLayout
 from nemo_rl.distributed.weight_transfer import RefitError, Transport
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -71,9 +71,9 @@ class Refit:
         self.layout = PackLayout.from_dict(layouts[0])
         try:
             self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
-        except WorkerDied:
-            raise
         except (RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
+                raise
             raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
         logger.info(
             "refit over %s: %d tensors, %.3f GiB in %d buckets of %.0f MiB",
@@ -121,9 +121,9 @@ class Refit:
             for refs in loading[-NUM_HALVES:]:
                 self.generation.wait(refs)
             self.generation.finish_weight_update(version)
-        except WorkerDied:  # not a matter of weights: whoever can replace the worker handles it
-            raise
         except (RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
+                raise  # not a matter of weights: whoever can replace the worker handles it
             raise RefitError(self._failure(layout, version, bucket, error)) from error
         return packed
 

@@ -11,14 +11,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import ray
 
-from nemo_rl.distributed.errors import WorkerError
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.rollouts.engine_client import EngineClient, EngineDied
+from nemo_rl.rollouts.engine_client import EngineClient
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.seeds import sample_seed
@@ -26,7 +27,7 @@ from nemo_rl.utils.seeds import sample_seed
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.rollouts.collector.RolloutWorker"
-MAX_ENGINE_RESTARTS = 3  # in one batch of groups
+MAX_RESTARTS = 3  # in one batch of groups
 
 
 class EpisodeFailure(RuntimeError):
@@ -160,32 +161,51 @@ class RolloutCollector:
         *,
         timeout_s: float,
     ) -> None:
-        self.group = RayWorkerGroup(
+        self._start = partial(
+            RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(WORKER, settings, generation_workers),
             name_prefix="rollout",
             num_workers=1,
             timeout_s=timeout_s,
         )
+        self._settings = settings
+        self._bytes_of_ended = 0
+        self.group = self._start(RayWorkerBuilder(WORKER, settings, generation_workers))
+        self._generation_workers = list(generation_workers)
         self.restart_generation: Callable[[], Sequence[Any]] | None = None
 
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self.group.controller_tensor_bytes
+        return self._bytes_of_ended + self.group.controller_tensor_bytes
+
+    def use_generation(self, workers: Sequence[Any]) -> None:
+        """Send requests to these engines from now on."""
+        self._generation_workers = list(workers)
+        self.group.call_one(0, "set_generation_workers", self._generation_workers)
 
     def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         """Play all requests at once; handles in the order of the requests."""
-        for _ in range(MAX_ENGINE_RESTARTS):
+        for _ in range(MAX_RESTARTS):
             try:
-                return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+                return self._collect(requests)
+            except WorkerDied as error:  # the rollout worker itself
+                logger.warning("%s; it is started again and %d groups replayed", first_line(error), len(requests))
+                self._restart()
             except WorkerError as error:
-                if error.exception_type != EngineDied.__name__ or self.restart_generation is None:
+                if not error.engine_died or self.restart_generation is None:
                     raise
-                first_line = str(error).splitlines()[0]
-                logger.warning("%s; the engine is started again and %d groups replayed", first_line, len(requests))
-                self.group.call_one(0, "set_generation_workers", self.restart_generation())
+                logger.warning("%s; the engine is started again, %d groups replayed", first_line(error), len(requests))
+                self.use_generation(self.restart_generation())
+        return self._collect(requests)
+
+    def _collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+
+    def _restart(self) -> None:
+        self._bytes_of_ended += self.group.controller_tensor_bytes
+        self.group.shutdown()
+        self.group = self._start(RayWorkerBuilder(WORKER, self._settings, self._generation_workers))
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         """What the environments themselves report of finished groups, as `<environment>/<metric>`."""

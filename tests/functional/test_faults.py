@@ -118,13 +118,17 @@ def alive(pid: int) -> bool:
 
 
 def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
-    """kill -9 of the environment, then of the policy, then SIGSTOP of the policy, in one run."""
+    """kill -9 of environment, engine, rollout worker and policy, then SIGSTOP of the policy, in one run."""
     watched = Watched(tmp_path, *LONG, "cluster.worker_timeout_s=20")
     watched.wait_for("step 1/")
     watched.signal("environment", signal.SIGKILL)
+    watched.wait_for("step 3/")
+    watched.signal("engine", signal.SIGKILL)
+    watched.wait_for("step 6/")
+    watched.signal("rollout", signal.SIGKILL)
     watched.wait_for(f"step 10/{STEPS}")
     watched.signal("policy", signal.SIGKILL)
-    watched.wait_for("resumed from results/grpo_cpu/step_10 after step 10")
+    watched.wait_for("results/grpo_cpu/step_10 after step 10")
     watched.wait_for(f"step 11/{STEPS}")
     hosts = processes_below(watched.process.pid)
     newest = max(pid for pid, (_, args) in hosts.items() if args.startswith("ray::ActorHost"))

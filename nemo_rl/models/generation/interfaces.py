@@ -29,6 +29,11 @@ class GenerationInterface(ABC):
 
     @property
     @abstractmethod
+    def name_prefix(self) -> str:
+        """What the names of its workers begin with; errors name workers."""
+
+    @property
+    @abstractmethod
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerError
+from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
@@ -86,6 +86,10 @@ class VllmGeneration(GenerationInterface):
             accelerator.register(TENANT, self.onload, self.offload, on_device=True)
 
     @property
+    def name_prefix(self) -> str:
+        return self._name_prefix
+
+    @property
     def workers(self) -> list[Any]:
         return [replica.workers[0] for replica in self._replicas]
 
@@ -128,7 +132,7 @@ class VllmGeneration(GenerationInterface):
             try:
                 replica.call_one(0, "check_health")
             except WorkerError as error:
-                logger.warning("%s", str(error).splitlines()[0])
+                logger.warning("%s", first_line(error))
                 dead.append(index)
         return dead
 

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from nemo_rl.models.generation import vllm_batch_invariance
 from nemo_rl.models.generation.config import GenerationConfig
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm_weight_loader.WorkerExtension"
 _GIB = 1024**3
 _DEFAULT_MAX_NUM_SEQS = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens computed in one step on a CPU, if no single prompt is longer
 _GATHER_S = 0.001
+_LIVENESS_S = 1.0  # between looks at whether the engine lives, while a call waits for it
 _SLEEP_TAGS = ("weights", "kv_cache")
 
 
@@ -132,7 +134,7 @@ class VllmWorker:
             try:
                 [output] = [output async for output in request]  # the final one alone is sent
             except EngineDeadError as error:
-                raise EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log") from error
+                raise self._death() from error
         assert output.finished
         completion = self._completion(output.outputs[0], weight_version)
         self._num_requests += 1
@@ -168,12 +170,8 @@ class VllmWorker:
 
     async def check_health(self) -> None:
         """Raises EngineDied when the engine's process is gone."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        try:
-            await self._engine.check_health()
-        except EngineDeadError as error:
-            raise EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log") from error
+        if self._engine.errored:
+            raise self._death()
 
     async def counters(self) -> dict[str, int]:
         """Finished requests, and their prompt and sampled tokens, since the start."""
@@ -189,26 +187,30 @@ class VllmWorker:
         """Once: where the weights will lie. The keys are those of the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._engine_call(
+            self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        )
 
     async def start_weight_update(self) -> None:
         """Hold back new requests, freeze those under way, and forget all KV: it belongs to the old weights."""
         self._sampling_allowed.clear()
-        await self._engine.pause_generation(mode="keep", clear_cache=True)
-        await self._engine.collective_rpc("abandon_weight_update")  # the sender of the last one may have died in it
-        await self._engine.start_weight_update()
+        await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=True))
+        await self._engine_call(
+            self._engine.collective_rpc("abandon_weight_update")
+        )  # the sender of the last one may have died in it
+        await self._engine_call(self._engine.start_weight_update())
 
     async def receive_bucket(self, info: dict[str, Any]) -> None:
         """Read one bucket from the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_weight_update(self, version: int) -> None:
         """The weights are now `version`: requests dispatched from here on are stamped with it."""
-        await self._engine.finish_weight_update(str(version))
+        await self._engine_call(self._engine.finish_weight_update(str(version)))
         self.weight_version = version
-        await self._engine.resume_generation()
+        await self._engine_call(self._engine.resume_generation())
         self._sampling_allowed.set()
 
     # Device
@@ -217,24 +219,38 @@ class VllmWorker:
         """Bring back "weights", "kv_cache" or both (None). Does nothing for what is there already."""
         wanted = [tag for tag in (tags if tags is not None else _SLEEP_TAGS) if tag in self._asleep]
         if wanted:
-            await self._engine.wake_up(wanted)
+            await self._engine_call(self._engine.wake_up(wanted))
             self._asleep.difference_update(wanted)
 
     async def offload(self) -> None:
         """Free the GPU (vLLM's sleep level 1), or only the prefix cache where there is no sleep mode."""
         await self.reset_prefix_cache()
         if self._sleep_mode and not self._asleep:
-            await self._engine.sleep(level=1)
+            await self._engine_call(self._engine.sleep(level=1))
             self._asleep = set(_SLEEP_TAGS)
 
     async def reset_prefix_cache(self) -> None:
         """Forget the KV of finished requests. Raises RuntimeError while requests are under way."""
-        if not await self._engine.reset_prefix_cache():
+        if not await self._engine_call(self._engine.reset_prefix_cache()):
             raise RuntimeError(f"{self._name}: requests under way hold the KV cache")
 
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._engine.shutdown(timeout=5.0)
+
+    async def _engine_call(self, call: Awaitable[T]) -> T:
+        """`call`, or EngineDied once the engine's process is gone: vLLM's own calls then never return."""
+        task = asyncio.ensure_future(call)
+        while not (await asyncio.wait([task], timeout=_LIVENESS_S))[0]:
+            if self._engine.errored:
+                task.cancel()
+                raise self._death()
+        if self._engine.errored:
+            raise self._death()
+        return task.result()
+
+    def _death(self) -> EngineDied:
+        return EngineDied(f"the vLLM engine of {self._name} died; its last words are in the log")
 
     def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> vllm.SamplingParams:
         from vllm import SamplingParams as EngineSamplingParams

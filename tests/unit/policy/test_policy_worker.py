@@ -17,7 +17,7 @@ from nemo_rl.algorithms.rollout_batch import plan_batch
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.checkpoint import full_tensor, hf_parameters
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor_policy_worker import COMPUTE_DTYPES, DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.types import (
     GroupHandle,
     LossInputs,
@@ -192,6 +192,19 @@ def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(m
     assert unscored.losses == pytest.approx(scored.losses, rel=1e-6)
     for name, value in scored.metrics.items():
         assert unscored.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("precision", "master"), [("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(model_path, alone, precision, master):
+    config = policy_config(precision=precision, master_precision=master, train_micro_batch_size=4)
+    (result, weights), _ = run_world(one_step, 2, model_path, config)
+    want, want_weights = alone
+    assert result.losses == pytest.approx(want.losses, rel=0.1, abs=0.02)
+    assert result.grad_norms == pytest.approx(want.grad_norms, rel=0.1)
+    assert {weight.dtype for weight in weights.values()} == {COMPUTE_DTYPES[master]}
+    for name, weight in weights.items():
+        # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
+        assert (weight.float() - want_weights[name]).abs().max() < (0.02 if master == "bfloat16" else 0.01), name
 
 
 class NanLoss:
