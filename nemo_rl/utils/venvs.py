@@ -179,7 +179,8 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
     try:
         for line in process.stderr:
             lines.append(line.rstrip())
-            logger.info("uv: %s", line.rstrip())
+            if not line.startswith(" +"):  # two hundred lines, one for each package
+                logger.info("uv: %s", line.rstrip())
         returncode = process.wait()
     except BaseException:
         process.kill()
