@@ -35,7 +35,7 @@ from nemo_rl.distributed.pack_layout import NUM_HALVES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.weight_transfer import RefitError
 from nemo_rl.environments.registry import create_env, wait_for_envs
-from nemo_rl.models.generation.vllm_generation import TENANT as GENERATION
+from nemo_rl.models.generation.interfaces import TENANT as GENERATION
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
@@ -204,6 +204,7 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
         cluster,
         rollout_settings(config, tokenizer, data, environments),
         generation.workers,
+        accelerator,
         timeout_s=cluster_config.worker_timeout_s,
     )
     stack.callback(rollouts.shutdown)

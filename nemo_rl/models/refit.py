@@ -16,6 +16,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.distributed.pack_layout import NUM_HALVES, PackLayout
 from nemo_rl.distributed.weight_transfer import RefitError, Transport
+from nemo_rl.models.generation.interfaces import TENANT as GENERATION
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 
@@ -97,6 +98,7 @@ class Refit:
         started = time.perf_counter()
         with self.accelerator.hold(TENANT):
             packed = self._transfer(self.layout, version)
+        self.accelerator.acquire(GENERATION)  # whoever comes next takes the device from generation as a whole
         return {
             "sync_s": time.perf_counter() - started,
             "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),

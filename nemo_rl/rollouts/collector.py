@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import ray
 
+from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.generation.interfaces import TENANT as GENERATION
 from nemo_rl.rollouts.engine_client import EngineClient
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
@@ -158,6 +160,7 @@ class RolloutCollector:
         cluster: RayVirtualCluster,
         settings: RolloutWorkerSettings,
         generation_workers: Sequence[Any],
+        accelerator: Accelerator,
         *,
         timeout_s: float,
     ) -> None:
@@ -168,6 +171,7 @@ class RolloutCollector:
             num_workers=1,
             timeout_s=timeout_s,
         )
+        self._accelerator = accelerator
         self._settings = settings
         self._bytes_of_ended = 0
         self.group = self._start(RayWorkerBuilder(WORKER, settings, generation_workers))
@@ -200,7 +204,8 @@ class RolloutCollector:
         return self._collect(requests)
 
     def _collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
-        return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
+        with self._accelerator.hold(GENERATION):
+            return self.group.wait([self.group.start_one(0, "collect", request) for request in requests])
 
     def _restart(self) -> None:
         self._bytes_of_ended += self.group.controller_tensor_bytes

@@ -6,6 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+TENANT = "generation"
+"""Its name at the accelerator."""
+
 
 class EngineDied(RuntimeError):
     """The engine process of a generation worker is gone. The worker must be restarted and given the weights again."""

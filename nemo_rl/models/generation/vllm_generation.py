@@ -13,14 +13,13 @@ from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import TENANT, GenerationInterface
 from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs
 from nemo_rl.utils.venvs import python_executable_for
 
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm_worker.VllmWorker"
-TENANT = "generation"
 # Libraries greet every process with notes on CUDA and NUMA that say nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
