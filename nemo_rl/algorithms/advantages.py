@@ -208,6 +208,7 @@ def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) ->
     metrics: dict[str, float] = {}
     if len(flat) > 0:
         metrics["advantages/mean"] = float(flat.mean())
+        metrics["advantages/sum"] = float(flat.sum())
         metrics["advantages/max"] = float(flat.max())
         metrics["advantages/min"] = float(flat.min())
         metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())

@@ -183,6 +183,11 @@ class GRPOConfig(StrictModel):
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompts of a generation batch: those of a step, or more with dynamic sampling."""
+        return round(self.num_prompts_per_step * self.batch_multiplier)
+
+    @property
     def validates(self) -> bool:
         """Whether the run ever validates."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end

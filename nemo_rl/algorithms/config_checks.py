@@ -26,6 +26,9 @@ TRAIN_METRICS = frozenset(
         "global_valid_seqs",
         "global_valid_toks",
         "advantages/mean",
+        "advantages/sum",
+        "total_num_tokens",
+        "num_failed_samples",
         "advantages/max",
         "advantages/min",
         "baseline_reward/pct_0",
@@ -123,8 +126,11 @@ def check_layout(cfg: GRPOMasterConfig) -> Problems:
     elif tensor_parallel <= per_node and per_node % tensor_parallel:
         works = _near(_divisors(per_node), tensor_parallel)
         yield key, f"engines of {tensor_parallel} do not fill nodes of {per_node} {kind}; these would: {works}"
-    elif tensor_parallel > per_node and tensor_parallel % per_node:
-        yield key, f"an engine that spans nodes takes whole nodes: a multiple of {per_node} {kind}"
+    elif tensor_parallel > per_node:
+        yield (
+            key,
+            f"not supported yet: an engine of {tensor_parallel} spans nodes of {per_node} {kind}; use at most that",
+        )
 
 
 def check_lengths(cfg: GRPOMasterConfig) -> Problems:
@@ -194,7 +200,8 @@ def check_validation(cfg: GRPOMasterConfig) -> Problems:
             f"no {metric} to be ranked by; for val_period use {_near(_divisors(save_period), grpo.val_period)}",
         )
     available = validation_metric_names(cfg) if prefix == "val" else train_metric_names(cfg)
-    if metric not in available:
+    # What an environment reports of itself is not known before it runs.
+    if metric not in available and metric.partition("/")[0] not in cfg.env:
         more = ""
         if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
             more = f" (grpo.val_num_generations_per_prompt={grpo.val_num_generations_per_prompt} decides on pass_at_k)"

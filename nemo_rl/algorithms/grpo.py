@@ -90,6 +90,7 @@ class GRPOTrainer(Trainer):
             or config.loss_fn.use_kl_in_reward
         )
         self.token_bytes_before = 0
+        self.generated: list[GroupHandle] = []  # of the step in progress, with what dynamic sampling discards
         self.rollouts.restart_generation = self.restart_generation
 
     def start(self) -> None:
@@ -110,6 +111,7 @@ class GRPOTrainer(Trainer):
 
     def rollout(self) -> list[ScoredGroup]:
         """Prompts -> finished, rewarded groups; with dynamic sampling, until enough of them have reward variance."""
+        self.generated = []
         with self.phase("generation"):
             if not self.config.grpo.use_dynamic_sampling:
                 return score_groups(self.collect(self.next_prompts()), self.config.grpo)
@@ -146,6 +148,7 @@ class GRPOTrainer(Trainer):
         ]
         groups = self.rollouts.collect(requests)
         self.check_failures(groups)
+        self.generated += groups
         return groups
 
     def check_failures(self, groups: Sequence[GroupHandle]) -> None:
@@ -247,22 +250,30 @@ class GRPOTrainer(Trainer):
                 self.rollouts.use_generation(self.restart_generation(version))
 
     def report(self, groups: Sequence[ScoredGroup], plan: BatchPlan) -> None:
-        """What is known of the step from metadata, and what the environments say of it."""
-        handles = [group.handle for group in groups]
-        self.record("train", self.rollouts.environment_metrics(handles))
-        samples = [sample for handle in handles for sample in handle.samples]
-        self.state.consumed_samples += len(samples)
-        self.record("train", rollout_metrics(handles, current_weight_version=self.state.total_steps))
-        num_failed = sum(sample.status is SampleStatus.FAILED for sample in samples)
-        self.record("train", {"num_failed_samples": num_failed})
+        """What is known of the step from metadata, and what the environments say of it.
+
+        Rollouts are judged by everything that was generated, throughput of training by what was trained on.
+        """
+        generated = [sample for handle in self.generated for sample in handle.samples]
+        trained = [sample for group in groups for sample in group.handle.samples]
+        self.state.consumed_samples += len(generated)
+        self.record("train", self.rollouts.environment_metrics(self.generated))
+        self.record("train", rollout_metrics(self.generated, current_weight_version=self.state.total_steps))
+        num_failed = sum(sample.status is SampleStatus.FAILED for sample in generated)
+        num_tokens = sum(sample.length for sample in trained)
+        self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
         seconds = self.timer.get_timing_metrics("sum")
         workers = self.config.cluster.num_workers
         seconds["total_step_time"] = sum(seconds.values())
+        valid_tokens = self.metrics["train/global_valid_toks"]
+        self.record(
+            "timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / seconds["total_step_time"] / workers}
+        )
         throughput = performance_metrics(
             seconds,
-            num_samples=len(samples),
-            num_tokens=sum(sample.length for sample in samples),
-            num_generated_tokens=sum(sample.num_generated_tokens for sample in samples),
+            num_samples=len(trained),
+            num_tokens=num_tokens,
+            num_generated_tokens=sum(sample.num_generated_tokens for sample in generated),
             num_training_devices=workers,
             num_generation_devices=workers,
             colocated=True,
@@ -334,7 +345,8 @@ class GRPOTrainer(Trainer):
         torch.save(self.prompts.state_dict(), directory / DATALOADER_STATE)
 
     def read_state(self, directory: Path) -> None:
-        self.policy.load_checkpoint(directory, load_optimizer=self.tools.checkpointing.save_optimizer)
+        self.policy.load_checkpoint(directory, load_optimizer=True)
         self.prompts.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
         self.batches = self.remaining_batches()
+        self.sampler = DynamicSampler(self.config.grpo)  # what it had collected is sampled again
         self.refit.sync(self.state.total_steps)

@@ -62,6 +62,7 @@ class Inputs:
     """What a run is made from, checked."""
 
     model_path: str
+    tokenizer_path: str
     tokenizer: PreTrainedTokenizerFast
     data: DataSetup
     prompts: PromptDataLoader
@@ -103,15 +104,14 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
     seed_everything(config.grpo.seed)
     model_path = resolve_model(config.policy.model_name)
     model = read_model_config(config.policy, model_path)
-    tokenizer = get_tokenizer(
-        config.policy.tokenizer.model_copy(update={"name": resolve_model(config.policy.tokenizer.name)})
-    )
+    tokenizer_path = resolve_model(config.policy.tokenizer.name)
+    tokenizer = get_tokenizer(config.policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(config.policy, model, tokenizer)
     check_optimizer(config)
     data = setup_data(config.data, config.env)
     check_environments(config, data)
     prompts = PromptDataLoader(
-        data.train, config.grpo.num_prompts_per_step, shuffle=config.data.shuffle, seed=config.grpo.seed
+        data.train, config.grpo.num_prompts_per_batch, shuffle=config.data.shuffle, seed=config.grpo.seed
     )
     process = PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length)
     check_prompts(process, data.train, "training")
@@ -120,7 +120,14 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
     who = identity(config, model, tokenizer, data)
     check_checkpoint_dir(config.checkpointing, who)
     check_writable(Path(config.logger.log_dir), "logger.log_dir")
-    return Inputs(model_path=model_path, tokenizer=tokenizer, data=data, prompts=prompts, identity=who)
+    return Inputs(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer,
+        data=data,
+        prompts=prompts,
+        identity=who,
+    )
 
 
 @contextmanager
@@ -162,7 +169,7 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
         cluster,
         config.policy.generation,
         model=model_path,
-        tokenizer=model_path,
+        tokenizer=inputs.tokenizer_path,
         seed=config.grpo.seed,
         hf_overrides=config.policy.hf_config_overrides,
         accelerator=accelerator,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def check_hardware(
     `num_gpus` replaces what is found on this machine.
     """
     wanted = cfg.cluster.gpus_per_node
-    if wanted == 0 or "RAY_ADDRESS" in environment or _RAY_CLUSTER_FILE.exists():
+    if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
         return
     found = num_visible_gpus(environment) if num_gpus is None else num_gpus
     path = ("cluster", "gpus_per_node")
@@ -72,6 +73,18 @@ def check_hardware(
 
 
 _RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`; ray.init joins what it names
+
+
+def _a_cluster_runs_here() -> bool:
+    """Whether something answers at the address in the file: it stays behind when a cluster is killed."""
+    if not _RAY_CLUSTER_FILE.is_file():
+        return False
+    host, _, port = _RAY_CLUSTER_FILE.read_text().strip().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:

@@ -97,6 +97,7 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""
         num_recoveries, failed_at = 0, -1
+        self.tools.console.set_num_steps(self.schedule.num_steps)
         with self.tools.console:
             if self.schedule.val_at_start and self.state.total_steps == 0:
                 self._validate()
@@ -122,8 +123,7 @@ class Trainer(ABC):
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
-            if self.state.total_steps > 0 and not self._checkpoint_exists():
-                self._checkpoint()
+            self._finish_early()
             return True
         self.state.total_steps += 1
         if self._validation_is_due():
@@ -138,6 +138,16 @@ class Trainer(ABC):
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return out_of_time
+
+    def _finish_early(self) -> None:
+        """The last validation and checkpoint of a run whose data ended before its steps."""
+        self.metrics, self.timer = {}, Timer()
+        if self.state.total_steps == 0 or self._checkpoint_exists():
+            return
+        if self.schedule.val_at_end:
+            self._validate()
+        self._checkpoint()
+        self._log()
 
     def _is_last_step(self) -> bool:
         return self.state.total_steps == self.schedule.num_steps
@@ -154,6 +164,7 @@ class Trainer(ABC):
     def _validate(self) -> None:
         with self.phase("validation"):
             self.record("validation", self.validate())
+        self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""

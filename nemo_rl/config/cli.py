@@ -43,6 +43,8 @@ def load_from_command_line(
     cannot do; --dry-run leaves it out. Exits with 0 after --help and --dry-run, with 2 and one message when the
     user has to change something.
     """
+    # Environments, datasets and processors given by import path are looked for where the command is given.
+    sys.path.insert(0, str(Path.cwd()))
     parser = _parser(model, description, default_config)
     arguments, rest = parser.parse_known_args(argv)
     options = [text for text in rest if text.startswith("-")]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.base import NamedByKey, StrictModel
+from nemo_rl.config.base import NamedByKey, NotYet, StrictModel, one_of
 
 
 class MathEnvironmentConfig(StrictModel):
@@ -24,11 +24,11 @@ class MathEnvironmentConfig(StrictModel):
     verifier_type: Literal["math", "english_multichoice", "multilingual_multichoice"] = "math"
     """What kind of answer is expected."""
 
-    stop_strings: list[str] | None = None
-    """Strings that end a completion; null: none."""
-
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for one answer; past it the process is ended and the answer counts as wrong."""
+
+    # An episode of the math environment has one turn, and policy.generation.stop_strings ends it.
+    not_yet: ClassVar = (NotYet("stop_strings", one_of(None)),)
 
 
 class EnvironmentConfig(BaseModel):

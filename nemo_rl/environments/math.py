@@ -54,7 +54,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
                 for result in results
             ],
             metadata=metadata,
-            next_stop_strings=[self.cfg.stop_strings] * len(results),
+            next_stop_strings=[None] * len(results),
             rewards=torch.tensor([float(result.correct) for result in results]),
             terminateds=torch.ones(len(results)),
             answers=[result.answer for result in results],

@@ -73,6 +73,11 @@ class RunConsole:
         )
         self._task = self._progress.add_task("", total=num_steps, completed=start_step, phase="", speed="", left="")
 
+    def set_num_steps(self, num_steps: int) -> None:
+        """The steps of the run, once they are known: the data may end before `max_num_steps`."""
+        self._num_steps = num_steps
+        self._progress.update(self._task, total=num_steps)
+
     def __enter__(self) -> "RunConsole":
         self._step_ends.clear()
         self._step_ends.append(self._clock())

@@ -58,7 +58,7 @@ def start(folder: Path, *overrides: str, config: Path = CPU_CONFIG, **environmen
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]), **environment},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             start_new_session=True,
         )
 

@@ -50,7 +50,7 @@ class VllmConfig(StrictModel):
     """Do not compile or capture graphs. Always so on CPU."""
 
     enable_prefix_caching: bool = True
-    """Share the KV cache of equal beginnings."""
+    """Share the KV cache of equal beginnings. Never on CPU."""
 
     not_yet: ClassVar = (
         # Rollouts always use the asynchronous engine, which is what either value asks for here.
