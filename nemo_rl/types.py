@@ -43,7 +43,7 @@ class DatumSpec(TypedDict):
 class Prompt:
     """One row on its way to the collector. Text, not tokens: tokenisation happens where the episode runs."""
 
-    prompt_id: str  # "<dataset>:<row index>", stable over epochs and restarts
+    prompt_id: str  # "<dataset>:<row index>[/<repetition>]", stable over epochs and restarts
     row: Mapping[str, Any]  # the raw row, as the dataset gave it
     idx: int
     task_name: str
@@ -147,7 +147,7 @@ class Sample:
 class RolloutGroup:
     """All samples of one prompt in one step: one object in the object store."""
 
-    group_id: str  # "<step>/<position in the batch>/<prompt_id>"; explicit, never derived from text
+    group_id: str  # "<number of the batch>/<position in it>/<prompt_id>"; explicit, never derived from text
     prompt_id: str
     samples: list[Sample]
 

@@ -70,6 +70,7 @@ class FakePolicy:
     def save_checkpoint(self, directory: Path, **options: Any) -> None:
         self.calls.append("save")
         (directory / "policy").mkdir()
+        (directory / "policy" / "optimizer").mkdir()
         (directory / "policy" / "weights").write_text("weights")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:

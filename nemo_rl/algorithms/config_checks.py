@@ -145,6 +145,13 @@ def check_lengths(cfg: GRPOMasterConfig) -> Problems:
 
 def check_loss(cfg: GRPOMasterConfig) -> Problems:
     loss, grpo = cfg.loss_fn, cfg.grpo
+    generation = cfg.policy.generation
+    if loss.reference_policy_kl_penalty != 0 and (generation.top_p < 1 or generation.top_k is not None):
+        yield (
+            "loss_fn.reference_policy_kl_penalty",
+            "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
+            "the reference; set it to 0, or top_p=1 and top_k=null",
+        )
     num_updates = grpo.num_samples_per_step / cfg.policy.train_global_batch_size
     if loss.force_on_policy_ratio and num_updates != 1:
         yield (

@@ -27,8 +27,10 @@ from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
+from nemo_rl.utils.checkpoint import require_optimizer
 
 DATALOADER_STATE = "train_dataloader.pt"
+MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
 
@@ -135,14 +137,15 @@ class GRPOTrainer(Trainer):
 
     def collect(self, prompts: Sequence[Prompt]) -> list[GroupHandle]:
         """Play one batch of prompts. Raises when too many of its episodes have no outcome."""
-        step = self.state.total_steps + 1
+        # One number per batch drawn: with dynamic sampling a prompt may come again within a step, and draws anew.
+        batch = self.prompts.epoch * len(self.prompts) + self.prompts.batches_done
         requests = [
             GroupRequest(
-                group_id=f"{step}/{position}/{prompt.prompt_id}",
+                group_id=f"{batch}/{position}/{prompt.prompt_id}",
                 prompt=prompt,
                 num_generations=self.config.grpo.num_generations_per_prompt,
                 sampling=self.train_sampling,
-                seed_step=step,
+                seed_step=batch,
             )
             for position, prompt in enumerate(prompts)
         ]
@@ -164,14 +167,13 @@ class GRPOTrainer(Trainer):
                 raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
             self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
         failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+        reasons = "\n".join(sorted({str(sample.failure) for sample in failed})[:MAX_REASONS_SHOWN])
         if failed:
-            self.tools.console.warn(
-                f"{len(failed)} of {len(samples)} episodes failed, for example: {failed[0].failure}"
-            )
+            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed:\n{reasons}")
         if len(failed) > self.config.grpo.max_failed_sample_fraction * len(samples):
             raise TooManyFailures(
                 f"{len(failed)} of {len(samples)} episodes failed, more than grpo.max_failed_sample_fraction="
-                f"{self.config.grpo.max_failed_sample_fraction}. The first: {failed[0].failure}"
+                f"{self.config.grpo.max_failed_sample_fraction}:\n{reasons}"
             )
 
     def estimate_advantages(self, groups: Sequence[ScoredGroup]) -> AdvantageResult:
@@ -324,6 +326,7 @@ class GRPOTrainer(Trainer):
         """
         for index in self.generation.dead_workers():
             self.generation.restart_worker(index)
+        self.generation.abandon_requests()
         self.refit.sync(self.state.total_steps if version is None else version)
         return self.generation.workers
 
@@ -345,6 +348,7 @@ class GRPOTrainer(Trainer):
         torch.save(self.prompts.state_dict(), directory / DATALOADER_STATE)
 
     def read_state(self, directory: Path) -> None:
+        require_optimizer(directory)
         self.policy.load_checkpoint(directory, load_optimizer=True)
         self.prompts.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
         self.batches = self.remaining_batches()

@@ -19,7 +19,7 @@ from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
-from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager, check_identity
+from nemo_rl.utils.checkpoint import CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.config import CheckpointingConfig
 
 NUM_TRIED_PROMPTS = 32
@@ -66,11 +66,7 @@ def check_checkpoint_dir(config: CheckpointingConfig, identity: Mapping[str, Any
         info = manager.load_training_info(latest)
         assert info is not None
         check_identity(info["identity"], identity)
-        if not (latest / "policy" / "optimizer").is_dir():
-            raise CheckpointError(
-                f"{latest} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
-                "continued from it; to start anew, set checkpointing.checkpoint_dir to another directory"
-            )
+        require_optimizer(latest)
     check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
 
 

@@ -68,6 +68,7 @@ class Trainer(ABC):
         self.tools = tools
         self.state = TrainerState()
         self.timer = Timer()
+        self.validated_at = -1  # step after which the last validation ran
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
         self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
         self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
@@ -142,12 +143,13 @@ class Trainer(ABC):
     def _finish_early(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
         self.metrics, self.timer = {}, Timer()
-        if self.state.total_steps == 0 or self._checkpoint_exists():
-            return
-        if self.schedule.val_at_end:
+        validates = self.schedule.val_at_end and self.validated_at != self.state.total_steps
+        if validates:
             self._validate()
-        self._checkpoint()
-        self._log()
+        if self.state.total_steps > 0 and not self._checkpoint_exists():
+            self._checkpoint()
+        if validates:
+            self._log()
 
     def _is_last_step(self) -> bool:
         return self.state.total_steps == self.schedule.num_steps
@@ -164,6 +166,7 @@ class Trainer(ABC):
     def _validate(self) -> None:
         with self.phase("validation"):
             self.record("validation", self.validate())
+        self.validated_at = self.state.total_steps
         self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
 
     def _log(self) -> None:

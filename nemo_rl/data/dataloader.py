@@ -44,10 +44,10 @@ class PromptDataset:
             raise IndexError(index)
         number = int(np.searchsorted(self._ends, index, side="right"))
         part = self.parts[number]
-        row_index = (index - (int(self._ends[number - 1]) if number else 0)) % len(part.rows)
-        return Prompt(
-            prompt_id=f"{part.name}:{row_index}", row=part.rows[row_index], idx=index, task_name=part.task_name
-        )
+        offset = index - (int(self._ends[number - 1]) if number else 0)
+        repetition, row_index = divmod(offset, len(part.rows))
+        prompt_id = f"{part.name}:{row_index}" + (f"/{repetition}" if repetition else "")
+        return Prompt(prompt_id=prompt_id, row=part.rows[row_index], idx=index, task_name=part.task_name)
 
     def fingerprint(self) -> dict[str, Any]:
         """What makes this the same data: per dataset its name, number of rows, repeat, and a hash of the rows.

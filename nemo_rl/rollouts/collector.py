@@ -21,7 +21,7 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import TENANT as GENERATION
-from nemo_rl.rollouts.engine_client import EngineClient
+from nemo_rl.rollouts.engine_client import EngineClient, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.seeds import sample_seed
@@ -29,6 +29,7 @@ from nemo_rl.utils.seeds import sample_seed
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.rollouts.collector.RolloutWorker"
+NAME_PREFIX = "rollout"
 MAX_RESTARTS = 3  # in one batch of groups
 
 
@@ -82,16 +83,22 @@ class RolloutWorker:
     def __init__(self, settings: RolloutWorkerSettings, generation_workers: Sequence[Any]) -> None:
         self.settings = settings
         self.environments = settings.connect_environments()
+        self.engines: list[EngineClient] = []
         self.set_generation_workers(generation_workers)
 
     def set_generation_workers(self, workers: Sequence[Any]) -> None:
         """Actor handles of the engine replicas; called again after one was restarted."""
+        for engine in self.engines:
+            engine.close()
         self.engines = [EngineClient(number, worker) for number, worker in enumerate(workers)]
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         """The least loaded replica answers; which one it is does not change the tokens."""
         engine = min(self.engines, key=lambda engine: engine.in_flight)
-        return await engine.generate(prompt_token_ids, sampling, seed)
+        try:
+            return await engine.generate(prompt_token_ids, sampling, seed)
+        except RequestFailed as failure:
+            raise EpisodeFailure(str(failure)) from failure
 
     async def collect(self, request: GroupRequest) -> GroupHandle:
         """Play one group to its end and put it into the object store."""
@@ -108,8 +115,8 @@ class RolloutWorker:
 
     async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int) -> Sample:
         sample_id = f"{request.group_id}/{index}"
-        if datum["loss_multiplier"] == 0.0:
-            failure = f"prompt {request.prompt.prompt_id} is longer than data.max_input_seq_length"
+        if datum["loss_multiplier"] == 0.0 or datum["length"] >= self.settings.limits.max_total_tokens:
+            failure = f"prompt {request.prompt.prompt_id} has {datum['length']} tokens and leaves no room for an answer"
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.PROMPT_TOO_LONG, failure=failure)
         try:
             return await run_episode(
@@ -167,7 +174,7 @@ class RolloutCollector:
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            name_prefix="rollout",
+            name_prefix=NAME_PREFIX,
             num_workers=1,
             timeout_s=timeout_s,
         )
@@ -193,7 +200,9 @@ class RolloutCollector:
         for _ in range(MAX_RESTARTS):
             try:
                 return self._collect(requests)
-            except WorkerDied as error:  # the rollout worker itself
+            except WorkerDied as error:
+                if not error.worker.startswith(NAME_PREFIX):
+                    raise
                 logger.warning("%s; it is started again and %d groups replayed", first_line(error), len(requests))
                 self._restart()
             except WorkerError as error:

@@ -10,11 +10,12 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
+from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams
 
 
-class EngineDied(RuntimeError):
-    """A generation worker's process or its engine is gone."""
+class RequestFailed(RuntimeError):
+    """An engine that lives did not answer a request; the message says why."""
 
 
 class EngineClient:
@@ -37,7 +38,7 @@ class EngineClient:
         return len(self._results)
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Complete one prompt. Raises EngineDied, or RuntimeError with what the engine said."""
+        """Complete one prompt. Raises EngineDied, or RequestFailed with what the engine said."""
         request = GenerationRequest(
             request_id=next(self._ids), prompt_token_ids=list(prompt_token_ids), sampling=sampling, seed=seed
         )
@@ -61,7 +62,7 @@ class EngineClient:
         try:
             await self.replica.call.remote("submit", batch)
         except RayActorError as error:
-            self._fail_all(error)
+            self._fail_all(str(error))
             return
         if not self._is_draining:
             self._is_draining = True
@@ -74,7 +75,7 @@ class EngineClient:
                     self._settle(answer)
                 await asyncio.sleep(0)  # whoever got an answer takes its entry out, or asks again
         except RayActorError as error:
-            self._fail_all(error)
+            self._fail_all(str(error))
         finally:
             self._is_draining = False
 
@@ -87,9 +88,13 @@ class EngineClient:
         elif answer.failure_type == EngineDied.__name__:
             result.set_exception(EngineDied(f"generation worker {self.number}: {answer.failure}"))
         else:
-            result.set_exception(RuntimeError(f"generation worker {self.number}: {answer.failure}"))
+            result.set_exception(RequestFailed(f"generation worker {self.number}: {answer.failure}"))
 
-    def _fail_all(self, error: RayActorError) -> None:
+    def close(self) -> None:
+        """Give up what is not answered: the replica, or another one, was replaced."""
+        self._fail_all("the engines were replaced")
+
+    def _fail_all(self, reason: str) -> None:
         for result in self._results.values():
             if not result.done():
-                result.set_exception(EngineDied(f"generation worker {self.number}: {error}"))
+                result.set_exception(EngineDied(f"generation worker {self.number}: {reason}"))

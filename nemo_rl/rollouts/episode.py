@@ -108,6 +108,8 @@ async def run_episode(
         [{"role": message["role"], "content": message["content"]} for message in datum["message_log"]],
     )
     num_prompt_tokens = len(transcript.token_ids)
+    if stop_strings := datum.get("stop_strings"):
+        sampling = replace(sampling, stop_strings=tuple(stop_strings))
     metadata, reward, weight_version, turn = datum["extra_env_info"], 0.0, -1, 0
     status = SampleStatus.TRUNCATED
     while turn < limits.max_turns and len(transcript.token_ids) < limits.max_total_tokens:

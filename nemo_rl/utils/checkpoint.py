@@ -409,6 +409,15 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
         )
 
 
+def require_optimizer(path: Path) -> None:
+    """Raises CheckpointError when checkpoint `path` was saved without the optimizer."""
+    if not (path / "policy" / "optimizer").is_dir():
+        raise CheckpointError(
+            f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
+            f"continued from it; {_START_ANEW}"
+        )
+
+
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Leaves by dotted path, as JSON gives them back: a saved identity and a fresh one compare equal."""
     flat: dict[str, Any] = {}

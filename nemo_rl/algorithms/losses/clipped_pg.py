@@ -68,11 +68,12 @@ class ClippedPGLoss:
         ratio_clamped = ratio.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
         policy_loss, clipped = self._policy_loss(curr, ratio, ratio_clamped, advantages)
         weights = self._importance_weights(prev, gen, mask)
+        must_be_finite = [curr, prev, gen, advantages, ratio]
         if cfg.use_importance_sampling_correction:
             policy_loss = policy_loss * weights.used
+            must_be_finite.append(weights.raw)
         loss = aggregate(policy_loss)
 
-        must_be_finite = [curr, prev, gen, advantages, ratio, weights.raw]
         kl = torch.zeros_like(curr)
         if cfg.reference_policy_kl_penalty != 0:
             reference = at_valid(inputs.reference_policy_logprobs)

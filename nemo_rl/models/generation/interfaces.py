@@ -77,6 +77,10 @@ class GenerationInterface(ABC):
         """Replicas whose process or engine is gone."""
 
     @abstractmethod
+    def abandon_requests(self) -> None:
+        """Forget the requests under way on every replica."""
+
+    @abstractmethod
     def restart_worker(self, index: int) -> None:
         """End replica `index`, dead or alive, and start it anew. It holds no weights until the next sync."""
 

@@ -60,6 +60,7 @@ class VllmGeneration(GenerationInterface):
     ) -> None:
         check_vllm_kwargs(cfg)
         self._cluster = cluster
+        self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg.tensor_parallel_size)
         if num_replicas is not None:
             if not 1 <= num_replicas <= len(self._bundle_groups):
@@ -135,8 +136,14 @@ class VllmGeneration(GenerationInterface):
                 dead.append(index)
         return dead
 
+    def abandon_requests(self) -> None:
+        self._call_all("abandon_requests")
+
     def restart_worker(self, index: int) -> None:
         old = self._replicas[index]
+        present = self._accelerator.present if self._accelerator is not None else None
+        if self._accelerator is not None and present is not None and present != TENANT:
+            self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
         logger.warning("restarting %s", old.name_prefix)
         self._bytes_of_ended += old.controller_tensor_bytes
         old.shutdown()

@@ -45,6 +45,7 @@ def check_vllm_kwargs(cfg: GenerationConfig) -> None:
         "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
         "enable_sleep_mode": "policy.generation.colocated.enabled",
         "seed": "grpo.seed",
+        "distributed_executor_backend": "",
         "load_format": "",
         "logprobs_mode": "",
         "worker_extension_cls": "",
@@ -156,6 +157,15 @@ class VllmWorker:
         answers, self._answers = self._answers, []
         self._has_answers.clear()
         return answers
+
+    async def abandon_requests(self) -> None:
+        """Forget every submitted request: whoever asked asks anew."""
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+        self._answers = []
+        self._has_answers.set()  # whoever drains gets nothing
 
     async def _serve(self, request: GenerationRequest) -> None:
         try:
@@ -334,6 +344,8 @@ def _engine_args(
         "weight_transfer_config": {"backend": weight_transfer},
         "disable_log_stats": True,
     }
+    if vllm_cfg.tensor_parallel_size > 1:  # inside a Ray actor vLLM would choose Ray, which shares no node's devices
+        arguments["distributed_executor_backend"] = "mp"
     if device == "cpu":
         arguments |= {
             "enforce_eager": True,

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.parallelize import named_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,7 @@ _MAX_FILE_BYTES = 4 << 30
 
 def hf_parameters(model: LogprobModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(Hugging Face name, parameter), tied parameters once, in the model's order."""
-    for name, parameter in model.hf.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+    yield from named_parameters(model.hf)
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:

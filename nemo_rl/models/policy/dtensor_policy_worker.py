@@ -90,7 +90,7 @@ class DTensorPolicyWorker:
         config, sampling = self.config, self.settings.sampling
         hf_config = load_config(self.settings.model_path, dict(config.hf_config_overrides))
         hf = build_on_meta(hf_config, COMPUTE_DTYPES[config.master_precision])
-        hf.train()
+        hf.eval()  # dropout would give the same tokens other logprobs in every pass
         model = LogprobModel(
             hf,
             chunk_tokens=config.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
@@ -198,7 +198,8 @@ class DTensorPolicyWorker:
         steps = []
         for micro_batches in self.plan.train:
             steps.append(self._optimizer_step(loss_fn, micro_batches, result))
-            if result.nonfinite_samples and self.config.nonfinite_action == "stop":
+            # Equal on all ranks, unlike the samples that are accused.
+            if result.num_skipped_steps and self.config.nonfinite_action == "stop":
                 break
         if self.scheduler is not None and self.config.scheduler_step_per == "train_call":
             self.scheduler.step()
@@ -333,7 +334,7 @@ class DTensorPolicyWorker:
             return
         for state in self.optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and value.ndim > 0:  # step counters live on the host
                     state[name] = value.to(device)
 
     def shutdown(self) -> None:

@@ -18,6 +18,8 @@ def reduction_of(name: str) -> str:
     return "sum"
 
 
+COUNTS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples")
+
 _COMBINE = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
 _COLLECTIVE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
 
@@ -43,9 +45,12 @@ def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> 
 
 
 def reduce_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One value per name over the optimizer steps of a `train` call: the mean of what is a mean, else min or max."""
+    """One value per name over the steps of a `train` call: counts add up, means are averaged, else min or max."""
     out = {}
     for name in steps[0] if steps else ():
         values = [step[name] for step in steps]
-        out[name] = {"min": min, "max": max, "sum": lambda v: sum(v) / len(v)}[reduction_of(name)](values)
+        if name in COUNTS:
+            out[name] = sum(values)
+        else:
+            out[name] = {"min": min, "max": max, "sum": lambda v: sum(v) / len(v)}[reduction_of(name)](values)
     return out

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, SequentialLR
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
 
@@ -22,6 +22,8 @@ def import_class(path: str, base: type, key: str) -> type:
         raise ValueError(
             f"{key}: cannot import {path!r} ({error}); give a full path such as torch.optim.AdamW"
         ) from error
+    if found is ReduceLROnPlateau:
+        raise ValueError(f"{key}: {path!r} needs a metric at every step, which there is none of; use another scheduler")
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ValueError(f"{key}: {path!r} is not a {base.__module__}.{base.__name__}")
     return found

@@ -123,6 +123,12 @@ def checkpoint_files(model_path: str) -> dict[str, str] | None:
         return dict.fromkeys(file.keys(), single)
 
 
+def named_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter), tied parameters once, in the model's order."""
+    for name, parameter in model.named_parameters():
+        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
+
+
 def load_weights(model: PreTrainedModel, model_path: str) -> None:
     """Fill the sharded parameters of `model` from `model_path`.
 
@@ -130,7 +136,7 @@ def load_weights(model: PreTrainedModel, model_path: str) -> None:
     converts while loading (other tensor names), is read once by rank 0 and broadcast.
     """
     files = checkpoint_files(model_path)
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     if files is None or not set(parameters) <= set(files):
         missing = "no safetensors files" if files is None else f"other tensor names than {type(model).__name__}"
         logger.info("%s holds %s: rank 0 loads it whole and broadcasts", model_path, missing)

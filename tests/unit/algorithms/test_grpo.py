@@ -131,7 +131,7 @@ def test_failed_samples_are_left_out_of_baseline_and_loss(tmp_path):
 
 def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
     run = Run(tmp_path, reward=lambda request, index: None)
-    with pytest.raises(TooManyFailures, match=r"4 of 4 episodes failed.*the environment was out"):
+    with pytest.raises(TooManyFailures, match=r"(?s)4 of 4 episodes failed.*the environment was out"):
         run.go()
     assert "train" not in run.policy.calls
 

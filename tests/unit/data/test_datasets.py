@@ -142,7 +142,7 @@ def test_setup_joins_datasets_and_maps_tasks_to_environments(jsonl):
     assert setup.task_to_env == {"arithmetic": "math", "rows": "other", "rows#2": "math"}
     ids = [prompt.prompt_id for prompt in setup.train]
     assert ids[0] == "arithmetic:0"
-    assert ids[5] == ids[5 + 18] == "rows:0"
+    assert (ids[5], ids[5 + 18]) == ("rows:0", "rows:0/1"), "a repetition draws samples of its own"
     assert ids[-1] == "rows#2:19"
     assert setup.train[len(setup.train) - 1].task_name == "rows#2"
     assert {prompt.task_name for prompt in setup.validation} == {"rows", "arithmetic"}

@@ -71,7 +71,7 @@ def test_layout_refuses_bad_input() -> None:
 
 def test_bucket_size_grows_with_the_model_up_to_a_limit() -> None:
     sizes = [choose_bucket_bytes([TensorMeta("a", "uint8", (n,))]) for n in (10, 1 << 28, 1 << 34)]
-    assert sizes == [1 << 20, 1 << 24, 128 << 20]
+    assert sizes == [8 << 20, 1 << 24, 128 << 20]
 
 
 @settings(max_examples=60, deadline=None)

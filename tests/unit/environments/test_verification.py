@@ -56,7 +56,7 @@ def test_the_exact_path_agrees_with_math_verify_wherever_it_decides(response, gr
 @given(st.one_of(small, large))
 def test_the_exact_path_decides_plain_answers(number):
     assert exact_integer(f"\\boxed{{{number}}}", str(number)) == (True, str(number))
-    assert exact_integer(f"\\boxed{{{number + 1}}}", str(number))[0] is False
+    assert exact_integer(f"\\boxed{{{number - 1 if number > 0 else number + 1}}}", str(number))[0] is False
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_processes_end_with_the_pool(pool):
 
 
 def test_step_gives_the_contract():
-    env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0, "stop_strings": ["</s>"]})
+    env = MathEnvironment({"num_workers": 1, "verify_timeout_s": 2.0})
     logs = [
         [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{12}"}],
         [{"role": "user", "content": "5+7"}, {"role": "assistant", "content": "\\boxed{13}"}],
@@ -171,7 +171,7 @@ def test_step_gives_the_contract():
         "Environment: correct",
     ]
     assert returned.answers[:2] == ["12", "13"]
-    assert returned.next_stop_strings == [["</s>"]] * 3
+    assert returned.next_stop_strings == [None] * 3
 
 
 def test_metrics_of_a_batch():

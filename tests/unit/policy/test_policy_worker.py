@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.algorithms.config import ClippedPGLossConfig
@@ -149,7 +150,7 @@ def test_loss_gradient_metrics_and_update_do_not_depend_on_the_split(model_path,
             assert result.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-6), name
         for name, weight in weights.items():
             assert (weight - want_weights[name]).abs().max() < 1e-6, name
-    assert len(want.losses) == 2 and want.metrics["global_valid_seqs"] == 7.5, "15 of 16 samples, two optimizer steps"
+    assert len(want.losses) == 2 and want.metrics["global_valid_seqs"] == 15, "of 16 samples, in two optimizer steps"
 
 
 def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_policy(model_path):
@@ -213,6 +214,26 @@ class NanLoss:
     def __call__(self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor) -> Any:
         bad = (inputs.input_ids == 7).any() * float("nan") if (inputs.input_ids == 7).any() else torch.zeros(())
         return logprobs.sum() / toks + bad, {}
+
+
+class NanOnRankZero:
+    """Not finite in every micro-batch of rank 0, fine elsewhere."""
+
+    def __call__(self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor) -> Any:
+        return logprobs.sum() / toks + (float("nan") if dist.get_rank() == 0 else 0.0), {}
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_step(model_path):
+    def rank_main(rank: int, world: int) -> TrainResult:
+        config = policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
+        worker = make_worker(model_path, config)
+        load_step(worker, rank, world, config)
+        worker.compute_logprobs()
+        return worker.train(NanOnRankZero())
+
+    first, second = run_world(rank_main, 2, timeout=40)
+    assert len(first.losses) == len(second.losses) == 1, "of four optimizer steps"
+    assert len(first.nonfinite_samples) == 2 and second.nonfinite_samples == []
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])
