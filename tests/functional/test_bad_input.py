@@ -16,7 +16,7 @@ from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.grpo_setup import USER_ERRORS, Inputs, prepare
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.utils.checkpoint import CheckpointIdentityError, CheckpointManager
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointIdentityError, CheckpointManager
 from nemo_rl.utils.checkpoint_manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
 
@@ -140,13 +140,27 @@ def test_model_directories(tmp_path, spoil, told):
 def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
     config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
     info = {"identity": prepare(config).identity}
-    written = CheckpointManager(config.checkpointing).save(10, lambda directory: None, info, "", {})
+
+    def write(directory: Path) -> None:
+        (directory / "policy" / "optimizer").mkdir(parents=True)
+
+    written = CheckpointManager(config.checkpointing).save(10, write, info, "", {})
     prepared()
     with pytest.raises(
         CheckpointIdentityError, match=r"(?s)data\.train.*grpo\.seed: the checkpoint has 42, this run 7"
     ):
         prepared("grpo.seed=7", "data.train={dataset_name: arithmetic, kwargs: {num_samples: 500}}")
     assert find_damage(written) is None
+
+
+def test_a_checkpoint_without_its_optimizer_is_not_continued_in_silence(tmp_path):
+    config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
+    info = {"identity": prepare(config).identity}
+    CheckpointManager(config.checkpointing).save(10, lambda directory: None, info, "", {})
+    with pytest.raises(
+        CheckpointError, match=r"step_10 was saved without the optimizer \(checkpointing\.save_optimizer"
+    ):
+        prepared()
 
 
 @pytest.mark.parametrize(
