@@ -1,5 +1,6 @@
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,8 +95,11 @@ def test_wandb_offline_writes_below_the_run(tmp_path):
     logger.finish_step(1)
     logger.close()
     (recorded,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = recorded.read_bytes()
-    assert b"train/reward" in content
+    # wandb's own process may still be writing when `finish` returns.
+    deadline = time.monotonic() + 30
+    while b"train/reward" not in recorded.read_bytes():
+        assert time.monotonic() < deadline, recorded.read_bytes()
+        time.sleep(0.1)
 
 
 def test_flatten_dict():
