@@ -22,11 +22,12 @@ WORKDIR /opt/nemo-rl
 # The packages first: a change of the code reuses this layer.
 ARG EXTRA=vllm
 COPY pyproject.toml .python-version README.md LICENSE ./
-RUN --mount=type=cache,target=/root/.cache/uv \
+ENV UV_CACHE_DIR=/var/cache/uv
+RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --extra ${EXTRA} --no-dev --no-install-project
 
 COPY . .
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     uv sync --extra ${EXTRA} --no-dev
 
 # `uv run` in the container takes the environment as it was built.
