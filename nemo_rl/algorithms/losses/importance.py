@@ -71,15 +71,6 @@ def bound_importance_weights(
     return ImportanceWeights(raw=raw, used=torch.where(out_of_bounds, 0.0, raw), out_of_bounds=out_of_bounds)
 
 
-def sequence_mult_prob_error(prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """[B]: mean of exp(|generation - prev|) over each row's valid tokens; 0 for a row without one.
-
-    Rows above `grpo.seq_logprob_error_threshold` are masked out of the loss before the global counts are taken.
-    """
-    difference = torch.where(mask > 0, generation_logprobs - prev_logprobs, 0.0)
-    return masked_row_mean(difference.abs().exp(), mask)
-
-
 def agreement_metrics(
     prev_logprobs: Tensor, generation_logprobs: Tensor, mask: Tensor, global_valid_toks: Tensor
 ) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from nemo_rl.algorithms.losses.importance import (
     agreement_metrics,
     bound_importance_weights,
     raw_importance_weights,
-    sequence_mult_prob_error,
 )
 
 RAW = torch.tensor([[0.5, 1.0, 4.0], [1.0, 1.1, 1.0]])
@@ -73,10 +72,3 @@ def test_agreement_by_hand():
     ratios = (0.45 / 0.4, 0.45 / 0.5)
     js = sum(r - 1 - math.log(r) for r in ratios) / 2
     assert metrics["js_divergence_error"].item() == pytest.approx(js, abs=1e-6)
-
-
-def test_sequence_error_ignores_masked_positions():
-    prev = torch.tensor([[0.0, -1.0, float("nan")], [0.0, 0.0, 0.0]])
-    gen = torch.tensor([[0.0, -1.0 - math.log(2), 0.0], [0.0, 0.0, 0.0]])
-    mask = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
-    assert sequence_mult_prob_error(prev, gen, mask).tolist() == pytest.approx([1.5, 0.0])
