@@ -67,38 +67,180 @@ class SchedulerConfig(StrictModel):
             yield "name", "a scheduler item has either a name (and kwargs) or milestones"
 
 
+class LoRAConfig(StrictModel):
+    """Low-rank adapters on linear layers (Hu et al. 2021, arXiv 2106.09685); the model's own weights stay as they are."""
+
+    enabled: bool = False
+    """Train adapters instead of the model."""
+
+    target_modules: list[str] = Field(default_factory=list)
+    """Names of linear layers to adapt: the last part (`q_proj`) or a pattern of the full name (`*.self_attn.*`)."""
+
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Names of linear layers to leave alone, written like `target_modules`."""
+
+    match_all_linear: bool = True
+    """Adapt every linear layer but the output head; `target_modules` must be empty then."""
+
+    dim: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / dim."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapters' input while training."""
+
+    lora_A_init: Literal["xavier", "uniform", "gaussian"] = "xavier"
+    """How the first matrix is drawn: Xavier normal, Kaiming uniform (the usual PEFT default) or N(0, 1/dim)."""
+
+    refit: Literal["merged", "adapter"] = "merged"
+    """What generation receives: whole merged weights, or the adapters alone on top of the base weights it keeps."""
+
+    not_yet: ClassVar = (
+        NotYet("dropout_position", one_of("post", "pre"), harmless=True),
+        NotYet("use_triton", one_of(True, False, None), harmless=True),
+    )
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.enabled and self.match_all_linear and self.target_modules:
+            yield "target_modules", "all linear layers are adapted; set match_all_linear=false to name some"
+        if self.enabled and not self.match_all_linear and not self.target_modules:
+            yield (
+                "target_modules",
+                "names no layer; name some, for example [q_proj, v_proj], or set match_all_linear=true",
+            )
+
+
+class PipelineConfig(StrictModel):
+    """How micro-batches flow through pipeline stages; used when `pipeline_parallel_size` is above 1."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """GPipe, one-forward-one-backward, or the latter with several stages per rank."""
+
+    stages_per_rank: int = Field(default=1, ge=1)
+    """Pieces of the model that each rank holds; above 1 for `interleaved_1f1b` only."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if (self.schedule == "interleaved_1f1b") != (self.stages_per_rank > 1):
+            yield "stages_per_rank", "is above 1 exactly when schedule is interleaved_1f1b; 2 is usual there"
+
+
 class DTensorConfig(StrictModel):
-    """Training with PyTorch FSDP2."""
+    """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism over one device mesh."""
 
     enabled: bool = True
-    """Train with FSDP2; the only backend so far."""
+    """Train with PyTorch; the only backend so far."""
 
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of keeping them."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every layer's matrices."""
+
+    sequence_parallel: bool = False
+    """Between the matrices, split activations over the tensor-parallel ranks by position."""
+
+    custom_parallel_plan: str | None = None
+    """Import path of a tensor-parallel plan (a dict, or a function of the model that returns one)."""
+
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every sequence."""
+
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the layers."""
+
+    pipeline: PipelineConfig = PipelineConfig()
+    """How micro-batches flow through pipeline stages."""
+
+    expert_parallel_size: int = Field(default=1, ge=1)
+    """Ranks, out of those that shard the parameters, that share the experts of every mixture-of-experts layer."""
+
+    dp_replicate_size: int = Field(default=1, ge=1)
+    """Copies of the sharded model (HSDP): parameters are sharded inside each copy, gradients summed over copies."""
+
+    cpu_offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and bring layers to the device as needed."""
+
+    activation_checkpointing: Literal["full", "selective"] | bool = False
+    """Recompute activations in the backward pass: `full` (true) all of a block, `selective` all but its matmuls."""
+
+    torch_compile: bool = False
+    """Compile each transformer block (about a minute at the first step)."""
+
+    clear_cache_every_n_steps: int | None = Field(default=None, ge=1)
+    """Return unused memory to the device after every so many micro-batches; null: never."""
+
+    lora_cfg: LoRAConfig = LoRAConfig()
+    """Low-rank adapters."""
 
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the policy workers."""
 
     not_yet: ClassVar = (
         NotYet("_v2", one_of(True, False, None)),
-        NotYet("cpu_offload", one_of(False, None)),
-        NotYet("sequence_parallel", one_of(False, None)),
-        NotYet("tensor_parallel_size", one_of(1), fill=1),
-        NotYet("context_parallel_size", one_of(1), fill=1),
-        NotYet("expert_parallel_size", one_of(1), fill=1),
-        NotYet("pipeline_parallel_size", one_of(1), fill=1),
-        NotYet("dp_replicate_size", one_of(1), fill=1),
-        NotYet("custom_parallel_plan", one_of(None)),
-        NotYet("clear_cache_every_n_steps", one_of(None), harmless=True),
-        NotYet("defer_fsdp_grad_sync", one_of(None), harmless=True),
+        NotYet("defer_fsdp_grad_sync", one_of(True, None), harmless=True),
         NotYet("moe_parallelizer", one_of({}, None)),
         NotYet("automodel_kwargs", one_of({}, None)),
-        NotYet("lora_cfg", switched_off),
     )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if not self.enabled:
             yield "enabled", "no training backend is left; set policy.dtensor_cfg.enabled=true"
+        if self.sequence_parallel and self.tensor_parallel_size == 1:
+            yield (
+                "sequence_parallel",
+                "splits over tensor-parallel ranks; set tensor_parallel_size above 1 or switch it off",
+            )
+        if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
+            yield "custom_parallel_plan", "is a plan for tensor-parallel ranks; set tensor_parallel_size above 1"
+
+
+PackingAlgorithm = Literal[
+    "concatenative", "first_fit_decreasing", "first_fit_shuffle", "modified_first_fit_decreasing"
+]
+
+
+class DynamicBatchingConfig(StrictModel):
+    """Micro-batches of similar lengths, as many samples as a budget of padded tokens allows."""
+
+    enabled: bool = False
+    """Size micro-batches by tokens; excludes sequence_packing."""
+
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens, padding included, of one forward and backward pass of a rank; null: max_total_sequence_length x train_micro_batch_size."""
+
+    logprob_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens, padding included, of one forward pass when logprobs are recomputed; null: max_total_sequence_length x logprob_batch_size."""
+
+    sequence_length_round: int = Field(default=64, ge=1)
+    """Lengths are rounded up to a multiple of this, so that few shapes occur."""
+
+
+class SequencePackingConfig(StrictModel):
+    """Micro-batches filled with whole sequences up to a budget of tokens, by bin packing."""
+
+    enabled: bool = False
+    """Fill micro-batches by tokens; excludes dynamic_batching."""
+
+    train_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one forward and backward pass of a rank; null: max_total_sequence_length x train_micro_batch_size."""
+
+    logprob_mb_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one forward pass when logprobs are recomputed; null: max_total_sequence_length x logprob_batch_size."""
+
+    algorithm: Annotated[
+        PackingAlgorithm, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)
+    ] = "modified_first_fit_decreasing"
+    """How sequences are chosen for each other."""
+
+    not_yet: ClassVar = (
+        NotYet("sequence_length_round", anything),
+        NotYet("fuse_loss", one_of(False, None)),
+        NotYet("microbatch_order", one_of("packer", None), harmless=True),
+    )
 
 
 class PolicyConfig(StrictModel):
@@ -128,6 +270,18 @@ class PolicyConfig(StrictModel):
     max_total_sequence_length: int = Field(default=512, ge=1)
     """Tokens of the longest sample: prompt, completions and environment turns."""
 
+    dynamic_batching: DynamicBatchingConfig = DynamicBatchingConfig()
+    """Micro-batches of similar lengths by a budget of tokens."""
+
+    sequence_packing: SequencePackingConfig = SequencePackingConfig()
+    """Micro-batches filled by bin packing."""
+
+    padding_free: bool | None = None
+    """Lay the sequences of a micro-batch end to end, without padding; null: wherever the model's attention allows it."""
+
+    deterministic: bool = False
+    """Two runs on the same layout give the same bits; slower on GPUs."""
+
     precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of the forward and backward pass."""
 
@@ -156,15 +310,13 @@ class PolicyConfig(StrictModel):
     """GiB of the buffer through which weights pass on their way to generation."""
 
     dtensor_cfg: DTensorConfig = DTensorConfig()
-    """Training with PyTorch FSDP2."""
+    """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism."""
 
     generation: GenerationConfig
     """Generation: sampling parameters and the vLLM engine."""
 
     not_yet: ClassVar = (
         NotYet("megatron_cfg", switched_off),
-        NotYet("dynamic_batching", switched_off),
-        NotYet("sequence_packing", switched_off),
         NotYet("reward_model_cfg", switched_off),
         NotYet("draft", switched_off),
         NotYet("router_replay", switched_off),
@@ -178,6 +330,11 @@ class PolicyConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from self._check_scheduler()
+        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
+            yield (
+                "dynamic_batching.enabled",
+                "excludes policy.sequence_packing.enabled: both fill micro-batches by tokens",
+            )
         if self.generation.vllm_cfg.max_model_len > self.max_total_sequence_length:
             yield (
                 "generation.vllm_cfg.max_model_len",

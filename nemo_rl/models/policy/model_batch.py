@@ -1,0 +1,36 @@
+"""One micro-batch as the model sees it: which tokens, at which positions, attending to which, scored where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from nemo_rl.models.policy.attention import Segments
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBatch:
+    """Input of `LogprobModel`. R x W is the physical layout, B x S that of the losses (right-padded, S the longest).
+
+    Padded layout: R = B, `segments` None. Padding-free layout: R = 1 and the sequences lie end to end, kept apart by
+    `segments`. With context parallelism the positions of this rank only. N are the scored tokens of this rank.
+    """
+
+    input_ids: torch.Tensor  # int64 [R, W]
+    position_ids: torch.Tensor  # int64 [R, W]; begins at 0 for every sequence
+    segments: Segments | None
+    states: torch.Tensor  # int64 [N]; flat position in R x W whose hidden state predicts the token
+    targets: torch.Tensor  # int64 [N]; the token
+    rows: torch.Tensor  # int64 [N]; where its logprob stands in B x S
+    columns: torch.Tensor  # int64 [N]
+    shape: tuple[int, int]  # B, S
+
+    def to(self, device: torch.device) -> ModelBatch:
+        """A copy on `device`; from pinned memory it does not wait."""
+        moved = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_movable = isinstance(value, torch.Tensor | Segments)
+            moved[field.name] = value.to(device, non_blocking=True) if is_movable else value
+        return ModelBatch(**moved)
