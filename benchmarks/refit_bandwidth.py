@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from nemo_rl.distributed import weight_transfer
+from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.distributed.pack_layout import PackLayout
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.weight_fingerprint import host_fingerprint
@@ -68,7 +69,14 @@ def num_layers(gib: float) -> int:
 def sender_of(gib: float) -> WeightSender:
     """A policy rank with random weights."""
     tensors = {name: torch.randn(shape) * 0.02 for name, shape in model_shapes(gib).items()}
-    return WeightSender(tensors.items, device=CPU, rank=0, local_rank=0, transport="packed_shm", wire_dtype="float32")
+    return WeightSender(
+        [exported(name, lambda name=name: tensors[name]) for name in tensors],
+        device=CPU,
+        rank=0,
+        local_rank=0,
+        transport="packed_shm",
+        wire_dtype="float32",
+    )
 
 
 def best(run: Callable[[], Any], rounds: int = NUM_ROUNDS) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as torch_mp
 
+from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.distributed.pack_layout import PackLayout
 from nemo_rl.distributed.weight_transfer import Segment, WeightReceiver, WeightSender, attach_buffer
 
@@ -118,7 +119,14 @@ def main() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=receive_packed, args=(theirs,), daemon=True)
     process.start()
-    sender = WeightSender(tensors.items, device=CPU, rank=0, local_rank=0, transport="packed_shm", wire_dtype="float32")
+    sender = WeightSender(
+        [exported(name, lambda name=name: tensors[name]) for name in tensors],
+        device=CPU,
+        rank=0,
+        local_rank=0,
+        transport="packed_shm",
+        wire_dtype="float32",
+    )
     ours.send(sender.describe())
     packed = seconds_of(lambda: send_packed(ours, sender), 5)
     ours.send(None)

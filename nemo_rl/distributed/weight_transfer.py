@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
+from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.distributed.pack_layout import PackLayout, Piece, TensorMeta, choose_bucket_bytes
 from nemo_rl.distributed.transfer_buffers import (
     CudaIpcBuffer,
@@ -33,7 +33,6 @@ from nemo_rl.distributed.transfer_buffers import (
     host_key,
 )
 from nemo_rl.distributed.weight_fingerprint import (
-    CHUNK_BYTES,
     hash_and_copy,
     host_fingerprint,
     pack_fingerprints,
@@ -76,8 +75,8 @@ def attach_buffer(transport: Transport, endpoints: dict[str, dict[str, Any]], de
 class WeightSender:
     """Packs the weights of one policy rank, bucket by bucket.
 
-    `parameters` gives (name, tensor or DTensor) in the same order on every rank each time it is called. Every rank
-    must call `pack` for every bucket: gathering a DTensor is a collective. One tensor at a time is gathered, and one
+    `weights` are the same on every rank, in the same order. Every rank must call `pack` for every bucket: gathering is
+    a collective. One tensor at a time is gathered, and one
     that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
     CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
     name), a shard before its gather. `bucket_bytes` is an upper limit: small models get smaller buckets.
@@ -85,7 +84,7 @@ class WeightSender:
 
     def __init__(
         self,
-        parameters: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        weights: Sequence[ExportedTensor],
         *,
         device: torch.device,
         rank: int,
@@ -94,22 +93,19 @@ class WeightSender:
         wire_dtype: str,
         bucket_bytes: int | None = None,
     ) -> None:
-        self._parameters = parameters
+        self._weights = weights
         self._wire_dtype = TensorMeta("", wire_dtype, ()).torch_dtype
         self._rank = rank
         self._transport: Transport = transport
-        metas = [TensorMeta(n, str(self._wire(t)).removeprefix("torch."), tuple(t.shape)) for n, t in parameters()]
+        metas = [TensorMeta(w.name, str(self._wire(w.dtype)).removeprefix("torch."), w.shape) for w in weights]
         preferred = choose_bucket_bytes(metas)
         self.layout = PackLayout.build(metas, preferred if bucket_bytes is None else min(preferred, bucket_bytes))
         sends = transport == "packed_ipc" or local_rank == 0
         self._buffer = create_buffer(transport, self.layout.buffer_bytes, device) if sends else None
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
-        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._current = torch.empty(0)  # the tensor that is being packed, gathered
         self._gather_s = 0.0
-        # Scratch for a cast, so that the bytes hashed and the bytes sent are the same.
-        self._scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
 
     def metadata(self) -> list[TensorMeta]:
         """What travels, in order. Nothing is gathered for it."""
@@ -132,7 +128,7 @@ class WeightSender:
         rank that copies a digest of the fingerprints, and from rank 0 the fingerprints (uint64, one per piece).
         """
         if bucket == 0:
-            self._tensors, self._next_bucket = iter(self._parameters()), 0
+            self._next_bucket = 0
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
         self._gather_s, started = 0.0, time.perf_counter()
@@ -162,48 +158,24 @@ class WeightSender:
             self._buffer.close()
             self._buffer = None
 
-    def _wire(self, tensor: torch.Tensor) -> torch.dtype:
-        return self._wire_dtype if tensor.dtype.is_floating_point else tensor.dtype
+    def _wire(self, dtype: torch.dtype) -> torch.dtype:
+        return self._wire_dtype if dtype.is_floating_point else dtype
 
     def _advance(self, index: int) -> None:
-        name, tensor = next(self._tensors, ("nothing", self._scratch))
-        meta = self.layout.tensors[index]
-        if name != meta.name or tensor.shape != meta.shape:
-            raise RefitError(
-                f"{self._transport}: the policy's parameters changed after prepare: expected {meta.name} "
-                f"{list(meta.shape)}, found {name} {list(tensor.shape)}"
-            )
-        if isinstance(tensor, DTensor):
-            before = time.perf_counter()
-            tensor = _gather(tensor, self._dtypes[index])
-            self._gather_s += time.perf_counter() - before
-        self._current = tensor if tensor.is_contiguous() else tensor.contiguous()
+        before = time.perf_counter()
+        self._current = self._weights[index].gather(self._dtypes[index])
+        self._gather_s += time.perf_counter() - before
+        assert self._current.shape == self.layout.tensors[index].shape
 
     def _pack_on_host(self, bucket: int, address: int) -> list[int]:
-        """Copy a bucket's pieces to their places; the fingerprints of the sources, cast to the wire dtype."""
+        """Copy a bucket's pieces to their places; the fingerprints of the sources."""
         address += self.layout.half_offset(bucket)
         digests: list[int] = []
         for piece in self.layout.buckets[bucket]:
             if piece.start == 0:
                 self._advance(piece.tensor)
-            source, dtype, target = self._current, self._dtypes[piece.tensor], address + piece.offset
-            if source.dtype == dtype:
-                digests.append(hash_and_copy(source.data_ptr() + piece.start, target, piece.nbytes))
-            else:
-                digests.append(self._cast(source, piece, dtype, target))
+            digests.append(hash_and_copy(self._current.data_ptr() + piece.start, address + piece.offset, piece.nbytes))
         return digests
-
-    def _cast(self, source: torch.Tensor, piece: Piece, dtype: torch.dtype, target: int) -> int:
-        digest = xxhash.xxh3_64()
-        scratch = self._scratch.view(dtype)
-        first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-        flat = source.view(-1)[first : first + count]
-        for start in range(0, count, scratch.numel()):
-            part = scratch[: min(scratch.numel(), count - start)]
-            part.copy_(flat[start : start + part.numel()])
-            digest.update(part.view(torch.uint8).numpy().data)
-            ctypes.memmove(target + start * dtype.itemsize, part.data_ptr(), part.numel() * dtype.itemsize)
-        return digest.intdigest()
 
     def _pack_on_device(self, bucket: int, buffer: torch.Tensor) -> list[int]:
         """The same on a device. Reading the fingerprints waits for the copies, which come before them in the stream."""
@@ -213,27 +185,11 @@ class WeightSender:
                 self._advance(piece.tensor)
             dtype = self._dtypes[piece.tensor]
             first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-            source = self._current.view(-1)[first : first + count].to(dtype).view(torch.uint8)
+            source = self._current.view(-1)[first : first + count].view(torch.uint8)
             position = self.layout.half_offset(bucket) + piece.offset
             buffer[position : position + piece.nbytes].copy_(source)
             digests.append(word_fingerprint(source))
         return _host_values(digests)
-
-
-def _gather(tensor: DTensor, wire_dtype: torch.dtype) -> torch.Tensor:
-    """The whole tensor. The shard is cast first where that shrinks the gather, and contiguous: gloo garbles strides."""
-    local = tensor.to_local()
-    if wire_dtype.itemsize < local.dtype.itemsize:
-        local = local.to(wire_dtype)
-    shards = DTensor.from_local(
-        local.contiguous(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=torch.empty(tensor.shape, device="meta").stride(),
-    )
-    return shards.full_tensor()
 
 
 def _host_values(digests: Sequence[torch.Tensor]) -> list[int]:

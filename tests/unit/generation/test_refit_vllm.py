@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer import RefitError, WeightSender
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
@@ -34,11 +35,12 @@ class OneRankPolicy:
         self.sender: WeightSender
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        def parameters() -> Iterator[tuple[str, torch.Tensor]]:
-            items = [item for item in self.model.named_parameters() if item[0] not in self.leave_out]
-            return iter(items[::-1] if self.backwards else items)
-
-        self.sender = WeightSender(parameters, device=torch.device("cpu"), rank=0, local_rank=0, **settings)
+        names = [name for name, _ in self.model.named_parameters() if name not in self.leave_out]
+        weights = [
+            exported(name, lambda name=name: self.model.get_parameter(name))
+            for name in (names[::-1] if self.backwards else names)
+        ]
+        self.sender = WeightSender(weights, device=torch.device("cpu"), rank=0, local_rank=0, **settings)
         return [self.sender.describe()]
 
     def start_pack(self, bucket: int) -> list[dict[str, Any]]:
