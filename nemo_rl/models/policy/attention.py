@@ -1,0 +1,286 @@
+"""Causal attention by segments: sequences that lie end to end, or in pieces on several ranks, stay apart.
+
+Importing this module registers the attention function "nemo_rl" in transformers. No mask function goes with it, so a
+model built with `attn_implementation="nemo_rl"` makes no mask at all: which query sees which key is said by `Segments`,
+handed to the model's forward as the keyword `segments`, and by the layer's own sliding window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
+
+ATTENTION = "nemo_rl"
+"""Name of the function in transformers."""
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextKeys:
+    """Where this rank's segments find their keys when sequences are spread over ranks."""
+
+    group: dist.ProcessGroup
+    index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, one rank after the other
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> ContextKeys:
+        return replace(self, index=self.index.to(device, non_blocking=non_blocking))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segments:
+    """Consecutive spans of queries, each attending causally to its own span of keys.
+
+    The spans cover the R x W tokens of a batch, flattened. The last query of a span stands on its last key
+    (bottom-right aligned): query i of q sees the keys up to i + k - q of k. Lengths are known on the host, so that no
+    call waits for the device.
+
+    Attributes:
+        query_lengths, key_lengths: tokens per segment, G numbers each.
+        query_offsets, key_offsets: int32 [G + 1], their running sums from 0.
+        context: None when the keys are the batch's own tokens in order.
+    """
+
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    query_offsets: torch.Tensor
+    key_offsets: torch.Tensor
+    context: ContextKeys | None = None
+
+    @classmethod
+    def of(
+        cls,
+        query_lengths: Sequence[int],
+        key_lengths: Sequence[int] | None = None,
+        context: ContextKeys | None = None,
+    ) -> Segments:
+        """On the host. Without `key_lengths` every segment attends to itself."""
+        queries = tuple(query_lengths)
+        keys = queries if key_lengths is None else tuple(key_lengths)
+        assert len(queries) == len(keys) and all(0 < q <= k for q, k in zip(queries, keys, strict=True))
+        return cls(
+            query_lengths=queries,
+            key_lengths=keys,
+            query_offsets=_offsets(queries),
+            key_offsets=_offsets(keys),
+            context=context,
+        )
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> Segments:
+        return replace(
+            self,
+            query_offsets=self.query_offsets.to(device, non_blocking=non_blocking),
+            key_offsets=self.key_offsets.to(device, non_blocking=non_blocking),
+            context=None if self.context is None else self.context.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Segments:
+        """A copy in pinned memory, from which `to` need not wait."""
+        context = self.context
+        return replace(
+            self,
+            query_offsets=self.query_offsets.pin_memory(),
+            key_offsets=self.key_offsets.pin_memory(),
+            context=None if context is None else replace(context, index=context.index.pin_memory()),
+        )
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    segments: Segments | None = None,
+    **others: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention of transformers, by segments.
+
+    `query` [R, heads, W, D], `key` and `value` [R, key heads, W, D] -> [R, W, heads, D]. Without `segments` every row
+    is one segment; padding on the right is seen by no token. A query sees at most the last `sliding_window` keys, its
+    own among them.
+    """
+    assert attention_mask is None, "the model made a mask: was it built with attn_implementation='nemo_rl'?"
+    assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
+    assert softcap is None and s_aux is None, f"{type(module).__name__}: see supports_segments"
+    rows, _, width, _ = query.shape
+    if segments is None:
+        if not (sliding_window is not None and sliding_window < width and _has_flash(query, value)):
+            return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
+        # A window as a mask would be W x W numbers and keep the fast kernels away.
+        offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
+        segments = Segments(
+            query_lengths=(width,) * rows,
+            key_lengths=(width,) * rows,
+            query_offsets=offsets,
+            key_offsets=offsets,
+        )
+    query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
+    if segments.context is not None:
+        key, value = _gather_keys(key, value, segments.context)
+    attend = _flash if _has_flash(query, value) else _attend_by_length
+    out = attend(query, key, value, segments, scaling, sliding_window)
+    return out.unflatten(0, (rows, width)), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the varlen kernel takes these: half precision on an Ampere or later GPU."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and query.shape[-1] % 8 == 0
+        and max(query.shape[-1], value.shape[-1]) <= 256
+        and _gpu_has_flash(query.device.index)
+    )
+
+
+@lru_cache
+def _gpu_has_flash(index: int) -> bool:
+    is_built = torch.backends.cuda.is_flash_attention_available()
+    return is_built and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One kernel for all segments. [T, heads, D] -> [T, heads, D of values]."""
+    narrower = query.shape[-1] - value.shape[-1]  # latent attention: the kernel knows one width only
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = varlen_attn(
+        query,
+        key,
+        F.pad(value, (0, narrower)) if narrower else value,
+        segments.query_offsets,
+        segments.key_offsets,
+        max(segments.query_lengths),
+        max(segments.key_lengths),
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out[..., : value.shape[-1]]
+
+
+@torch.compiler.disable
+def _attend_by_length(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: Segments,
+    scaling: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """One SDPA per run of segments of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
+    runs = [
+        (len(list(equal)), *lengths)
+        for lengths, equal in groupby(zip(segments.query_lengths, segments.key_lengths, strict=True))
+    ]
+    # split, not slices: the backward of N slices would be N tensors of the full size
+    queries = query.split([count * q for count, q, _ in runs])
+    keys, values = (states.split([count * k for count, _, k in runs]) for states in (key, value))
+    outs = []
+    for (count, q, k), *states in zip(runs, queries, keys, values, strict=True):
+        batched = [
+            part.unflatten(0, (count, length)).transpose(1, 2) for part, length in zip(states, (q, k, k), strict=True)
+        ]
+        outs.append(_sdpa(*batched, scaling, window).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs)
+
+
+def _sdpa(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """Causal, bottom-right aligned. [B, heads, q, D], [B, key heads, k, D] -> [B, heads, q, D of values]."""
+    q, k, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    is_plain = q == k and (window is None or k <= window)
+    mask = None if is_plain else causal_mask(q, k, window, query.device)
+    if groups > 1 and query.is_cuda:  # there, shared key heads leave only the kernel that writes all scores to memory
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+        groups = 1
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=is_plain, scale=scaling, enable_gqa=groups > 1
+    )
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [queries, keys], True where a query sees a key; the last query stands on the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+class _GatherByIndex(torch.autograd.Function):
+    """Rows `index` of the rows of all ranks of a group; in backward every rank gets the sum of its rows' gradients."""
+
+    @staticmethod
+    def forward(ctx, local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.group = group
+        ctx.shape = (group.size() * len(local), *local.shape[1:])
+        gathered = local.new_empty(ctx.shape)
+        dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
+        return gathered.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        full = grad.new_zeros(ctx.shape).index_add_(0, index, grad)
+        local = grad.new_empty((len(full) // ctx.group.size(), *full.shape[1:]))
+        dist.reduce_scatter_tensor(local, full, group=ctx.group)
+        return local, None, None
+
+
+def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of this rank's segments, in order. One collective for both."""
+    both = torch.cat([key, value], dim=-1)
+    gathered = _GatherByIndex.apply(both, context.index, context.group)
+    assert isinstance(gathered, torch.Tensor)
+    keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys, values
+
+
+def supports_segments(config: PretrainedConfig) -> str | None:
+    """None when attention by segments is all that lets tokens of this architecture see each other, else the reason."""
+    text = config.get_text_config()
+    model = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    settings = text.to_dict()
+    foreign = sorted(set(settings.get("layer_types") or ()) - _LAYER_TYPES)
+    if foreign:
+        return f"it has layers of type {', '.join(foreign)}"
+    if settings.get("attn_logit_softcapping") is not None:
+        return "its attention scores are soft-capped (attn_logit_softcapping)"
+    if settings.get("attention_chunk_size") is not None:
+        return "its attention is in chunks (attention_chunk_size)"
+    if settings.get("use_bidirectional_attention"):
+        return "its attention is not causal (use_bidirectional_attention)"
+    if not model._supports_attention_backend:
+        return f"{model.__name__} takes no attention function of another library (_supports_attention_backend)"
+    return None
