@@ -17,9 +17,9 @@ def check_context_parallel(config: PretrainedConfig, size: int) -> None:
     reason = supports_segments(config)
     if size > 1 and reason is not None:
         raise ValueError(
-            f"policy.dtensor_cfg.context_parallel_size={size}: sequences of a {config.model_type!r} model cannot be cut "
-            f"over ranks, because {reason}; set it to 1 and use tensor_parallel_size or activation_checkpointing for "
-            "long sequences"
+            f"policy.dtensor_cfg.context_parallel_size={size}: sequences of a {config.model_type!r} model cannot be "
+            f"cut over ranks, because {reason}; set it to 1 and use tensor_parallel_size or activation_checkpointing "
+            "for long sequences"
         )
 
 
