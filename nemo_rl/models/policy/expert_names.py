@@ -1,0 +1,151 @@
+"""Fused experts in memory, one tensor per expert on disk and in generation engines.
+
+    model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  <->  model.layers.0.mlp.experts.{0..E-1}.gate_proj.weight [I, H]
+                                                             model.layers.0.mlp.experts.{0..E-1}.up_proj.weight   [I, H]
+
+Which parameter is made of which tensors is read from transformers' own table of conversions, so every architecture
+whose experts it fuses by stacking is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from nemo_rl.models.policy.weight_loading import StoredTensor, copy_slice, local_index
+
+
+class StoredModel(Protocol):
+    """A checkpoint that is read tensor by tensor."""
+
+    model_path: str
+
+    @property
+    def names(self) -> set[str] | None: ...
+
+    def tensor(self, name: str) -> StoredTensor: ...
+
+
+class ExpertNames:
+    """How the parameters of a model type of transformers are called outside the model.
+
+    Models without experts, and parameters that are not fused, keep their names (some types rename them on disk, such as
+    Mixtral), so all of this may be called for any parameter of any model. Names are those of the whole model.
+    """
+
+    def __init__(self, model_type: str) -> None:
+        self._fused: list[tuple[str, tuple[str, ...]]] = []  # end of the name in memory, ends of the names on disk
+        self._renamings: list[WeightRenaming] = []
+        for rule in get_checkpoint_conversion_mapping(model_type) or ():
+            if isinstance(rule, WeightRenaming):
+                reverse = rule.reverse_transform()
+                assert isinstance(reverse, WeightRenaming)
+                self._renamings.insert(0, reverse)
+            elif isinstance(rule, WeightConverter) and _stacks_experts(rule):
+                self._fused.append((rule.target_patterns[0], tuple(rule.source_patterns)))
+
+    @property
+    def has_fused(self) -> bool:
+        """Whether this model type has parameters that stand for one tensor per expert."""
+        return bool(self._fused)
+
+    def stored_name(self, name: str) -> str:
+        """What the parameter `name`, not a fused one, is called on disk and by generation engines."""
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def fused_sources(self, name: str, num_experts: int) -> list[list[str]]:
+        """[E][parts] names on disk of a fused parameter; the parts lie behind each other on dim 1. [] if not fused."""
+        for ending, sources in self._fused:
+            if name.endswith(ending):
+                patterns = [self.stored_name(name.removesuffix(ending) + source) for source in sources]
+                return [[pattern.replace("*", str(expert)) for pattern in patterns] for expert in range(num_experts)]
+        return []
+
+    def split_meta(self, name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
+        """(name outside the model, shape) of everything that parameter `name` of `shape` stands for."""
+        experts = self.fused_sources(name, shape[0]) if len(shape) == 3 else []
+        if not experts:
+            return [(self.stored_name(name), tuple(shape))]
+        piece = (shape[1] // len(experts[0]), shape[2])
+        return [(source, piece) for parts in experts for source in parts]
+
+    def split(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """(name outside the model, contiguous view) of everything the whole parameter stands for, in that order too."""
+        experts = self.fused_sources(name, tensor.shape[0]) if tensor.ndim == 3 else []
+        if not experts:
+            return [(self.stored_name(name), tensor)]
+        named: list[tuple[str, torch.Tensor]] = []
+        for parts, matrix in zip(experts, tensor.unbind(0), strict=True):
+            named += zip(parts, matrix.chunk(len(parts)), strict=True)
+        return named
+
+    @torch.no_grad()
+    def read(self, name: str, tensor: torch.Tensor, stored: StoredModel) -> bool:
+        """Fill a parameter, buffer or DTensor that is not stored under its own name, reading what this rank owns only.
+
+        Returns False when the checkpoint does not hold it under the expected names either.
+
+        Raises:
+            ValueError: the number of experts, or a shape, is not that of config.json.
+        """
+        assert stored.names is not None
+        experts = self.fused_sources(name, tensor.shape[0]) if tensor.ndim == 3 else []
+        if not experts:
+            other = self.stored_name(name)
+            if other == name or other not in stored.names:
+                return False
+            copy_slice(tensor, stored.tensor(other), other, stored.model_path)
+            return True
+        found = {source for parts in experts for source in parts} & stored.names
+        if not found:
+            return False
+        one_more = self.fused_sources(name, tensor.shape[0] + 1)[-1][0]
+        if len(found) != len(experts) * len(experts[0]) or one_more in stored.names:
+            raise ValueError(
+                f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "
+                "which config.json says; the weights and config.json do not belong together"
+            )
+        index = local_index(tensor) if isinstance(tensor, DTensor) else tuple(slice(0, size) for size in tensor.shape)
+        if index is not None:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            _read_experts(local, index, tensor.shape, experts, stored)
+        return True
+
+
+def _stacks_experts(rule: WeightConverter) -> bool:
+    operations = [(type(operation), vars(operation)["dim"]) for operation in rule.operations if vars(operation)]
+    stacked = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
+    return operations in stacked and len(rule.target_patterns) == 1 and all("*" in s for s in rule.source_patterns)
+
+
+def _read_experts(
+    local: torch.Tensor,
+    index: tuple[slice, ...],
+    shape: torch.Size,
+    experts: list[list[str]],
+    stored: StoredModel,
+) -> None:
+    """Copy the region `index` of the whole [E, parts x R, C] parameter into `local`, from [R, C] tensors."""
+    own_experts, own_rows, own_columns = index
+    part_rows = shape[1] // len(experts[0])
+    for position, parts in enumerate(experts[own_experts]):
+        for part, source in enumerate(parts):
+            first = part * part_rows
+            start, stop = max(own_rows.start, first), min(own_rows.stop, first + part_rows)
+            if start >= stop:
+                continue
+            piece = stored.tensor(source)
+            if tuple(piece.get_shape()) != (part_rows, shape[2]):
+                raise ValueError(
+                    f"{stored.model_path}: tensor {source} has shape {tuple(piece.get_shape())}, the model's "
+                    f"config.json says {(part_rows, shape[2])}; the weights and config.json do not belong together"
+                )
+            target = local[position, start - own_rows.start : stop - own_rows.start]
+            target.copy_(piece[start - first : stop - first, own_columns])
