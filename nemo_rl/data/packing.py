@@ -1,0 +1,424 @@
+"""Sequences -> bins of at most `bin_capacity` tokens: which sequences share a micro-batch.
+
+A packer sees lengths and returns positions: `pack([5, 3, 2]) -> [[0], [1, 2]]` with room for 5. All packers are
+deterministic, and all but the concatenative one look at the longest sequences first or draw their order from a seed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+Bins = list[list[int]]
+"""Positions of the sequences of each bin."""
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
+
+
+class PackingAlgorithm(StrEnum):
+    """How sequences are chosen for each other. Looked up without regard to case."""
+
+    CONCATENATIVE = "concatenative"
+    FIRST_FIT_DECREASING = "first_fit_decreasing"
+    FIRST_FIT_SHUFFLE = "first_fit_shuffle"
+    MODIFIED_FIRST_FIT_DECREASING = "modified_first_fit_decreasing"
+
+    @classmethod
+    def _missing_(cls, value: object) -> PackingAlgorithm | None:
+        name = value.lower() if isinstance(value, str) else value
+        return next((member for member in cls if member.value == name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackingMetrics:
+    """How full the bins of one call of `pack` are. Tokens, unless said."""
+
+    num_sequences: int
+    num_bins: int
+    num_tokens: int
+    bin_capacity: int
+    fullest: int
+    emptiest: int
+
+    @classmethod
+    def of(cls, bins: Bins, lengths: Sequence[int], bin_capacity: int) -> PackingMetrics:
+        loads = [sum(lengths[i] for i in members) for members in bins]
+        return cls(
+            num_sequences=len(lengths),
+            num_bins=len(bins),
+            num_tokens=sum(loads),
+            bin_capacity=bin_capacity,
+            fullest=max(loads, default=0),
+            emptiest=min(loads, default=0),
+        )
+
+    @property
+    def utilization(self) -> float:
+        """The part of all capacity that holds tokens; 1.0 when there is no bin."""
+        return self.num_tokens / (self.num_bins * self.bin_capacity) if self.num_bins else 1.0
+
+    @property
+    def waste(self) -> int:
+        """Capacity that holds no token."""
+        return self.num_bins * self.bin_capacity - self.num_tokens
+
+    @property
+    def balance(self) -> float:
+        """The emptiest bin over the fullest; 1.0 is even."""
+        return self.emptiest / self.fullest if self.fullest else 1.0
+
+
+class SequencePacker(ABC):
+    """Packs sequences into bins. The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`.
+
+    Where the algorithm makes fewer bins, the fullest are split in two; a bin is never empty.
+
+    Attributes:
+        seed: of the order, for the packer that draws one.
+        metrics: of the last call of `pack`; None before it, and always without `collect_metrics`.
+    """
+
+    def __init__(
+        self,
+        bin_capacity: int,
+        *,
+        collect_metrics: bool = False,
+        min_bin_count: int | None = None,
+        bin_count_multiple: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (
+            ("bin_capacity", bin_capacity),
+            ("min_bin_count", min_bin_count),
+            ("bin_count_multiple", bin_count_multiple),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: it is at least 1")
+        self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.min_bin_count = min_bin_count or 0
+        self.bin_count_multiple = bin_count_multiple or 1
+        self.seed = seed
+        self.metrics: PackingMetrics | None = None
+
+    def pack(self, lengths: Sequence[int]) -> Bins:
+        """Positions of `lengths`, in tokens, by bin; every position in exactly one.
+
+        Raises:
+            ValueError: a sequence is empty or longer than a bin, or there are fewer sequences than bins asked for.
+        """
+        lengths = list(lengths)
+        if lengths and min(lengths) < 1:
+            raise ValueError(f"a sequence of {min(lengths)} tokens cannot be packed; leave it out")
+        if lengths and max(lengths) > self.bin_capacity:
+            raise ValueError(
+                f"a sequence of {max(lengths)} tokens is longer than any micro-batch may hold ({self.bin_capacity}); "
+                f"raise policy.sequence_packing.train_mb_tokens and logprob_mb_tokens to at least {max(lengths)}"
+            )
+        bins = self._pack(lengths)
+        count = round_up(max(len(bins), self.min_bin_count), self.bin_count_multiple)
+        if count > len(lengths):
+            raise ValueError(
+                f"{len(lengths)} sequences cannot fill {count} bins (min_bin_count={self.min_bin_count}, "
+                f"bin_count_multiple={self.bin_count_multiple})"
+            )
+        bins = split_fullest(bins, lengths, count)
+        if self.collect_metrics:
+            self.metrics = PackingMetrics.of(bins, lengths, self.bin_capacity)
+        return bins
+
+    @abstractmethod
+    def _pack(self, lengths: list[int]) -> Bins:
+        """Bins of sequences that each fit into one."""
+
+
+class ConcatenativePacker(SequencePacker):
+    """Next fit: sequences in the order given, a new bin where one does not fit. At most 2 OPT - 1 bins."""
+
+    def _pack(self, lengths: list[int]) -> Bins:
+        bins: Bins = []
+        room = 0
+        for position, length in enumerate(lengths):
+            if length > room:
+                bins.append([])
+                room = self.bin_capacity
+            bins[-1].append(position)
+            room -= length
+        return bins
+
+
+class FirstFitShufflePacker(SequencePacker):
+    """First fit in a random order: every bin a similar mix of lengths. At most 1.7 OPT bins."""
+
+    def _pack(self, lengths: list[int]) -> Bins:
+        order = list(range(len(lengths)))
+        random.Random(self.seed).shuffle(order)
+        return first_fit(lengths, order, self.bin_capacity)
+
+
+class FirstFitDecreasingPacker(SequencePacker):
+    """Longest first, each into the first bin with room. At most 11/9 OPT + 6/9 bins (Dosa 2007).
+
+    The first bin gets the longest sequence, then the longest that fits beside it, and so on; the second bin the same
+    of what is left. Filling bins one after the other gives first fit's bins without a search for each sequence.
+    """
+
+    def _pack(self, lengths: list[int]) -> Bins:
+        rest = _ByLength(lengths)
+        bins: Bins = []
+        while rest:
+            bins.append([])
+            rest.fill(bins[-1], self.bin_capacity)
+        return bins
+
+
+class ModifiedFirstFitDecreasingPacker(SequencePacker):
+    """Modified first fit decreasing (Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1, 1985).
+
+    At most 71/60 OPT + 1 bins (Yue and Zhang, 1995). What it adds to first fit decreasing: sequences longer than half
+    a bin, which have a bin each, are first joined by one of more than a third, or by two of more than a sixth.
+    """
+
+    def _pack(self, lengths: list[int]) -> Bins:
+        capacity = self.bin_capacity
+        rest = _ByLength(lengths)
+        bins: Bins = []
+        rooms: list[int] = []
+        while (kind := rest.largest(capacity)) and 2 * rest.length[kind] > capacity:
+            bins.append([rest.take(kind)])
+            rooms.append(capacity - rest.length[kind])
+        paired = self._join_one_medium(rest, bins, rooms)
+        self._join_two_small(rest, bins, rooms, paired)
+        for members, room in zip(bins, rooms, strict=True):
+            rest.fill(members, room)
+        while rest:
+            bins.append([])
+            rest.fill(bins[-1], capacity)
+        return bins
+
+    def _join_one_medium(self, rest: _ByLength, bins: Bins, rooms: list[int]) -> list[bool]:
+        """From the least room to the most, the longest medium sequence (over a third) that fits."""
+        paired = [False] * len(bins)
+        for number, members in enumerate(bins):
+            kind = rest.largest(rooms[number])
+            if kind and 3 * rest.length[kind] > self.bin_capacity:
+                members.append(rest.take(kind))
+                rooms[number] -= rest.length[kind]
+                paired[number] = True
+        return paired
+
+    def _join_two_small(self, rest: _ByLength, bins: Bins, rooms: list[int], paired: list[bool]) -> None:
+        """From the most room to the least, the shortest small sequence (over a sixth) and the longest beside it."""
+        largest_small, largest_tiny = self.bin_capacity // 3, self.bin_capacity // 6
+        smallest = rest.above(largest_tiny)
+        for number in reversed(range(len(bins))):
+            if paired[number]:
+                continue
+            smallest = rest.nonempty_from(smallest)
+            if smallest > rest.num_kinds or rest.length[smallest] > largest_small:
+                return
+            second = smallest if rest.count[smallest] > 1 else rest.nonempty_from(smallest + 1)
+            if second > rest.num_kinds or rest.length[second] > largest_small:
+                return
+            room = rooms[number] - rest.length[smallest]
+            if rest.length[second] > room:
+                continue
+            bins[number].append(rest.take(smallest))
+            partner = rest.largest(min(room, largest_small))
+            bins[number].append(rest.take(partner))
+            rooms[number] = room - rest.length[partner]
+
+
+class _ByLength:
+    """Sequences by length, for the question "which is the longest of at most so many tokens?".
+
+    The k-th distinct length, from 1, is called kind k; 0 is "none". Kinds that ran out point to the next shorter one
+    (a disjoint-set forest), so a question costs a bisection and, amortised, next to nothing more.
+    """
+
+    def __init__(self, lengths: list[int]) -> None:
+        array = np.asarray(lengths, dtype=np.int64)
+        distinct, counts = np.unique(array, return_counts=True)
+        self.num_kinds = len(distinct)
+        self.length = [0, *distinct.tolist()]
+        self.count = [0, *counts.tolist()]
+        self._order = np.argsort(array, kind="stable").tolist()
+        self._next = [0, *(np.cumsum(counts) - counts).tolist()]
+        self._shorter = list(range(self.num_kinds + 1))
+
+    def __bool__(self) -> bool:
+        return self.largest(self.length[-1]) > 0
+
+    def largest(self, room: int) -> int:
+        """The kind of the longest sequence of at most `room` tokens."""
+        shorter = self._shorter
+        kind = bisect_right(self.length, room) - 1
+        while shorter[kind] != kind:
+            shorter[kind] = shorter[shorter[kind]]
+            kind = shorter[kind]
+        return kind
+
+    def above(self, length: int) -> int:
+        """The first kind longer than `length`, whether any is left or not."""
+        return bisect_right(self.length, length)
+
+    def nonempty_from(self, kind: int) -> int:
+        """The first kind from `kind` up of which any is left, or num_kinds + 1."""
+        while kind <= self.num_kinds and not self.count[kind]:
+            kind += 1
+        return kind
+
+    def take(self, kind: int, number: int = 1) -> int:
+        """Take `number` sequences of a kind out; they are `[result, ...]` of the order by length. Returns the first."""
+        start = self._next[kind]
+        self._next[kind] = start + number
+        self.count[kind] -= number
+        if not self.count[kind]:
+            self._shorter[kind] = kind - 1
+        return self._order[start]
+
+    def fill(self, members: list[int], room: int) -> None:
+        """Move the longest that fits into `members`, again and again."""
+        while kind := self.largest(room):
+            number = min(self.count[kind], room // self.length[kind])
+            start = self._next[kind]
+            self.take(kind, number)
+            members += self._order[start : start + number]
+            room -= number * self.length[kind]
+
+
+def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Bins:
+    """Each sequence, in `order`, into the first bin with room. O(n log n): a tournament tree over the bins' room."""
+    # At most one bin of first fit is no more than half full.
+    most_bins = 2 * sum(lengths) // capacity + 1
+    leaves = 1 << max(most_bins - 1, 0).bit_length()
+    room = [capacity] * (2 * leaves)  # room[k]: the most below node k, whose children are 2k and 2k + 1
+    bins: Bins = []
+    for position in order:
+        length = lengths[position]
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        if node - leaves == len(bins):
+            bins.append([])
+        bins[node - leaves].append(position)
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            most = max(room[2 * node], room[2 * node + 1])
+            if room[node] == most:
+                break
+            room[node] = most
+    return bins
+
+
+def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
+    """At least `count` bins: the fullest with two sequences or more is split in two of like size, again and again.
+
+    There must be `count` sequences.
+    """
+    bins = [list(members) for members in bins]
+    heap = [(-sum(lengths[i] for i in members), k) for k, members in enumerate(bins) if len(members) > 1]
+    heapq.heapify(heap)
+    while len(bins) < count:
+        _, number = heapq.heappop(heap)
+        halves: tuple[list[int], list[int]] = ([], [])
+        loads = [0, 0]
+        for i in sorted(bins[number], key=lambda i: (-lengths[i], i)):
+            side = int(loads[1] < loads[0])
+            halves[side].append(i)
+            loads[side] += lengths[i]
+        bins[number] = halves[0]
+        bins.append(halves[1])
+        for k, half, load in zip((number, len(bins) - 1), halves, loads, strict=True):
+            if len(half) > 1:
+                heapq.heappush(heap, (-load, k))
+    return bins
+
+
+def level(lengths: Sequence[int], costs: Sequence[float], count: int, capacity: int) -> Bins | None:
+    """Exactly `count` bins of nearly equal cost, or None where this simple way finds no room for a sequence.
+
+    Longest first, each into the cheapest bin with room (Graham's LPT rule, 1969, under a capacity). O(n log n): a bin
+    without room waits until the sequences have become short enough. Fails for bins that must be almost full, and
+    where there are fewer sequences than bins.
+    """
+    if len(lengths) < count:
+        return None
+    room = [capacity] * count
+    bins: Bins = [[] for _ in range(count)]
+    open_bins = [(0.0, number) for number in range(count)]  # (cost, bin)
+    waiting: list[tuple[int, float, int]] = []  # (minus room, cost, bin)
+    for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[position]
+        while waiting and -waiting[0][0] >= length:
+            _, cost, number = heapq.heappop(waiting)
+            heapq.heappush(open_bins, (cost, number))
+        while open_bins and room[open_bins[0][1]] < length:
+            cost, number = heapq.heappop(open_bins)
+            heapq.heappush(waiting, (-room[number], cost, number))
+        if not open_bins:
+            return None
+        cost, number = open_bins[0]
+        bins[number].append(position)
+        room[number] -= length
+        heapq.heapreplace(open_bins, (cost + costs[position], number))
+    return bins
+
+
+def even_out(bins: Bins, lengths: Sequence[int], costs: Sequence[float], capacity: int, group: int = 1) -> Bins:
+    """As many bins, of more even cost: the sequences of the emptiest are dealt out anew.
+
+    Of all bins where that succeeds, else of half of them, of a quarter and so on, in multiples of `group`: packers fill
+    the first bins to the brim and leave the last ones nearly empty.
+    """
+    fullest_first = sorted(bins, key=lambda members: -sum(lengths[i] for i in members))
+    size = len(bins)
+    while True:
+        kept, rest = fullest_first[: len(bins) - size], fullest_first[len(bins) - size :]
+        positions = [i for members in rest for i in members]
+        dealt = level([lengths[i] for i in positions], [costs[i] for i in positions], size, capacity)
+        if dealt is not None:
+            return kept + [[positions[k] for k in members] for members in dealt]
+        smaller = round_up(size // 2, group)
+        if smaller in (0, size):
+            return fullest_first
+        size = smaller
+
+
+PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
+    PackingAlgorithm.CONCATENATIVE: ConcatenativePacker,
+    PackingAlgorithm.FIRST_FIT_DECREASING: FirstFitDecreasingPacker,
+    PackingAlgorithm.FIRST_FIT_SHUFFLE: FirstFitShufflePacker,
+    PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING: ModifiedFirstFitDecreasingPacker,
+}
+
+
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    seed: int = 0,
+) -> SequencePacker:
+    """The packer of that name, in any case. ValueError for another name or a number below 1."""
+    return PACKERS[PackingAlgorithm(algorithm)](
+        bin_capacity,
+        collect_metrics=collect_metrics,
+        min_bin_count=min_bin_count,
+        bin_count_multiple=bin_count_multiple,
+        seed=seed,
+    )
