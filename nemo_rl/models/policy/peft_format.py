@@ -1,0 +1,254 @@
+"""Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
+
+PEFT itself is not needed. What a file says that is not computed here (DoRA, rank-stabilised scaling, biases, ranks by
+layer, ...) is refused: a configuration key that is not known to be harmless must be switched off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from packaging.version import InvalidVersion, Version
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.lora import KEY, adapter_tensors, adapters, apply_lora
+from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PEFT_VERSION = "0.21.2"
+"""The release whose format is written."""
+
+# Compared on their own, or of no influence on what the adapters compute: what selects layers shows in the tensor names.
+_UNDERSTOOD = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
+    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type",
+}  # fmt: skip
+_OFF = (None, False, "none", [], {})
+_PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights as well
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """What lies in an adapter's directory, without its values."""
+
+    directory: Path
+    rank: int
+    alpha: float
+    base_model_name: str | None
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def weights(self) -> Path:
+        return self.directory / WEIGHTS_FILE
+
+
+def read_peft_adapter(directory: Path) -> PeftAdapter:
+    """Read the configuration and the tensor names of an adapter saved by PEFT or `save_peft`.
+
+    Raises:
+        ValueError: when files are missing or damaged, or the adapter computes something that is not implemented here;
+            all such settings are listed.
+    """
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (directory / name).is_file():
+            raise ValueError(
+                f"{directory} is no adapter in PEFT's format: {name} is missing; save_pretrained of a PEFT model and "
+                "the checkpoints of a run with adapters write such directories"
+            )
+    try:
+        config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
+        with safe_open(directory / WEIGHTS_FILE, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
+        raise ValueError(f"{directory} holds a damaged adapter: {error}; copy it anew") from error
+    problems = _not_implemented(config)
+    if problems:
+        raise ValueError(f"the adapter in {directory} cannot be used:\n  " + "\n  ".join(problems))
+    return PeftAdapter(directory, config["r"], config["lora_alpha"], config.get("base_model_name_or_path"), shapes)
+
+
+def _not_implemented(config: dict[str, Any]) -> list[str]:
+    problems = [
+        f"{key}={value!r} is not implemented"
+        for key, value in sorted(config.items())
+        if key not in _UNDERSTOOD and value not in _OFF
+    ]
+    if config.get("peft_type") != "LORA":
+        problems.append(f"peft_type={config.get('peft_type')!r} is not LORA")
+    problems += [f"{key} is missing" for key in ("r", "lora_alpha") if not isinstance(config.get(key), int | float)]
+    init = config.get("init_lora_weights", True)
+    if init not in _PLAIN_INITS:
+        problems.append(f"init_lora_weights={init!r} changes the base weights; convert it to a plain adapter with PEFT")
+    version = config.get("peft_version", PEFT_VERSION)  # older releases wrote none
+    try:
+        is_newer = Version(str(version).partition("@")[0]).major > Version(PEFT_VERSION).major
+    except InvalidVersion:
+        problems.append(f"peft_version={version!r} is no version")
+    else:
+        if is_newer:
+            problems.append(f"peft_version={version} is newer than the format known here ({PEFT_VERSION})")
+    return problems
+
+
+def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfig, base_model_name: str) -> None:
+    """Whether the adapter in `directory` is one of the model of `config` with the adapters of `cfg`. Reads no weights.
+
+    Raises:
+        ValueError: listing every difference, or as `read_peft_adapter` and `apply_lora`.
+    """
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    apply_lora(hf, cfg)
+    _compare(read_peft_adapter(directory), cfg, base_model_name, _shapes([hf]))
+
+
+def _shapes(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _tensors(stages)}
+
+
+def _compare(
+    adapter: PeftAdapter, cfg: LoRAConfig, base_model_name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    differences = []
+    if adapter.rank != cfg.dim:
+        differences.append(f"rank {adapter.rank}, {KEY}.dim={cfg.dim}")
+    if adapter.alpha != cfg.alpha:
+        differences.append(f"alpha {adapter.alpha:g}, {KEY}.alpha={cfg.alpha:g}")
+    if adapter.base_model_name is not None and _last_part(adapter.base_model_name) != _last_part(base_model_name):
+        differences.append(f"base model {adapter.base_model_name!r}, policy.model_name={base_model_name!r}")
+    for text, names in (
+        ("layers without an adapter there", _layers(shapes.keys() - adapter.shapes.keys())),
+        ("layers without an adapter here", _layers(adapter.shapes.keys() - shapes.keys())),
+    ):
+        if names:
+            differences.append(f"{len(names)} {text}: {', '.join(names[:8])}; see {KEY}.target_modules")
+    if adapter.rank == cfg.dim:
+        differences += [
+            f"{name} has shape {list(adapter.shapes[name])}, the model needs {list(shape)}"
+            for name, shape in shapes.items()
+            if name in adapter.shapes and adapter.shapes[name] != shape
+        ][:8]
+    if differences:
+        raise ValueError(
+            f"the adapter in {adapter.directory} is not one of this run (there, here):\n  " + "\n  ".join(differences)
+        )
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2]  # a model that was copied elsewhere keeps its name
+
+
+def _layers(names: set[str]) -> list[str]:
+    return sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in names})
+
+
+@torch.no_grad()
+def save_peft(
+    stages: Sequence[nn.Module],
+    cfg: LoRAConfig,
+    directory: Path,
+    base_model_name: str,
+    *,
+    pipeline: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the adapters to `directory`, in the parameters' dtype, for PEFT and engines that read its format.
+
+    `stages` are the parts of the model on this rank: usually the whole, and with pipeline parallelism one or several
+    groups of layers, the others being held by the ranks of `pipeline`. Collective over all ranks: sharded adapters are
+    gathered one at a time, and rank 0 writes.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in _tensors(stages):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = whole.cpu().contiguous()
+    chosen = [name for stage in stages for name, _ in adapters(stage)]
+    modules = [hf_name(name) for stage in stages for name, _ in stage.named_modules()]
+    for other_tensors, other_chosen, other_modules in _other_ranks((tensors, chosen, modules), pipeline):
+        tensors |= other_tensors
+        chosen += other_chosen
+        modules += other_modules
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
+        config = _peft_config(cfg, _target_modules(chosen, modules), base_model_name)
+        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+    dist.barrier()
+
+
+def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    for stage in stages:
+        yield from adapter_tensors(stage)
+
+
+def _other_ranks(mine: Any, pipeline: dist.ProcessGroup | None) -> list[Any]:
+    if pipeline is None:
+        return []
+    everyone: list[Any] = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(everyone, mine, group=pipeline)
+    return [theirs for rank, theirs in enumerate(everyone) if rank != dist.get_rank(pipeline)]
+
+
+def _target_modules(chosen: list[str], modules: list[str]) -> list[str]:
+    """Last parts of the names when these mean the chosen layers and no other module, else whole names."""
+    parts = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in modules if name.rpartition(".")[2] in parts}
+    return sorted(parts) if meant == set(chosen) else sorted(chosen)
+
+
+def _peft_config(cfg: LoRAConfig, target_modules: list[str], base_model_name: str) -> dict[str, Any]:
+    return {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base_model_name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(cfg.alpha) if cfg.alpha == int(cfg.alpha) else cfg.alpha,
+        "lora_dropout": cfg.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
+        "r": cfg.dim,
+        "rank_pattern": {},
+        "target_modules": target_modules,
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+
+
+def load_peft(
+    stages: Sequence[nn.Module],
+    cfg: LoRAConfig,
+    directory: Path,
+    base_model_name: str,
+    *,
+    pipeline: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill the adapters from `directory`; each rank reads the parts it owns. Arguments as in `save_peft`.
+
+    Raises:
+        ValueError: before any value is read, as `check_peft_adapter`.
+    """
+    adapter = read_peft_adapter(directory)
+    shapes = _shapes(stages)
+    for theirs in _other_ranks(shapes, pipeline):
+        shapes |= theirs
+    _compare(adapter, cfg, base_model_name, shapes)
+    with safe_open(adapter.weights, framework="pt") as file:
+        for name, tensor in _tensors(stages):
+            copy_slice(tensor, file.get_slice(name), name, str(directory))

@@ -1,0 +1,502 @@
+"""Adapters: which layers, their values under every sharding, merging, and PEFT's format in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemo_rl.models.policy import lora, peft_format
+from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.lora import LoRALinear, apply_lora
+from nemo_rl.models.policy.parallelize import recompute_activations
+from tests.worlds import run_world
+
+RANK = 3  # divides by no number of ranks
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def qwen2_config(**settings: Any) -> Qwen2Config:
+    shape: dict[str, Any] = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    return Qwen2Config(**shape | settings)
+
+
+def qwen2(**settings: Any) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(qwen2_config(**settings)).eval()
+
+
+def lora_config(**settings: Any) -> LoRAConfig:
+    return LoRAConfig.model_validate({"enabled": True, "dim": RANK, "alpha": 7.0} | settings)
+
+
+def fill(hf: nn.Module, cfg: LoRAConfig) -> None:
+    """Adapters that change the model: B away from zero, the same for every sharding."""
+    lora.init_adapters(hf, cfg, seed=5)
+    for number, (_, module) in enumerate(lora.adapters(hf)):
+        whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number)) * 0.1
+        with torch.no_grad():
+            lora.copy_whole(module.lora_B, whole)
+
+
+def adapted(cfg: LoRAConfig | None = None, **settings: Any) -> Qwen2ForCausalLM:
+    hf, cfg = qwen2(**settings), cfg or lora_config()
+    apply_lora(hf, cfg)
+    fill(hf, cfg)
+    return hf
+
+
+def logits(hf: Any) -> torch.Tensor:
+    tokens = torch.arange(3, 15)[None]
+    return hf(input_ids=tokens, use_cache=False).logits
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# -- which layers
+
+
+def test_all_linear_layers_but_the_head_are_adapted_and_nothing_else_is_trained() -> None:
+    hf = qwen2(tie_word_embeddings=False)
+    names = apply_lora(hf, lora_config())
+    assert len(names) == 2 * len(PROJECTIONS)
+    assert {name.rpartition(".")[2] for name in names} == set(PROJECTIONS)
+    assert type(hf.lm_head) is nn.Linear
+    trained = {name for name, parameter in hf.named_parameters() if parameter.requires_grad}
+    assert trained == {f"{name}.{part}" for name in names for part in ("lora_A", "lora_B")}
+    assert all(lora.is_adapter(name) == (name in trained) for name, _ in hf.named_parameters())
+    base = {name for name, _ in qwen2(tie_word_embeddings=False).named_parameters()}
+    assert {name for name, _ in hf.named_parameters()} - trained == base
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"target_modules": ["q_proj", "down_proj"]}, ["q_proj", "down_proj"] * 2),
+        ({"target_modules": ["model.layers.0.*"], "exclude_modules": ["*.mlp.*"]}, PROJECTIONS[:4]),
+        ({"target_modules": ["mlp.up_proj"]}, ["up_proj"] * 2),
+        ({"match_all_linear": True, "exclude_modules": ["*_proj"], "target_modules": []}, None),
+    ],
+)
+def test_layers_are_named_by_their_last_parts_or_a_pattern(
+    settings: dict[str, Any], expected: list[str] | None
+) -> None:
+    cfg = lora_config(**{"match_all_linear": False} | settings)
+    if expected is None:
+        with pytest.raises(ValueError, match="leaves no layer to adapt"):
+            apply_lora(qwen2(), cfg)
+    else:
+        assert [name.rpartition(".")[2] for name in apply_lora(qwen2(), cfg)] == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"target_modules": ["qproj"]}, r"target_modules: 'qproj' .*did you mean 'q_proj'.*\n.*down_proj \(2\)"),
+        ({"target_modules": ["q_proj"], "exclude_modules": ["mpl.*"]}, "exclude_modules: 'mpl"),
+        ({"target_modules": ["lm_head"]}, "output head, which cannot be adapted.*tied to the embeddings"),
+        ({"target_modules": ["*"]}, "add lm_head to .*exclude_modules"),
+        ({"target_modules": ["k_proj"], "dim": 17}, "dim=17 is more than the full rank 16 of k_proj; set .*dim=16"),
+    ],
+)
+def test_settings_that_do_not_go_with_the_model_are_refused_without_weights(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        lora.check_lora(qwen2_config(tie_word_embeddings=True), lora_config(match_all_linear=False, **settings))
+
+
+def test_the_head_may_be_taken_out_of_a_pattern() -> None:
+    cfg = lora_config(match_all_linear=False, target_modules=["*"], exclude_modules=["lm_head"])
+    lora.check_lora(qwen2_config(), cfg)
+    assert apply_lora(qwen2(), cfg) == apply_lora(qwen2(), lora_config())
+
+
+def test_experts_stay_frozen() -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_experts=4, head_dim=8,
+        num_experts_per_tok=2, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        hf = Qwen3MoeForCausalLM(config)
+    assert {name.rpartition(".")[2] for name in apply_lora(hf, lora_config())} == set(PROJECTIONS[:4])
+    assert not any(p.requires_grad for name, p in hf.named_parameters() if ".mlp." in name)
+
+
+# -- values and switches
+
+
+def test_training_begins_at_the_base_model_and_can_go_back_to_it() -> None:
+    base = logits(qwen2())
+    cfg = lora_config()
+    hf = qwen2()
+    apply_lora(hf, cfg)
+    lora.init_adapters(hf, cfg, seed=1)
+    assert torch.equal(logits(hf), base)
+    fill(hf, cfg)
+    moved = logits(hf)
+    assert (moved - base).abs().max() > 1e-2
+    with lora.adapters_disabled(hf):
+        assert torch.equal(logits(hf), base)
+    assert torch.equal(logits(hf), moved)
+
+
+@pytest.mark.parametrize(
+    ("init", "deviation"),
+    [("xavier", (2 / (1024 + 8)) ** 0.5), ("uniform", (1 / (3 * 1024)) ** 0.5), ("gaussian", 1 / 8)],
+)
+def test_initial_values_follow_their_distribution_seed_and_name(init: str, deviation: float) -> None:
+    cfg = lora_config(dim=8, lora_A_init=init)
+
+    def draw(name: str, seed: int) -> torch.Tensor:
+        model = nn.ModuleDict({name: LoRALinear(nn.Linear(1024, 512), cfg.dim, cfg.alpha, cfg.dropout)})
+        lora.init_adapters(model, cfg, seed)
+        [(_, module)] = lora.adapters(model)
+        assert not module.lora_B.any()
+        return module.lora_A.detach()
+
+    drawn = draw("one", 1)
+    assert drawn.std().item() == pytest.approx(deviation, rel=0.05)
+    assert torch.equal(drawn, draw("one", 1))
+    assert not torch.equal(drawn, draw("other", 1))
+    assert not torch.equal(drawn, draw("one", 2))
+
+
+def test_dropout_acts_in_training_passes_only() -> None:
+    cfg = lora_config(dropout=0.5)
+    hf = adapted(cfg)
+    without = logits(hf)
+    assert torch.equal(logits(hf.train()), without)
+    lora.set_adapter_dropout(hf.eval(), True)
+    torch.manual_seed(0)
+    passes = torch.stack([logits(hf) for _ in range(2)])
+    assert not torch.equal(passes[0], passes[1])
+    lora.set_adapter_dropout(hf, False)
+    assert torch.equal(logits(hf), without)
+
+
+def test_a_merged_model_gives_the_logits_of_the_adapted_one() -> None:
+    hf = adapted()
+    plain = qwen2()
+    with torch.no_grad():
+        for name, module in lora.adapters(hf):
+            plain.get_submodule(name).weight.copy_(lora.merged_weight(module))
+    torch.testing.assert_close(logits(plain), logits(hf), rtol=0, atol=1e-5)
+
+
+# -- several ranks
+
+
+class TwoLayers(nn.Module):
+    """What tensor parallelism cuts first by columns, then by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def two_layers(dropout: float = 0.0) -> TwoLayers:
+    torch.manual_seed(0)
+    model, cfg = TwoLayers().requires_grad_(False), lora_config()
+    model.up = LoRALinear(model.up, cfg.dim, cfg.alpha, dropout)
+    model.down = LoRALinear(model.down, cfg.dim, cfg.alpha, dropout)
+    fill(model, cfg)
+    return model
+
+
+def rows_of(rank: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 + rank))
+
+
+def results(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gradients and merged weights, whole."""
+    out = {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return out | {name: whole(lora.merged_weight(module)) for name, module in lora.adapters(model)}
+
+
+def expected_results(num_batches: int) -> dict[str, torch.Tensor]:
+    model = two_layers()
+    for rank in range(num_batches):
+        model(rows_of(rank)).square().sum().backward()
+    found = results(model)
+    assert len(found) == 6  # four gradients, two merged weights
+    return found
+
+
+def sum_gradients(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def cut(module: LoRALinear, mesh: DeviceMesh, *, by_columns: bool) -> None:
+    """As `LoRALinear` says that its parameters are to be sharded."""
+    dims = {"weight": 0, "bias": 0, "lora_B": 0} if by_columns else {"weight": 1, "lora_A": 1}
+    for name, parameter in list(module.named_parameters()):
+        placement = Shard(dims[name]) if name in dims else Replicate()
+        sharded = distribute_tensor(parameter.detach(), mesh, [placement])
+        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def test_sharded_by_fsdp_the_values_gradients_and_merged_weights_are_those_of_one_rank() -> None:
+    def run(rank: int, size: int) -> dict[str, torch.Tensor]:
+        model = two_layers()
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        sum_gradients(model)
+        fill(model, lora_config())  # anew, shard by shard
+        model(rows_of(rank)).square().sum().backward()
+        assert all((p.grad is None) != p.requires_grad for p in model.parameters())
+        assert isinstance(merged := lora.merged_weight(model.up), DTensor)  # pyright: ignore[reportArgumentType]
+        assert merged.placements == (Shard(0),)
+        return results(model)
+
+    for found in run_world(run, 4):
+        torch.testing.assert_close(found, expected_results(4), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_fsdp", [False, True])
+def test_cut_by_tensor_parallelism_the_gradients_and_merged_weights_are_those_of_one_rank(with_fsdp: bool) -> None:
+    def run(rank: int, size: int) -> dict[str, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("fsdp", "tensor"))
+        model = two_layers()
+        cut(model.up, mesh["tensor"], by_columns=True)  # pyright: ignore[reportArgumentType]
+        cut(model.down, mesh["tensor"], by_columns=False)  # pyright: ignore[reportArgumentType]
+        if with_fsdp:
+            fully_shard(model, mesh=mesh["fsdp"])
+            sum_gradients(model)
+        fill(model, lora_config())
+        x = DTensor.from_local(rows_of(rank // 2), mesh["tensor"], [Replicate()])
+        whole(model(x)).square().sum().backward()
+        return results(model)
+
+    size = 4 if with_fsdp else 2
+    for found in run_world(run, size):
+        torch.testing.assert_close(found, expected_results(size // 2), rtol=0, atol=1e-5)
+
+
+def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
+    def run(rank: int, size: int, cast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        model = two_layers()
+        if cast:
+            lora.cast_frozen(model, torch.bfloat16)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)), mp_policy=policy)
+        sum_gradients(model)
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        output = model(rows_of(rank).bfloat16())
+        output.sum().backward()
+        [gradient, *_] = [whole(p.grad) for p in model.parameters() if p.grad is not None]
+        return output.detach(), gradient
+
+    for (output, gradient), (cast_output, cast_gradient) in zip(
+        run_world(run, 2, False), run_world(run, 2, True), strict=True
+    ):
+        assert torch.equal(output, cast_output)
+        assert torch.equal(gradient, cast_gradient)
+
+
+def test_recomputed_activations_see_the_dropout_of_the_first_pass() -> None:
+    def gradient(mode: bool | str) -> torch.Tensor:
+        hf = adapted(lora_config(dropout=0.5))
+        recompute_activations(hf, mode)
+        lora.set_adapter_dropout(hf, True)
+        torch.manual_seed(3)
+        logits(hf).square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in hf.parameters() if p.grad is not None])
+
+    torch.testing.assert_close(gradient("full"), gradient(False), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient("selective"), gradient(False), rtol=1e-5, atol=1e-5)
+
+
+# -- PEFT's format
+
+
+def in_world_of_one(fn: Callable[[], Any]) -> Any:
+    return run_world(lambda rank, size: fn(), 1)[0]
+
+
+def saved(directory: Path, cfg: LoRAConfig) -> None:
+    in_world_of_one(lambda: peft_format.save_peft([adapted(cfg)], cfg, directory, "models/tiny"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"match_all_linear": False, "target_modules": ["model.layers.1.mlp.*", "q_proj"], "alpha": 0.5}],
+)
+def test_peft_computes_the_same_from_our_files(settings: dict[str, Any], tmp_path: Path) -> None:
+    cfg = lora_config(**settings)
+    saved(tmp_path, cfg)
+    loaded = PeftModel.from_pretrained(qwen2(), str(tmp_path))
+    torch.testing.assert_close(logits(loaded), logits(adapted(cfg)), rtol=0, atol=1e-6)
+
+
+def peft_saved(directory: Path, **settings: Any) -> torch.Tensor:
+    config = LoraConfig(
+        **{"r": RANK, "lora_alpha": 7, "target_modules": PROJECTIONS, "init_lora_weights": False} | settings
+    )
+    model = get_peft_model(qwen2(), config)
+    model.save_pretrained(str(directory))
+    return logits(model.eval()).detach()
+
+
+def test_we_compute_the_same_from_files_of_peft(tmp_path: Path) -> None:
+    expected = peft_saved(tmp_path)
+
+    def load() -> torch.Tensor:
+        hf, cfg = qwen2(), lora_config()
+        apply_lora(hf, cfg)
+        peft_format.load_peft([hf], cfg, tmp_path, "models/tiny")
+        return logits(hf).detach()
+
+    torch.testing.assert_close(in_world_of_one(load), expected, rtol=0, atol=1e-6)
+
+
+def test_several_ranks_write_the_same_files_and_read_them_into_shards(tmp_path: Path) -> None:
+    cfg = lora_config()
+
+    def run(rank: int, size: int) -> float:
+        hf = adapted(cfg)
+        before = logits(hf).detach()
+        for layer in hf.model.layers:
+            fully_shard(layer)
+        fully_shard(hf)
+        peft_format.save_peft([hf], cfg, tmp_path / "two", "models/tiny")
+        with torch.no_grad():
+            for _, module in lora.adapters(hf):
+                module.lora_A.zero_()
+                module.lora_B.zero_()
+        peft_format.load_peft([hf], cfg, tmp_path / "two", "elsewhere/tiny")
+        return (logits(hf) - before).abs().max().item()
+
+    assert run_world(run, 2) == [0.0, 0.0]
+    saved(tmp_path / "one", cfg)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_pipeline_stages_write_and_read_one_adapter(tmp_path: Path) -> None:
+    cfg = lora_config(match_all_linear=False, target_modules=["model.layers.0.mlp.*", "layers.1.self_attn.q_proj"])
+
+    def run(rank: int, size: int) -> float:
+        hf = adapted(cfg)
+        expected = {name: module.lora_B.detach().clone() for name, module in lora.adapters(hf)}
+        del hf.model.layers[1 - rank : 2 - rank]
+        hf.model.add_module("layers", nn.ModuleDict({str(rank): hf.model.layers[0]}))
+        peft_format.save_peft([hf], cfg, tmp_path, "models/tiny", pipeline=dist.group.WORLD)
+        with torch.no_grad():
+            for _, module in lora.adapters(hf):
+                module.lora_B.zero_()
+        peft_format.load_peft([hf], cfg, tmp_path, "models/tiny", pipeline=dist.group.WORLD)
+        found = dict(lora.adapters(hf))
+        assert len(found) == (3, 1)[rank]
+        return sum((module.lora_B - expected[name]).abs().sum().item() for name, module in found.items())
+
+    assert run_world(run, 2) == [0.0, 0.0]
+    loaded = PeftModel.from_pretrained(qwen2(), str(tmp_path))
+    torch.testing.assert_close(logits(loaded), logits(adapted(cfg)), rtol=0, atol=1e-6)
+
+
+# -- what is refused
+
+
+def edited(directory: Path, **settings: Any) -> None:
+    file = directory / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def check(directory: Path, **settings: Any) -> None:
+    config = qwen2_config()
+    peft_format.check_peft_adapter(directory, config, lora_config(**settings), "hub/tiny")
+
+
+def test_an_adapter_of_this_run_passes_the_check(tmp_path: Path) -> None:
+    cfg = lora_config()
+    saved(tmp_path, cfg)
+    check(tmp_path)
+    edited(tmp_path, peft_version="0.99.0.dev0@abc", lora_dropout=0.3, revision="main", base_model_name_or_path=None)
+    check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_dora": True, "use_rslora": True}, r"use_dora=True is not implemented\n.*use_rslora=True"),
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern="),
+        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern="),
+        ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
+        ({"something_new": {"x": 1}}, "something_new="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base weights"),
+        ({"peft_version": "1.0.0"}, "peft_version=1.0.0 is newer"),
+        ({"peft_version": "new"}, "peft_version='new' is no version"),
+        ({"peft_type": "VERA"}, "peft_type='VERA' is not LORA"),
+        ({"r": None}, "r is missing"),
+        ({"base_model_name_or_path": "hub/other"}, "base model 'hub/other', policy.model_name='hub/tiny'"),
+    ],
+)
+def test_adapters_that_would_compute_something_else_are_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, lora_config())
+    edited(tmp_path, **settings)
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path)
+
+
+def test_all_differences_from_the_run_are_listed(tmp_path: Path) -> None:
+    saved(tmp_path, lora_config(match_all_linear=False, target_modules=["q_proj", "k_proj"]))
+    with pytest.raises(ValueError) as raised:
+        check(tmp_path, dim=4, alpha=8.0, match_all_linear=False, target_modules=["q_proj", "v_proj"])
+    text = str(raised.value)
+    assert "rank 3, policy.dtensor_cfg.lora_cfg.dim=4" in text
+    assert "alpha 7, policy.dtensor_cfg.lora_cfg.alpha=8" in text
+    assert "2 layers without an adapter there: model.layers.0.self_attn.v_proj, model.layers.1" in text
+    assert "2 layers without an adapter here: model.layers.0.self_attn.k_proj, model.layers.1" in text
+
+
+def test_an_adapter_of_a_model_with_other_shapes_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, lora_config())
+    with pytest.raises(ValueError, match=r"gate_proj.lora_B.weight has shape \[48, 3\], the model needs \[80, 3\]"):
+        peft_format.check_peft_adapter(tmp_path, qwen2_config(intermediate_size=80), lora_config(), "tiny")
+
+
+def test_missing_and_damaged_files_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no adapter in PEFT's format: adapter_config.json is missing"):
+        check(tmp_path)
+    saved(tmp_path, lora_config())
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged adapter"):
+        check(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged adapter"):
+        check(tmp_path)
