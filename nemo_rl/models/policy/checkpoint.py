@@ -1,14 +1,23 @@
 """Weights and optimizer of a sharded policy on disk.
 
-`weights/` and `optimizer/` are torch distributed checkpoints (resharded on load), parameters under their Hugging Face
-names. `weights/consolidated/` is a Hugging Face model directory, written when asked for.
+    policy/config.json, generation_config.json
+    policy/weights/                the tensors, parameters and persistent buffers, under their Hugging Face names
+    policy/weights/consolidated/   a Hugging Face model directory, when asked for
+    policy/optimizer/              the optimizer's state by parameter name, and settings.pt
+
+`weights/` and `optimizer/` are torch distributed checkpoints: every rank writes the part it holds, and a policy on
+other ranks or another mesh reads what it needs of them. A rank may hold any part of the model: the functions here take
+a mapping from name to tensor or DTensor.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,24 +26,49 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedModel
 
+from nemo_rl.distributed.exported_tensor import ExportedTensor
+from nemo_rl.models.policy.checkpoint_metadata import METADATA_NAME, check_tensors_are_there, saved_tensors
 from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.parallelize import named_parameters
+from nemo_rl.models.policy.optimizer_state import (
+    as_tensors,
+    load_optimizer_settings,
+    optimizer_settings,
+    optimizer_tensors,
+    prepare_state,
+)
+from nemo_rl.models.policy.weight_loading import named_tensors
+from nemo_rl.utils.checkpoint import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 ModelSaveFormat = Literal["torch_save", "safetensors"]
 
-_MAX_FILE_BYTES = 4 << 30
+SETTINGS_NAME = "settings.pt"
 
 
-def hf_parameters(model: LogprobModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter), tied parameters once, in the model's order."""
-    yield from named_parameters(model.hf)
+def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of the parts of a model that this rank holds, by Hugging Face name.
+
+    Tied tensors come once. `trained_only` leaves out what is frozen, and buffers: what is left are adapters.
+    FSDP modules must be resharded: gathered parameters are not those that the optimizer knows.
+    """
+    tensors = dict(named for module in modules for named in named_tensors(module))
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not trained_only}
+
+
+def hf_parameters(model: LogprobModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, parameter or persistent buffer) of one part of a model, tied ones once, in its order."""
+    yield from named_tensors(model.hf)
+
+
+def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each tensor, as `check_checkpoint_fits` compares it. Works on the meta device."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,57 +76,204 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
 
 
-def save_weights(model: LogprobModel, directory: Path, model_save_format: ModelSaveFormat) -> None:
-    """Every rank writes its shards, with torch's own files or with safetensors."""
-    directory.mkdir(parents=True, exist_ok=True)
-    state = {name: parameter.detach() for name, parameter in hf_parameters(model)}
-    if model_save_format == "safetensors":
-        dcp.save(state, storage_writer=HuggingFaceStorageWriter(path=str(directory), save_distributed=True))
-    else:
-        dcp.save(state, checkpoint_id=str(directory))
+# -- what is saved
 
 
-def load_weights(model: LogprobModel, directory: Path) -> None:
-    """Read shards of either format in place, resharding where the number of ranks differs."""
-    load_tensors({name: parameter.detach() for name, parameter in hf_parameters(model)}, directory)
+@dataclass(frozen=True, kw_only=True)
+class PolicyState:
+    """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor] | None  # None: not saved
+    settings: Mapping[str, Any] | None
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: LRScheduler | None,
+    ) -> PolicyState:
+        """`tensors` as `policy_tensors` gives them: the parameters that the optimizer holds are among them."""
+        weights = {name: tensor.detach() for name, tensor in tensors.items()}
+        if optimizer is None:
+            return cls(weights=weights, optimizer=None, settings=None)
+        return cls(
+            weights=weights,
+            optimizer=as_tensors(optimizer_tensors(tensors, optimizer)),
+            settings=optimizer_settings(optimizer, scheduler),
+        )
+
+    def on_host(self) -> PolicyState:
+        """Copies in host memory, which later steps do not change."""
+        return replace(
+            self,
+            weights=_on_host(self.weights),
+            optimizer=None if self.optimizer is None else _on_host(self.optimizer),
+        )
 
 
-def load_tensors(state: dict[str, torch.Tensor], directory: Path) -> None:
-    """Fill `state` (Hugging Face name -> tensor or DTensor) from a `weights/` directory."""
-    if (directory / ".metadata").exists():
-        dcp.load(state, checkpoint_id=str(directory))
-    else:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def save_optimizer(
-    model: LogprobModel, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, directory: Path
+def save_state(
+    state: PolicyState,
+    directory: Path,
+    model_save_format: ModelSaveFormat,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Optimizer state by parameter name, and the scheduler's counters."""
-    dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=str(directory))
-    if dist.get_rank() == 0 and scheduler is not None:
-        torch.save(scheduler.state_dict(), directory / "scheduler.pt")
+    """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.
+
+    Raises RuntimeError on all ranks when one of them cannot write; the text holds its error.
+    """
+    save_tensors(state.weights, directory / "weights", model_save_format, group)
+    if state.optimizer is not None:
+        save_tensors(state.optimizer, directory / "optimizer", "torch_save", group)
+        if _is_first():
+            torch.save(state.settings, directory / "optimizer" / SETTINGS_NAME)
+
+
+def load_weights(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill `tensors` in place from `directory/weights`, whatever ranks and format it was saved with. Collective."""
+    load_tensors(tensors, directory / "weights")
 
 
 def load_optimizer(
-    model: LogprobModel, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, directory: Path
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    directory: Path,
 ) -> None:
-    """Inverse of `save_optimizer`."""
-    state: dict[str, Any] = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.load(state, checkpoint_id=str(directory))
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    if scheduler is not None:
-        scheduler.load_state_dict(torch.load(directory / "scheduler.pt", weights_only=True))
+    """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
+
+    Raises:
+        CheckpointError: when they were saved by another kind of optimizer or schedule.
+    """
+    folder = directory / "optimizer"
+    prepare_state(tensors, optimizer, set(saved_tensors(folder)))
+    values = optimizer_tensors(tensors, optimizer)
+    loaded = as_tensors(values)
+    load_tensors(loaded, folder)
+    numbers = {name: type(value)(loaded[name].item()) for name, value in values.items() if _is_number(value)}
+    if numbers:
+        _put_numbers(tensors, optimizer, numbers)
+    settings = torch.load(folder / SETTINGS_NAME, weights_only=True)
+    load_optimizer_settings(settings, optimizer, scheduler)
 
 
-def save_consolidated(model: LogprobModel, directory: Path) -> None:
-    """A Hugging Face model directory in the parameters' dtype, gathered one parameter at a time. Collective."""
-    whole = ((name, full_tensor(parameter.detach())) for name, parameter in hf_parameters(model))
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        model.hf.config.save_pretrained(directory)
-        if model.hf.can_generate():
-            model.hf.generation_config.save_pretrained(directory)
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor)
+
+
+def _put_numbers(
+    tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, numbers: Mapping[str, Any]
+) -> None:
+    for full_name, number in numbers.items():
+        name, _, key = full_name.rpartition(".")
+        optimizer.state[tensors[name]][key] = number
+
+
+# -- tensors of a rank <-> files of all ranks
+
+
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    model_save_format: ModelSaveFormat,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the parts of `tensors` (name -> tensor or DTensor) that this rank holds. Collective over `group`.
+
+    Ranks may name different tensors; what several ranks hold is written once. Raises RuntimeError as `save_state`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        if model_save_format == "safetensors":
+            writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        else:
+            dcp.save(dict(tensors), checkpoint_id=str(directory), process_group=group)
+    except CheckpointException as error:  # which is no Exception: it would pass by those who report failures
+        raise RuntimeError(f"{directory} could not be written: {error}") from error
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill `tensors` (name -> tensor or DTensor) in place from a directory that `save_tensors` wrote, or from the
+    safetensors files of a Hugging Face model. Collective.
+
+    Values are cast to the dtype of the tensor they go into.
+
+    Raises:
+        CheckpointError: when tensors are missing or of another shape; all of them are listed.
+    """
+    check_tensors_are_there(directory, names_and_shapes(tensors))
+    state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    try:
+        if (directory / METADATA_NAME).exists():
+            dcp.load(state, checkpoint_id=str(directory))
+        else:
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} could not be read: {error}") from error
+
+
+class AsyncSaver:
+    """Writes the state of a policy in a thread while training goes on. One at a time, the same on every rank.
+
+    Construction is a collective over all ranks: the thread talks through a group of its own, over gloo, because two
+    threads must not take turns on one group.
+    """
+
+    def __init__(self, timeout_s: float = 3600.0, write: Callable[..., None] = save_state) -> None:
+        self._write = write
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def start(self, state: PolicyState, directory: Path, model_save_format: ModelSaveFormat) -> None:
+        """Copy `state` to host memory and begin to write it. Later steps do not change what is written."""
+        assert self._pending is None, "finish() comes before the next start()"
+        assert isinstance(self._group, dist.ProcessGroup)
+        self._pending = self._thread.submit(self._write, state.on_host(), directory, model_save_format, self._group)
+
+    def finish(self) -> None:
+        """Wait until every rank has written. Raises what `save_state` raised."""
+        assert self._pending is not None, "start() comes first"
+        pending = self._pending
+        try:
+            pending.result()
+        finally:
+            self._pending = None
+
+    def close(self) -> None:
+        """Wait for a save that runs, whatever comes of it. To be called before the process group is destroyed."""
+        self._thread.shutdown(wait=True)
+
+
+# -- Hugging Face model directories
+
+
+def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
+    """Rank 0 writes config.json and, for a model that generates, generation_config.json."""
+    if not _is_first():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    hf.config.save_pretrained(directory)
+    if hf.can_generate():
+        assert hf.generation_config is not None
+        hf.generation_config.save_pretrained(directory)
+
+
+def save_consolidated(tensors: Iterable[ExportedTensor], hf: PreTrainedModel, directory: Path) -> None:
+    """A Hugging Face model directory, its tensors in the dtype they are kept in, gathered one at a time.
+
+    Collective over all ranks, which list the same tensors in the same order; rank 0 writes. `hf` gives the
+    configuration.
+    """
+    whole = ((tensor.name, tensor.gather(None)) for tensor in tensors)
+    save_model_files(hf, directory)
+    if _is_first():
         write_safetensors(whole, directory)
     else:
         for _ in whole:  # take part in the gathers
@@ -100,23 +281,30 @@ def save_consolidated(model: LogprobModel, directory: Path) -> None:
     dist.barrier()
 
 
-def write_safetensors(tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-    """Files of at most 4 GiB and their index, holding no more than one file's tensors at a time."""
+def write_safetensors(
+    tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, max_file_bytes: int = 4 << 30
+) -> None:
+    """Files of at most `max_file_bytes` (or one tensor) and their index; one file's tensors are held at a time."""
     weight_map: dict[str, str] = {}
-    pending: dict[str, torch.Tensor] = {}
     sizes: list[int] = []
-
-    def flush() -> None:
-        file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+    for number, pending in enumerate(_files(tensors, max_file_bytes), start=1):
+        file = f"model-{number:05d}.safetensors"
         save_file(pending, directory / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(pending, file))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if sum(t.nbytes for t in pending.values()) + tensor.nbytes > _MAX_FILE_BYTES and pending:
-            flush()
-        pending[name] = tensor.cpu().clone()
-        sizes.append(tensor.nbytes)
-    flush()
+        sizes += [tensor.nbytes for tensor in pending.values()]
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _files(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    pending: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > max_bytes:
+            yield pending
+            pending = {}
+        pending[name] = tensor.to("cpu", copy=True)
+    yield pending
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,422 @@
+"""A policy's weights and optimizer on disk: other ranks, other meshes, in the background, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from nemo_rl.models.policy.checkpoint import (
+    AsyncSaver,
+    PolicyState,
+    full_tensor,
+    load_optimizer,
+    load_tensors,
+    load_weights,
+    names_and_shapes,
+    policy_tensors,
+    save_state,
+    save_tensors,
+    write_safetensors,
+)
+from nemo_rl.models.policy.checkpoint_metadata import check_checkpoint_fits, saved_tensors
+from nemo_rl.utils.checkpoint import CheckpointError
+from tests.worlds import run_world
+
+ADAMW: dict[str, Any] = {"cls": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1}
+Tensors = dict[str, torch.Tensor]
+
+
+class Layer(nn.Module):
+    """An MLP of 98 columns (shards are uneven on 4 ranks), a buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(10, 98), nn.Linear(98, 10), nn.LayerNorm(10)
+        self.register_buffer("correction", torch.zeros(10))
+        self.register_buffer("frequencies", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(self.correction, torch.Tensor)
+        return x + self.norm(self.down(torch.relu(self.up(x)))) + self.correction
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+class Trained:
+    """Two layers on `world` ranks, `tensor_parallel` of which share each matrix, with optimizer and scheduler."""
+
+    def __init__(self, world: int, tensor_parallel: int, cls: type = torch.optim.AdamW, **kwargs: Any) -> None:
+        self.model = build()
+        shape = (world // tensor_parallel, tensor_parallel)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("fsdp", "tensor"))
+        if tensor_parallel > 1:
+            plan = {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
+            parallelize_module(self.model, mesh["tensor"], plan)
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh["fsdp"])
+        fully_shard(self.model, mesh=mesh["fsdp"])
+        self.data_parallel, self.data_rank = shape[0], mesh["fsdp"].get_local_rank()
+        self.optimizer: torch.optim.Optimizer = cls(self.model.parameters(), **kwargs)
+        self.scheduler: LRScheduler = LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+
+    def step(self, number: int) -> float:
+        """The loss over the same 8 rows whatever the ranks."""
+        rows = torch.randn(8, 10, generator=torch.Generator().manual_seed(number))
+        mine = rows.chunk(self.data_parallel)[self.data_rank]
+        loss = self.model(mine).pow(2).mean()  # FSDP averages the gradients of equal parts
+        loss.backward()
+        with torch.no_grad():
+            for layer in self.model:
+                assert isinstance(layer, Layer) and isinstance(layer.correction, torch.Tensor)
+                layer.correction += 0.01 * number
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        losses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(losses, loss.item())
+        return sum(losses) / len(losses)
+
+    @property
+    def tensors(self) -> Tensors:
+        return policy_tensors([self.model])
+
+    def state(self) -> PolicyState:
+        return PolicyState.of(self.tensors, self.optimizer, self.scheduler)
+
+    def load(self, directory: Path) -> None:
+        load_weights(self.tensors, directory)
+        load_optimizer(self.tensors, self.optimizer, self.scheduler, directory)
+
+    def whole(self) -> Tensors:
+        return {name: full_tensor(tensor.detach()).clone() for name, tensor in self.tensors.items()}
+
+
+def saves_and_goes_on(
+    rank: int, world: int, directory: Path, save_format: Any, tp: int, options: dict[str, Any]
+) -> Any:
+    policy = Trained(world, tp, **options)
+    for number in range(1, 4):
+        policy.step(number)
+    save_state(policy.state(), directory, save_format)
+    return [policy.step(number) for number in range(4, 7)], policy.whole()
+
+
+def resumes(rank: int, world: int, directory: Path, tp: int, options: dict[str, Any]) -> Any:
+    policy = Trained(world, tp, **options)
+    policy.load(directory)
+    return [policy.step(number) for number in range(4, 7)], policy.whole()
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "resumed_on", "save_format"),
+    [  # (ranks, of which tensor parallel)
+        ((4, 1), (2, 1), "torch_save"),
+        ((4, 2), (2, 1), "safetensors"),
+        ((4, 2), (2, 2), "torch_save"),
+        ((2, 1), (4, 2), "torch_save"),
+        ((4, 2), (1, 1), "torch_save"),
+    ],
+)
+def test_a_policy_resumes_on_other_ranks_with_the_same_losses(tmp_path, saved_on, resumed_on, save_format):
+    want, want_weights = run_world(saves_and_goes_on, saved_on[0], tmp_path, save_format, saved_on[1], ADAMW)[0]
+    got, got_weights = run_world(resumes, resumed_on[0], tmp_path, resumed_on[1], ADAMW)[0]
+    assert got == pytest.approx(want, rel=1e-6)
+    assert got_weights.keys() == want_weights.keys()
+    for name, weight in want_weights.items():
+        torch.testing.assert_close(got_weights[name], weight, rtol=1e-5, atol=1e-6)
+    assert "0.correction" in want_weights and "0.frequencies" not in want_weights
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cls": torch.optim.SGD, "lr": 0.1},
+        {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        {"cls": torch.optim.NAdam, "lr": 0.01, "weight_decay": 0.1},
+        {"cls": torch.optim.Adam, "lr": torch.tensor(0.01), "amsgrad": True},
+    ],
+)
+def test_on_the_same_ranks_it_resumes_bitwise_with_any_optimizer(tmp_path, options):
+    want = run_world(saves_and_goes_on, 2, tmp_path, "torch_save", 1, options)[0]
+    got = run_world(resumes, 2, tmp_path, 1, options)[0]
+    assert got[0] == want[0]
+    assert all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+class CountingSGD(torch.optim.SGD):
+    """Keeps a plain number per parameter, and steps ever less."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["num_steps"] = state.get("num_steps", 0) + 1
+                    parameter.grad /= state["num_steps"]
+        return super().step(closure)
+
+
+def test_numbers_in_the_optimizer_state_stay_numbers(tmp_path):
+    options = {"cls": CountingSGD, "lr": 0.1}
+    want = run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, options)[0]
+    assert run_world(resumes, 1, tmp_path, 1, options)[0][0] == want[0]
+
+
+def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
+    def keys(rank: int, world: int, *, save: bool) -> Any:
+        model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+        model["frozen"].requires_grad_(False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if save:
+            model["used"](torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            save_state(PolicyState.of(policy_tensors([model]), optimizer, None), tmp_path, "torch_save")
+        else:
+            load_optimizer(policy_tensors([model]), optimizer, None, tmp_path)
+        return sorted(name for name, parameter in model.named_parameters() if parameter in optimizer.state)
+
+    saved = run_world(lambda rank, world: keys(rank, world, save=True), 1)[0]
+    assert saved == ["used.bias", "used.weight"]
+    assert run_world(lambda rank, world: keys(rank, world, save=False), 1)[0] == saved
+
+
+def test_another_optimizer_is_refused_with_what_each_keeps(tmp_path):
+    run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, ADAMW)
+    sgd = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    with pytest.raises(CheckpointError, match=r"keeps exp_avg, exp_avg_sq, step of .*, SGD needs momentum_buffer"):
+        run_world(resumes, 1, tmp_path, 1, sgd)
+
+
+# -- parts of a model on different ranks
+
+
+def part_of(rank: int) -> nn.Module:
+    """Pipeline stages: two ranks hold different layers under the names of the whole model; the norm is on both."""
+    torch.manual_seed(rank)
+    stage = nn.ModuleDict({f"layers_{rank}": nn.Linear(3, 3)})
+    torch.manual_seed(9)
+    stage["norm"] = nn.LayerNorm(3)
+    return stage
+
+
+@pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
+def test_ranks_that_hold_different_layers_save_one_model(tmp_path, save_format):
+    def save(rank: int, world: int) -> None:
+        save_tensors(policy_tensors([part_of(rank)]), tmp_path, save_format)
+
+    def load(rank: int, world: int) -> bool:
+        want, got = part_of(1 - rank), part_of(1 - rank)
+        with torch.no_grad():
+            for parameter in got.parameters():
+                parameter.zero_()
+        load_tensors(policy_tensors([got]), tmp_path)
+        return all(torch.equal(a, b) for a, b in zip(want.parameters(), got.parameters(), strict=True))
+
+    run_world(save, 2)
+    assert run_world(load, 2) == [True, True], "stages swapped between the ranks"
+    names = {f"layers_{rank}.{part}" for rank in (0, 1) for part in ("weight", "bias")} | {"norm.weight", "norm.bias"}
+    assert set(saved_tensors(tmp_path)) == names
+    whole = nn.ModuleDict({"layers_0": nn.Linear(3, 3), "layers_1": nn.Linear(3, 3), "norm": nn.LayerNorm(3)})
+    load_tensors(policy_tensors([whole]), tmp_path)  # one process, no world
+    assert torch.equal(whole["layers_1"].get_parameter("weight"), part_of(1).state_dict()["layers_1.weight"])
+
+
+@pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
+def test_experts_on_a_second_mesh(tmp_path, save_format):
+    """Each expert on one rank of a pair, and copied or sharded over the others; the rest on all four."""
+
+    def tensors(world: int, expert_parallel: int, replicate: bool) -> Tensors:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        whole = torch.arange(4 * 5 * 3.0).view(4, 5, 3)
+        experts = init_device_mesh("cpu", (world // expert_parallel, expert_parallel))
+        dense = init_device_mesh("cpu", (world,))
+        first = Replicate() if replicate else Shard(1)
+        return {
+            "experts": distribute_tensor(whole, experts, [first, Shard(0)]),
+            "dense": distribute_tensor(torch.arange(7.0), dense, [Shard(0)]),
+            "scale": torch.tensor(3.0),
+        }
+
+    def save(rank: int, world: int, replicate: bool) -> None:
+        save_tensors(tensors(world, 2, replicate), tmp_path / str(replicate), save_format)
+
+    def load(rank: int, world: int, replicate: bool) -> list[torch.Tensor]:
+        state = tensors(world, 1, not replicate)
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        load_tensors(zeros, tmp_path / str(replicate))
+        return [full_tensor(tensor) for tensor in zeros.values()]
+
+    for replicate in (False, True):
+        run_world(save, 4, replicate)
+        experts, dense, scale = run_world(load, 2, replicate)[0]
+        assert torch.equal(experts, torch.arange(60.0).view(4, 5, 3))
+        assert torch.equal(dense, torch.arange(7.0)) and scale == 3.0
+
+
+def test_only_trained_parameters_are_adapters():
+    model = build()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == "0.up.weight")
+    assert list(policy_tensors([model], trained_only=True)) == ["0.up.weight"]
+    assert {"0.correction", "1.up.weight"} < set(policy_tensors([model]))
+
+
+# -- in the background
+
+
+class Gate:
+    """A writer that waits: the training overtakes the save for certain."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def save_state(self, *args: Any) -> None:
+        assert self.opened.wait(30)
+        save_state(*args)
+
+
+@pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_it(tmp_path, save_format):
+    def rank_main(rank: int, world: int) -> Any:
+        gate = Gate()
+        policy = Trained(world, 1, **ADAMW)
+        saver = AsyncSaver(write=gate.save_state)
+        policy.step(1)
+        want = policy.whole()
+        saver.start(policy.state(), tmp_path, save_format)
+        losses = [policy.step(2), policy.step(3)]  # collectives of the training, none of the save's done
+        assert not (tmp_path / "weights").exists()
+        gate.opened.set()
+        losses += [policy.step(number) for number in range(4, 10)]  # now both at once
+        saver.finish()
+        saver.close()
+
+        again = Trained(world, 1, **ADAMW)
+        again.load(tmp_path)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in again.whole().items())
+        return losses, [again.step(number) for number in range(2, 10)]
+
+    for losses, again in run_world(rank_main, 2):
+        assert losses == again
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_with_its_reason(tmp_path):
+    def rank_main(rank: int, world: int) -> str:
+        policy = Trained(world, 1, **ADAMW)
+        saver = AsyncSaver()
+        (tmp_path / "weights").mkdir(exist_ok=True)
+        (tmp_path / "weights" / "__1_0.distcp").mkdir(exist_ok=True)  # where rank 1 wants to write
+        dist.barrier()
+        saver.start(policy.state(), tmp_path, "torch_save")
+        policy.step(1)
+        try:
+            saver.finish()
+        except RuntimeError as error:
+            message = str(error)
+        saver.start(policy.state(), tmp_path / "elsewhere", "torch_save")  # it can be used again
+        saver.finish()
+        return message
+
+    for message in run_world(rank_main, 2):
+        assert "Is a directory" in message and "could not be written" in message
+
+
+# -- what is refused
+
+
+def saved_model(directory: Path, save_format: str, change: Callable[[Tensors], None]) -> None:
+    tensors = policy_tensors([build()])
+    change(tensors)
+    if save_format == "plain":
+        directory.mkdir()
+        save_file({name: tensor.detach() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    else:
+        run_world(lambda rank, world: save_tensors(tensors, directory, save_format), 1)
+
+
+@pytest.mark.parametrize("save_format", ["torch_save", "safetensors", "plain"])
+def test_a_checkpoint_of_another_architecture_is_refused_with_the_differences(tmp_path, save_format):
+    def change(tensors: Tensors) -> None:
+        del tensors["1.norm.weight"]
+        tensors["2.extra"] = torch.zeros(2)
+        tensors["0.up.weight"] = torch.zeros(97, 10)
+
+    with torch.device("meta"):
+        wanted = names_and_shapes(policy_tensors([build()]))
+    saved_model(tmp_path / "same", save_format, lambda tensors: None)
+    check_checkpoint_fits(tmp_path / "same", wanted)
+    saved_model(tmp_path / "other", save_format, change)
+    with pytest.raises(CheckpointError) as caught:
+        check_checkpoint_fits(tmp_path / "other", wanted)
+    text = str(caught.value)
+    assert "1 missing there: 1.norm.weight" in text
+    assert "1 unknown to the model: 2.extra" in text
+    assert "1 of another shape: 0.up.weight [97, 10] instead of [98, 10]" in text
+    assert "policy.model_name" in text
+    with pytest.raises(CheckpointError, match=r"1\.norm\.weight"):
+        load_tensors(policy_tensors([build()]), tmp_path / "other")
+
+
+def test_a_long_list_of_differences_is_cut(tmp_path):
+    saved_model(tmp_path / "c", "plain", lambda tensors: None)
+    with pytest.raises(CheckpointError, match=r"20 missing there: (x\d+, ){7}x\d+ and 12 more"):
+        check_checkpoint_fits(tmp_path / "c", {f"x{i}": (1,) for i in range(20)})
+
+
+class Dangerous:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def test_reading_a_header_executes_nothing(tmp_path, capsys):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Dangerous()))
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged \(it asks for builtins\.print"):
+        saved_tensors(tmp_path)
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_tensors({"a": torch.zeros(1)}, tmp_path)
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x05garbage", pickle.dumps({"a": 1})])
+def test_a_damaged_header_is_named(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata is damaged"):
+        saved_tensors(tmp_path)
+
+
+def test_damaged_safetensors_and_empty_directories_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no saved tensors"):
+        saved_tensors(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 5)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        saved_tensors(tmp_path)
+
+
+def test_large_models_are_written_in_several_files(tmp_path):
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(5):
+            yield f"t{index}", torch.full((10,), float(index))
+
+    write_safetensors(tensors(), tmp_path, max_file_bytes=100)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) == 3
+    loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in tensors())
