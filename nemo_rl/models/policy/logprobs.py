@@ -1,71 +1,135 @@
-"""Logprobs of given tokens, without a [tokens, vocabulary] float32 tensor.
+"""A causal language model that answers with logprobs of given tokens instead of logits.
 
-    hidden states [B, S, H] -> rows that predict a scored token [N, H] -> chunks [C, V] -> logprobs [N] -> [B, S]
+    ModelBatch -> hidden states [R, W, H] -> those that predict a scored token [N, H] -> head -> logprobs [N] -> [B, S]
 
-The head runs on `chunk_tokens` rows at a time; in training each chunk is recomputed in backward. Only rows whose next
-token is scored (`target_mask`) pass through the head at all: prompts and padding cost nothing there.
+Only states whose next token is scored pass through the head at all: prompts and padding cost nothing there.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PretrainedConfig, PreTrainedModel
 
-DEFAULT_CHUNK_TOKENS = 1024
+from nemo_rl.models.policy.context_parallel import context_sum
+from nemo_rl.models.policy.linear_logprobs import LogitTransform, OutputHead, linear_logprobs
+from nemo_rl.models.policy.model_batch import ModelBatch
 
-_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_SOFTCAPS = {
+    "final_logit_softcapping": {
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "nanochat",
+        "vaultgemma",
+    },
+    "logits_soft_cap": {"recurrent_gemma"},
+}
+_FACTORS = {
+    "logit_scale": {"cohere", "cohere2", "cohere2_moe", "cohere_compass_text"},
+    "lm_head_multiplier": {"falcon_h1"},
+    "logits_scaling": {"hyperclovax"},
+}
+_DIVISORS = {
+    "logits_scaling": {
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+    }
+}
+_OF_THE_HEAD = {"dim_model_base", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size"}
+_NOT_OF_THE_HEAD = {
+    "attn_logit_softcapping",
+    "logits_to_keep",
+    "moe_router_logit_softcapping",
+    "num_logits_to_keep",
+    "output_router_logits",
+}
 
 
-def filter_logits(logits: torch.Tensor, targets: torch.Tensor, top_k: int | None, top_p: float) -> torch.Tensor:
-    """Set logits outside the top-k / nucleus set to -inf. `logits` float32 [N, V], already divided by temperature.
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """What models of this architecture do to their logits after the head.
 
-    top-k is applied before top-p, and the nucleus is the smallest set whose probability reaches `top_p` (Holtzman et
-    al. 2019, arXiv 1904.09751), as the generation engine does it. The `targets` int64 [N] were sampled, so they stay in
-    the set: rounding at its border, or an update since, must not make them impossible.
+    Raises:
+        ValueError: a setting changes the logits in a way that is not known here.
     """
-    if top_k is None and top_p >= 1.0:
-        return logits
-    sampled = logits.gather(1, targets[:, None])
-    if top_k is not None and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
-        outside[:, -1] = False
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), float("-inf"))
-    return logits.scatter(1, targets[:, None], sampled)
+    text = config.get_text_config()
+    kind: str = text.model_type
+    scale, softcap = 1.0, None
+    for name, value in text.to_dict().items():
+        is_of_the_head = name in _OF_THE_HEAD or ("logit" in name and name not in _NOT_OF_THE_HEAD)
+        if not is_of_the_head or value is None or value == 1.0:
+            continue
+        if kind in _SOFTCAPS.get(name, ()):
+            softcap = value
+        elif kind in _FACTORS.get(name, ()):
+            scale *= value
+        elif kind in _DIVISORS.get(name, ()):
+            scale /= value
+        else:
+            raise ValueError(
+                f"{kind!r} models change their logits by {name} (here {value!r}); nemo_rl/models/policy/logprobs.py "
+                f"does not know how; use another model, or add {kind!r} there to the table of what {name} does"
+            )
+    return LogitTransform(scale=scale, softcap=softcap)
 
 
-def token_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, top_k: int | None, top_p: float
-) -> torch.Tensor:
-    """log p(target) under the distribution the tokens were sampled from. [N, V], int64 [N] -> float32 [N]."""
-    scaled = filter_logits(logits.float() / temperature, targets, top_k, top_p)
-    return scaled.gather(-1, targets[:, None])[:, 0] - scaled.logsumexp(dim=-1)
+def _check_head(hf: PreTrainedModel) -> None:
+    """ValueError unless logits are one linear layer on the last hidden states, as far as modules can tell."""
+    head = hf.get_output_embeddings()
+    known = {id(hf.base_model), id(head)}
+    others = [
+        name for name, child in hf.named_children() if id(child) not in known and any(True for _ in child.parameters())
+    ]
+    if hf.base_model is hf or not isinstance(head, nn.Linear) or others:
+        raise ValueError(
+            f"{type(hf).__name__}: between its last hidden states and its logits stands more than one linear layer "
+            f"({', '.join(others) or type(head).__name__}); use a causal language model with a plain head, such as "
+            "Llama, Qwen or Gemma"
+        )
+    if len(list(head.parameters())) != 1 + (head.bias is not None):
+        raise ValueError(
+            "the output head has adapters, which logprobs do not pass through; leave it out of "
+            "policy.dtensor_cfg.lora_cfg.target_modules"
+        )
 
 
 class LogprobModel(nn.Module):
-    """A causal language model that answers with logprobs instead of logits.
+    """A causal language model, or its last pipeline stage, with a head that gives logprobs.
 
-    It is the root of FSDP: the head's weight is gathered while `forward` runs, so the chunks may use it directly.
+    It is the root of FSDP: the head's weight is gathered while `forward` runs, and stays so until backward computes the
+    logits again (`reshard_after_forward=False`).
 
     Args:
-        hf: the model of transformers.
-        chunk_tokens: rows per pass through the head.
+        hf: the model of transformers; without an output head where a later pipeline stage has it.
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
         temperature, top_k, top_p: those of sampling, applied again here.
+        tensor: mesh of the ranks that may share the vocabulary (they do when the head's weight is a DTensor sharded on
+            dim 0); hidden states are whole on each of them.
+        context: mesh of the ranks that share every sequence.
+
+    Raises:
+        ValueError: the architecture does more to its logits than is known here, or the head has adapters.
     """
 
     def __init__(
         self,
         hf: PreTrainedModel,
         *,
-        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        chunk_tokens: int | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float = 1.0,
+        tensor: DeviceMesh | None = None,
+        context: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
@@ -73,36 +137,57 @@ class LogprobModel(nn.Module):
         self.temperature = temperature
         self.top_k = top_k
         self.top_p = top_p
-        settings = hf.config.to_dict()
-        transforms = [name for name in _LOGIT_TRANSFORMS if settings.get(name) not in (None, 1.0)]
-        self.head_is_linear = not transforms
+        self.tensor = tensor
+        self.context = context
+        if hf.get_output_embeddings() is not None:
+            _check_head(hf)
+        self.transform = logit_transform(hf.config)
 
-    def forward(self, input_ids: torch.Tensor, target_mask: torch.Tensor, *, filtered: bool = True) -> torch.Tensor:
-        """Logprobs float32 [B, S] of `input_ids` int64 [B, S]; 0 where `target_mask` bool [B, S] is False.
+    def forward(self, batch: ModelBatch, *, filtered: bool = True) -> torch.Tensor:
+        """Logprobs float32 [B, S] of the scored tokens of `batch`, 0 elsewhere; see `score`."""
+        states = self.hf.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
+        ).last_hidden_state
+        return self.score(states, batch, filtered=filtered)
 
-        Rows are right-padded: with causal attention no token sees the padding behind it, so no attention mask is
-        needed. Position 0 has no prediction: `target_mask[:, 0]` must be False. `filtered=False` leaves out top-k and
-        top-p (reference policy, which may give a sampled token no mass at all inside the filter).
+    def score(self, states: torch.Tensor, batch: ModelBatch, *, filtered: bool = True) -> torch.Tensor:
+        """Logprobs float32 [B, S] from the model's last hidden states [R, W, H].
+
+        Equal and complete on all tensor- and context-parallel ranks. `filtered=False` leaves out top-k and top-p (for
+        a reference policy, which may give a sampled token no mass at all inside the filter).
         """
-        rows, columns = target_mask.nonzero(as_tuple=True)
-        targets = input_ids[rows, columns]
         top_k, top_p = (self.top_k, self.top_p) if filtered else (None, 1.0)
-        if self.head_is_linear:
-            states = self.hf.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[rows, columns - 1]
-            head = self.hf.get_output_embeddings()
-            assert head is not None
-        else:  # the model changes its logits after the head: take them from its own forward
-            states = self.hf(input_ids=input_ids, use_cache=False).logits[rows, columns - 1]
-            head = nn.Identity()
+        predicting = states.flatten(0, 1).index_select(0, batch.states)
+        scored = linear_logprobs(
+            predicting, self.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=self.chunk_tokens
+        )
+        out = torch.zeros(batch.shape, dtype=scored.dtype, device=scored.device)
+        out = out.index_put((batch.rows, batch.columns), scored)
+        return out if self.context is None else context_sum(out, self.context.get_group())
 
-        def score(part: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-            return token_logprobs(head(part), wanted, self.temperature, top_k, top_p)
+    def output_head(self) -> OutputHead:
+        """The head as this rank holds it, to be used inside `forward`, where FSDP has gathered its weight."""
+        layer = self.hf.get_output_embeddings()
+        assert isinstance(layer, nn.Linear), "this stage has no output head"
+        weight, bias = layer.weight, layer.bias
+        group, start = None, 0
+        if isinstance(weight, DTensor):
+            assert self.tensor is not None and weight.device_mesh == self.tensor, "FSDP has not gathered the head"
+            assert weight.placements in ((Shard(0),), (Replicate(),))
+            if weight.placements == (Shard(0),):
+                _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+                group, start = self.tensor.get_group(), offset[0]
+        return OutputHead(
+            weight=_local(weight),
+            bias=None if bias is None else _local(bias),
+            transform=self.transform,
+            temperature=self.temperature,
+            group=group,
+            start=start,
+            vocab_size=len(weight),
+        )
 
-        scored = []
-        for part, wanted in zip(states.split(self.chunk_tokens), targets.split(self.chunk_tokens), strict=True):
-            if torch.is_grad_enabled():
-                scored.append(checkpoint(score, part, wanted, use_reentrant=False, preserve_rng_state=False))
-            else:
-                scored.append(score(part, wanted))
-        out = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-        return out.index_put((rows, columns), torch.cat(scored))
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; the gradient of a part is complete on the rank that has it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
