@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.utils.checkpoint import CheckpointManager, TimeoutChecker, check_identity
+from nemo_rl.utils.checkpoint import CheckpointManager, check_identity
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
-from nemo_rl.utils.timer import Timer
+from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
 

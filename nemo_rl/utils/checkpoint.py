@@ -7,8 +7,6 @@ Whatever kills the process, at any moment, the newest finished checkpoint stays 
 What goes into it is the caller's: `save` hands out the directory.
 """
 
-import errno
-import fcntl
 import json
 import logging
 import math
@@ -22,7 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.utils import strict_json
+from nemo_rl.utils.checkpoint_files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
 from nemo_rl.utils.checkpoint_manifest import find_damage, seal, sealed_bytes, sync_directory
+from nemo_rl.utils.checkpoint_save import PendingSave, StateWrite, Written
 
 if TYPE_CHECKING:
     from nemo_rl.utils.config import CheckpointingConfig
@@ -34,9 +34,6 @@ CONFIG_NAME = "config.yaml"
 
 _STEP_PATTERN = re.compile(r"step_(\d+)")
 _METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_FULL_BELOW_BYTES = 1 << 20  # torch.save fails on a full disk with an error about a position in its file
 _START_ANEW = "to start anew, set checkpointing.checkpoint_dir to another directory"
 
 
@@ -95,15 +92,36 @@ class CheckpointManager:
         Raises DiskFullError when there is too little space, and ValueError when `metric_name` is no metric of this run
         (the checkpoint has been saved then). If anything raises before the rename, nothing of this step is left behind.
         """
+
+        def start_write(directory: Path) -> StateWrite:
+            write(directory)
+            return Written()
+
+        return self.start_save(
+            step, start_write, training_info, resolved_config_yaml, metrics, estimated_bytes=estimated_bytes
+        ).finish()
+
+    def start_save(
+        self,
+        step: int,
+        start_write: Callable[[Path], StateWrite],
+        training_info: Mapping[str, Any],
+        resolved_config_yaml: str,
+        metrics: Mapping[str, float],
+        *,
+        estimated_bytes: int | None = None,
+    ) -> PendingSave:
+        """Like `save`, with a checkpoint that is written while other things are done.
+
+        `start_write(directory)` copies what is to be saved and begins to write it. Until `PendingSave` says that it is
+        finished, the checkpoint is `tmp_step_N`, which no run resumes from. One save at a time.
+        """
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-        with self._discarded_on_failure(step):
+        started = time.monotonic()
+        with self.discarded_on_failure(step):
             self._check_free_space(step, estimated_bytes)
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
-            write(tmp_path)
-            path = self.finalize_checkpoint(tmp_path)
-        self._check_metric_is_there(metrics)
-        self.remove_old_checkpoints()
-        return path
+            return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
         """Makes `tmp_step_N` with training_info.json and config.yaml. It stays locked until it is finalized."""
@@ -117,33 +135,35 @@ class CheckpointManager:
             )
         tmp_path.mkdir()
         lock_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-        _try_lock(lock_fd)
+        try_lock(lock_fd)
         self._tmp_lock_fds[tmp_path] = lock_fd
         (tmp_path / TRAINING_INFO_NAME).write_text(strict_json.dumps(training_info, indent=1) + "\n", encoding="utf-8")
         (tmp_path / CONFIG_NAME).write_text(resolved_config_yaml, encoding="utf-8")
         return tmp_path
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
-        """Puts `tmp_step_N` on stable storage and renames it to `step_N`.
+        """Puts `tmp_step_N` on stable storage and renames it to `step_N`."""
+        return self.publish(tmp_path, seal(tmp_path))
+
+    def publish(self, tmp_path: Path, num_bytes: int) -> Path:
+        """Renames `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
 
         An existing `step_N` steps aside as `old_step_N` and is removed only after the rename; construction brings it
         back if the process dies in between.
         """
-        started = time.monotonic()
-        num_bytes = seal(tmp_path)
         step = _step_of(tmp_path.name.removeprefix("tmp_"))
         path = self.checkpoint_dir / f"step_{step}"
         old_path = self.checkpoint_dir / f"old_step_{step}"
         if path.exists():
-            _remove_tree(old_path)
+            remove_tree(old_path)
             path.rename(old_path)
             sync_directory(self.checkpoint_dir)
         tmp_path.rename(path)
         sync_directory(self.checkpoint_dir)
         self._unlock(tmp_path)
         self._damaged_steps.discard(step)
-        _remove_tree(old_path)
-        logger.info("saved %s (%s, made durable in %.1f s)", path, _size(num_bytes), time.monotonic() - started)
+        remove_tree(old_path)
+        logger.info("saved %s (%s)", path, size_text(num_bytes))
         return path
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
@@ -163,7 +183,7 @@ class CheckpointManager:
                 path = self.checkpoint_dir / f"step_{step}"
                 tmp_path = self._tmp_path(step)
                 path.rename(tmp_path)  # a process that dies while deleting leaves no half checkpoint called step_N
-                _remove_tree(tmp_path)
+                remove_tree(tmp_path)
                 logger.info("removed %s", path)
 
     # ---- finding
@@ -271,7 +291,7 @@ class CheckpointManager:
             )
         return _METRIC_PREFIXES[prefix] + name
 
-    def _check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
+    def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
         """Validation does not run on every step, so only a name beside other names of its kind is known to be wrong."""
         if self.metric_name is None or (name := self._logged_metric_name()) in metrics:
             return
@@ -290,7 +310,8 @@ class CheckpointManager:
         if needed is None:
             return
         if (free := self._free_bytes(self.checkpoint_dir)) < needed:
-            raise DiskFullError(self._disk_full_text(step, f"{_size(needed)} are needed and {_size(free)} are free"))
+            what = f"{size_text(needed)} are needed and {size_text(free)} are free"
+            raise DiskFullError(self._disk_full_text(step, what))
 
     def _disk_full_text(self, step: int, what: str) -> str:
         latest = self.get_latest_checkpoint_path()
@@ -301,7 +322,7 @@ class CheckpointManager:
         )
 
     @contextmanager
-    def _discarded_on_failure(self, step: int) -> Iterator[None]:
+    def discarded_on_failure(self, step: int) -> Iterator[None]:
         """Removes `tmp_step_N` when the body raises, and says so when the reason is a full disk."""
         tmp_path = self._tmp_path(step)
         try:
@@ -310,13 +331,17 @@ class CheckpointManager:
             written = 0
             free = self._free_bytes(self.checkpoint_dir)
             if tmp_path in self._tmp_lock_fds:  # else it was not begun, or is another process's
-                written = _bytes_under(tmp_path)
-                _remove_tree(tmp_path)
-                self._unlock(tmp_path)
-            if not isinstance(error, CheckpointError) and _is_disk_full(error, free):
-                what = f"the disk was full after {_size(written)}, with {_size(free)} free"
+                written = bytes_under(tmp_path)
+                self.remove_tmp_checkpoint(tmp_path)
+            if not isinstance(error, CheckpointError) and is_disk_full(error, free):
+                what = f"the disk was full after {size_text(written)}, with {size_text(free)} free"
                 raise DiskFullError(self._disk_full_text(step, what)) from error
             raise
+
+    def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
+        """Removes an unfinished checkpoint of this process."""
+        remove_tree(tmp_path)
+        self._unlock(tmp_path)
 
     def _unlock(self, tmp_path: Path) -> None:
         os.close(self._tmp_lock_fds.pop(tmp_path))
@@ -327,7 +352,7 @@ class CheckpointManager:
         for old_path in sorted(self.checkpoint_dir.glob("old_step_*")):
             path = self.checkpoint_dir / old_path.name.removeprefix("old_")
             if path.exists():
-                _remove_tree(old_path)
+                remove_tree(old_path)
             elif not self._tmp_path(_step_of(path.name)).exists():
                 logger.warning("%s comes back: the process that was replacing it died", path)
                 old_path.rename(path)
@@ -336,56 +361,13 @@ class CheckpointManager:
     def _remove_if_dead(self, tmp_path: Path) -> None:
         fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if _try_lock(fd):
+            if try_lock(fd):
                 logger.warning("removing %s, which a process left behind when it died", tmp_path)
-                _remove_tree(tmp_path)
+                remove_tree(tmp_path)
             else:
                 logger.warning("%s is being written by another process and is left alone", tmp_path)
         finally:
             os.close(fd)
-
-
-class TimeoutChecker:
-    """Says when it is time for the last checkpoint of a job with a time limit.
-
-    `timeout` is "DD:HH:MM:SS" counted from construction, or None for no limit. `check_save` is true once, as soon as
-    one more iteration of mean length would end after it.
-    """
-
-    def __init__(self, timeout: str | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s = math.inf if timeout is None else parse_duration_s(timeout)
-        self._clock = clock
-        self._born = clock()
-        self._iteration_started: float | None = None
-        self._iterations_s: list[float] = []
-        self._has_told = False
-
-    def start_iterations(self) -> None:
-        """The first iteration begins now; what came before (set-up) is no iteration."""
-        self._iteration_started = self._clock()
-
-    def mark_iteration(self) -> None:
-        """An iteration, its checkpoint included, has ended, and the next begins."""
-        assert self._iteration_started is not None, "start_iterations() comes first"
-        now = self._clock()
-        self._iterations_s.append(now - self._iteration_started)
-        self._iteration_started = now
-
-    def check_save(self) -> bool:
-        if self._has_told:
-            return False
-        mean_s = sum(self._iterations_s) / len(self._iterations_s) if self._iterations_s else 0.0
-        self._has_told = self._clock() - self._born + mean_s >= self._limit_s
-        return self._has_told
-
-
-def parse_duration_s(text: str) -> float:
-    """Seconds of "DD:HH:MM:SS". Raises ValueError."""
-    match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", text)
-    if match is None or int(match[2]) > 23 or int(match[3]) > 59 or int(match[4]) > 59:
-        raise ValueError(f'"{text}" is no duration; write "DD:HH:MM:SS", e.g. "00:03:45:00" for 3 hours 45 minutes')
-    days, hours, minutes, seconds = (int(part) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -433,49 +415,3 @@ def _step_of(name: str) -> int:
     match = _STEP_PATTERN.fullmatch(name)
     assert match is not None, name
     return int(match[1])
-
-
-def _try_lock(directory_fd: int) -> bool:
-    """Locks a directory for as long as this process lives. False when another process has it."""
-    try:
-        fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        # Some network file systems have no locks. One run per directory is then the user's to keep.
-        if error.errno not in _NO_LOCKS:
-            raise
-    return True
-
-
-def _remove_tree(path: Path) -> None:
-    """Removes `path`. Files that a dying worker still writes into it are left for the next start."""
-    shutil.rmtree(path, ignore_errors=True)
-    if path.exists():
-        logger.warning("%s could not be removed entirely", path)
-
-
-def _bytes_under(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def _is_disk_full(error: BaseException, free_bytes: int) -> bool:
-    """Looks through the chain of causes: a worker's OSError arrives wrapped, native writers leave a text or nothing.
-
-    `free_bytes` is what was left before the half-written checkpoint was removed.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in _NO_SPACE:
-            return True
-        if any(os.strerror(code) in str(cause) for code in _NO_SPACE):
-            return True
-        cause = cause.__cause__ or cause.__context__
-    return isinstance(error, Exception) and free_bytes < _FULL_BELOW_BYTES
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} bytes"

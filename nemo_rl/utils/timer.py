@@ -1,5 +1,7 @@
-"""Wall-clock time by label."""
+"""Wall-clock time by label, and the end of a job's time."""
 
+import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,3 +84,51 @@ class Timer:
         else:
             self._started.pop(label, None)
             self._elapsed_s.pop(label, None)
+
+
+class TimeoutChecker:
+    """Says when it is time for the last checkpoint of a job with a time limit.
+
+    `timeout` is "DD:HH:MM:SS" counted from construction, or None for no limit. `check_save` is true once, as soon as
+    one more iteration of mean length and a checkpoint as long as the longest so far would end after it.
+    """
+
+    def __init__(self, timeout: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = math.inf if timeout is None else parse_duration_s(timeout)
+        self._clock = clock
+        self._born = clock()
+        self._iteration_started: float | None = None
+        self._iterations_s: list[float] = []
+        self._longest_save_s = 0.0
+        self._has_told = False
+
+    def start_iterations(self) -> None:
+        """The first iteration begins now; what came before (set-up) is no iteration."""
+        self._iteration_started = self._clock()
+
+    def mark_iteration(self) -> None:
+        """An iteration, its checkpoint included, has ended, and the next begins."""
+        assert self._iteration_started is not None, "start_iterations() comes first"
+        now = self._clock()
+        self._iterations_s.append(now - self._iteration_started)
+        self._iteration_started = now
+
+    def note_save(self, seconds: float) -> None:
+        """A checkpoint took `seconds`, from the first byte to the last."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
+
+    def check_save(self) -> bool:
+        if self._has_told:
+            return False
+        mean_s = sum(self._iterations_s) / len(self._iterations_s) if self._iterations_s else 0.0
+        self._has_told = self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
+        return self._has_told
+
+
+def parse_duration_s(text: str) -> float:
+    """Seconds of "DD:HH:MM:SS". Raises ValueError."""
+    match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", text)
+    if match is None or int(match[2]) > 23 or int(match[3]) > 59 or int(match[4]) > 59:
+        raise ValueError(f'"{text}" is no duration; write "DD:HH:MM:SS", e.g. "00:03:45:00" for 3 hours 45 minutes')
+    days, hours, minutes, seconds = (int(part) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

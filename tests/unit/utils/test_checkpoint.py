@@ -18,12 +18,11 @@ from nemo_rl.utils.checkpoint import (
     CheckpointIdentityError,
     CheckpointManager,
     DiskFullError,
-    TimeoutChecker,
     check_identity,
-    parse_duration_s,
 )
 from nemo_rl.utils.checkpoint_manifest import MANIFEST_NAME, find_damage
 from nemo_rl.utils.config import CheckpointingConfig
+from nemo_rl.utils.timer import TimeoutChecker, parse_duration_s
 
 
 def manager_in(directory: Path, free_bytes: Callable[[Path], int] | None = None, **overrides) -> CheckpointManager:
