@@ -23,7 +23,19 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 ATTENTION = "nemo_rl"
 """Name of the function in transformers."""
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# fmt: off
+SEGMENT_ARCHITECTURES = frozenset({
+    "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
+    "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared",
+    "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "llama", "minicpm3", "minimax_m2", "ministral", "ministral3",
+    "mistral", "mixtral", "nanochat", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+})
+# fmt: on
+"""`model_type` of the architectures of transformers whose tokens meet in the attention function only."""
+
+_WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,19 +280,38 @@ def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -
 
 
 def supports_segments(config: PretrainedConfig) -> str | None:
-    """None when attention by segments is all that lets tokens of this architecture see each other, else the reason."""
+    """None when attention by segments is all through which tokens of this architecture meet, else the reason.
+
+    An architecture that is not known is refused: a leak from one sequence into another shows in no error.
+    """
     text = config.get_text_config()
-    model = cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    model = _model_class(config)
     settings = text.to_dict()
-    foreign = sorted(set(settings.get("layer_types") or ()) - _LAYER_TYPES)
+    foreign = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if foreign:
         return f"it has layers of type {', '.join(foreign)}"
     if settings.get("attn_logit_softcapping") is not None:
         return "its attention scores are soft-capped (attn_logit_softcapping)"
-    if settings.get("attention_chunk_size") is not None:
-        return "its attention is in chunks (attention_chunk_size)"
     if settings.get("use_bidirectional_attention"):
         return "its attention is not causal (use_bidirectional_attention)"
+    if text.model_type in _WITH_SINKS:
+        return "its attention has sinks"
+    if model._is_stateful:
+        return f"{model.__name__} carries a state from token to token"
     if not model._supports_attention_backend:
-        return f"{model.__name__} takes no attention function of another library (_supports_attention_backend)"
+        return f"{model.__name__} calls no attention function from outside (_supports_attention_backend)"
+    if text.model_type not in SEGMENT_ARCHITECTURES:
+        return "it is none of the architectures known to keep sequences apart"
     return None
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """What to build the model with (`attn_implementation`): ours, or the fastest exact one of transformers."""
+    if supports_segments(config) is None:
+        return ATTENTION
+    is_soft_capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None  # ignored by "sdpa"
+    return "sdpa" if _model_class(config)._supports_sdpa and not is_soft_capped else "eager"
+
+
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])

@@ -1,0 +1,289 @@
+"""Sequences of one row stay apart: against each sequence alone, in transformers' own eager attention."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    JambaConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    NemotronConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
+
+from nemo_rl.models.policy.attention import (
+    ATTENTION,
+    SEGMENT_ARCHITECTURES,
+    Segments,
+    attention,
+    attention_implementation,
+    supports_segments,
+)
+from nemo_rl.models.policy.row_layout import RowLayout
+
+VOCAB = 97
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "qwen2": Qwen2Config(**SHAPE),
+    "qwen2 with a window": Qwen2Config(**SHAPE, use_sliding_window=True, **MIXED),
+    "llama": LlamaConfig(**SHAPE),
+    "qwen3": Qwen3Config(**SHAPE),
+    "gemma3": Gemma3TextConfig(**SHAPE, **MIXED),
+    "mistral": MistralConfig(**SHAPE, sliding_window=5),
+}
+LENGTHS = [19, 1, 2, 7, 7, 7, 30, 1, 1, 4]
+
+
+def build(config: PretrainedConfig, implementation: str) -> PreTrainedModel:
+    """The same weights every time, none of them hidden behind 0 or 1."""
+    torch.manual_seed(0)
+    # A copy: the model writes the name of the implementation into its configuration.
+    model = AutoModelForCausalLM.from_config(
+        copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+def sequences(lengths: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randint(2, VOCAB, (n,), generator=generator), torch.ones(n, dtype=torch.bool)) for n in lengths]
+
+
+def states_alone(model: PreTrainedModel, lengths: list[int]) -> torch.Tensor:
+    """States that predict a token, each sequence in a forward of its own. [N, H]"""
+    alone = [model.base_model(input_ids=ids[None], use_cache=False) for ids, _ in sequences(lengths)]
+    return torch.cat([out.last_hidden_state[0, :-1] for out in alone])
+
+
+def states_together(
+    model: PreTrainedModel, lengths: list[int], layout: RowLayout, *, drop_segments: bool = False
+) -> torch.Tensor:
+    batch = layout.build(sequences(lengths))
+    out = model.base_model(
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        segments=None if drop_segments else batch.segments,
+        use_cache=False,
+    )
+    return out.last_hidden_state.flatten(0, 1)[batch.states]
+
+
+def gradients(model: PreTrainedModel, states: torch.Tensor) -> dict[str, torch.Tensor]:
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+    (states * weights).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("padding_free", [True, False], ids=["padding-free", "padded"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_gradients_equal_those_of_each_sequence_alone(family, padding_free):
+    config = FAMILIES[family]
+    assert supports_segments(config) is None
+    alone, together = build(config, "eager"), build(config, ATTENTION)
+    expected = states_alone(alone, LENGTHS)
+    actual = states_together(together, LENGTHS, RowLayout(padding_free=padding_free, divisible_by=16))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    expected_grads, grads = gradients(alone, expected), gradients(together, actual)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert (grad - expected_grads[name]).norm() <= 1e-5 * expected_grads[name].norm(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_segments_sequences_of_one_row_leak_into_each_other(family):
+    config = FAMILIES[family]
+    expected = states_alone(build(config, "eager"), LENGTHS)
+    layout = RowLayout(padding_free=True)
+    leaked = states_together(build(config, ATTENTION), LENGTHS, layout, drop_segments=True)
+    assert (leaked - expected)[: LENGTHS[0] - 1].abs().max() < 1e-4  # the first sequence has nothing before it
+    assert (leaked - expected)[LENGTHS[0] :].abs().max() > 0.01
+
+
+def reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, window: int | None
+) -> torch.Tensor:
+    """Softmax under one mask over all queries and keys of the row."""
+    blocks = []
+    for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True):
+        seen = torch.ones(q, k, dtype=torch.bool).tril(k - q)
+        blocks.append(seen if window is None else seen.triu(k - q - window + 1))
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (x[0].repeat_interleave(groups, 0) for x in (key, value))
+    scores = (query[0] @ keys.mT * 0.3).masked_fill(~torch.block_diag(*blocks).bool(), float("-inf"))
+    return (scores.softmax(-1) @ values).transpose(0, 1)[None]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(1, 9), st.sampled_from([0, 0, 0, 1, 7]), st.integers(1, 3)), min_size=1, max_size=6
+    ),
+    window=st.sampled_from([None, 1, 2, 5, 100]),
+    key_heads=st.sampled_from([1, 2, 4]),
+    value_width=st.sampled_from([8, 4]),
+)
+def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, value_width):
+    query_lengths = [q for q, _, count in lengths for _ in range(count)]
+    key_lengths = [q + more for q, more, count in lengths for _ in range(count)]
+    segments = Segments.of(query_lengths, key_lengths)
+    generator = torch.Generator().manual_seed(sum(key_lengths))
+    query = torch.randn(1, 4, sum(query_lengths), 8, generator=generator)
+    key = torch.randn(1, key_heads, sum(key_lengths), 8, generator=generator)
+    value = torch.randn(1, key_heads, sum(key_lengths), value_width, generator=generator)
+    out, _ = attention(nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, segments=segments)
+    torch.testing.assert_close(out, reference(query, key, value, segments, window), atol=1e-5, rtol=1e-5)
+
+
+class CountAttention(TorchDispatchMode):
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func.__name__.startswith("_scaled_dot_product_flash_attention_for_cpu.")
+        return func(*args, **(kwargs or {}))
+
+
+def test_neighbours_of_equal_length_share_a_call_and_no_mask_is_made():
+    model = build(FAMILIES["llama"], ATTENTION)
+    with CountAttention() as count, torch.no_grad():
+        states_together(model, [6, 6, 6, 6, 9, 9], RowLayout(padding_free=True))
+    assert count.calls == 2 * 2  # two runs, two layers, and all of them in the fused kernel
+
+
+@pytest.mark.parametrize(
+    ("config", "reason", "implementation"),
+    [
+        (Gemma2Config(), "soft-capped", "eager"),
+        (GptOssConfig(), "sinks", "eager"),
+        (Llama4TextConfig(), "chunked_attention", "sdpa"),
+        (Qwen3NextConfig(), "linear_attention", "sdpa"),
+        (JambaConfig(), "a state from token to token", "sdpa"),
+        (NemotronConfig(), "none of the architectures known", "sdpa"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "not causal", "sdpa"),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
+)
+def test_architectures_whose_tokens_meet_elsewhere_are_refused_with_the_reason(config, reason, implementation):
+    assert reason in str(supports_segments(config))
+    assert attention_implementation(config) == implementation
+
+
+def test_what_segments_cannot_say_is_refused_in_the_attention_itself():
+    query = torch.randn(1, 2, 3, 8)
+    for wrong in ({"softcap": 50.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}):
+        with pytest.raises(AssertionError):
+            attention(nn.Identity(), query, query, query, None, **wrong)
+    with pytest.raises(AssertionError, match="made a mask"):
+        attention(nn.Identity(), query, query, query, torch.ones(1, 1, 3, 3, dtype=torch.bool))
+
+
+def shrunk(model_type: str) -> PretrainedConfig:
+    """The architecture's own configuration with every size small and every kind of its layers."""
+    config_class = next(c for c in MODEL_FOR_CAUSAL_LM_MAPPING if c.model_type == model_type)
+    usual = config_class()
+    known = {**usual.to_dict(), **dict.fromkeys(config_class.attribute_map)}
+    small = {
+        **SHAPE,
+        **{"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts_per_tok": 2},
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+        **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+        **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 4},
+        **{"ffn_dim": 48, "word_embed_proj_dim": 32},
+    }
+    if "qk_rope_head_dim" in known:  # latent attention
+        del small["head_dim"]
+        small["num_key_value_heads"] = 4
+    if known.get("sliding_window") is not None:
+        small["sliding_window"] = 5
+    if known.get("layer_types"):
+        kinds = list(dict.fromkeys(known["layer_types"]))
+        small["layer_types"] = (kinds * 2)[:2]
+    return config_class(**{key: value for key, value in small.items() if key in known})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(SEGMENT_ARCHITECTURES))
+def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type):
+    config = shrunk(model_type)
+    assert supports_segments(config) is None
+    with torch.no_grad():
+        expected = states_alone(build(config, "eager"), LENGTHS)
+        actual = states_together(build(config, ATTENTION), LENGTHS, RowLayout(padding_free=True, divisible_by=8))
+        dropped = states_together(build(config, ATTENTION), LENGTHS, RowLayout(padding_free=True), drop_segments=True)
+    scale = expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-5 * scale
+    assert (dropped - expected).abs().max() > 1e-2 * scale
+
+
+def test_a_text_model_inside_a_larger_one_is_judged_by_its_own_configuration():
+    assert supports_segments(Gemma3Config()) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window):
+    segments = Segments.of([19, 1, 2, 7, 7, 30], [19, 1, 12, 7, 9, 30])
+    generator = torch.Generator().manual_seed(0)
+    states = [
+        torch.randn(1, heads, sum(lengths), 64, generator=generator).to(dtype)
+        for heads, lengths in ((4, segments.query_lengths), (2, segments.key_lengths), (2, segments.key_lengths))
+    ]
+    grad = torch.randn(1, sum(segments.query_lengths), 4, 64, generator=generator).to(dtype)
+
+    def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
+        inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
+        moved, grads = segments.to(torch.device(device)), grad.to(device, compute)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            out, _ = attention(nn.Identity(), *inputs, None, scaling=0.3, sliding_window=window, segments=moved)
+            out.backward(grads)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return [x.float().cpu() for x in (out.detach(), *(x.grad for x in inputs if x.grad is not None))]
+
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    for actual, expected in zip(run("cuda", dtype), run("cpu", torch.float32), strict=True):
+        assert (actual - expected).norm() <= tolerance * expected.norm()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_padded_batch_with_a_window_equals_the_cpu():
+    query = torch.randn(3, 4, 33, 64).bfloat16()
+    out, _ = attention(nn.Identity(), query.cuda(), query.cuda(), query.cuda(), None, sliding_window=5)
+    expected, _ = attention(nn.Identity(), *[query.float()] * 3, None, sliding_window=5)
+    assert (out.cpu().float() - expected).norm() <= 2e-2 * expected.norm()
