@@ -250,11 +250,11 @@ def merged_weight(module: LoRALinear) -> torch.Tensor:
     """
     weight, lora_a, lora_b = module.weight, module.lora_A, module.lora_B
     if not isinstance(weight, DTensor):
-        return _merge(weight, lora_a, lora_b, module.scale)
+        return merge(weight, lora_a, lora_b, module.scale)
     assert isinstance(lora_a, DTensor) and isinstance(lora_b, DTensor)
     columns = lora_a.redistribute(placements=[_only(placement, 1) for placement in weight.placements])
     rows = lora_b.redistribute(placements=[_only(placement, 0) for placement in weight.placements])
-    local = _merge(weight.to_local(), columns.to_local(), rows.to_local(), module.scale)
+    local = merge(weight.to_local(), columns.to_local(), rows.to_local(), module.scale)
     return DTensor.from_local(
         local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
     )
@@ -265,7 +265,8 @@ def _only(placement: Placement, dim: int) -> Placement:
     return placement if is_shard and placement.dim == dim else Replicate()
 
 
-def _merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
+def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W [out, in] + scale B [out, r] A [r, in], computed in float32, in the dtype of W."""
     return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale).to(weight.dtype)
 
 

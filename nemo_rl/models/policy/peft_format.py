@@ -128,7 +128,7 @@ def _compare(
         differences.append(f"rank {adapter.rank}, {KEY}.dim={cfg.dim}")
     if adapter.alpha != cfg.alpha:
         differences.append(f"alpha {adapter.alpha:g}, {KEY}.alpha={cfg.alpha:g}")
-    if adapter.base_model_name is not None and _last_part(adapter.base_model_name) != _last_part(base_model_name):
+    if adapter.base_model_name is not None and last_part(adapter.base_model_name) != last_part(base_model_name):
         differences.append(f"base model {adapter.base_model_name!r}, policy.model_name={base_model_name!r}")
     for text, names in (
         ("layers without an adapter there", _layers(shapes.keys() - adapter.shapes.keys())),
@@ -148,8 +148,14 @@ def _compare(
         )
 
 
-def _last_part(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2]  # a model that was copied elsewhere keeps its name
+def last_part(model_name: str) -> str:
+    """Of a hub name or a path: what a model that was copied elsewhere keeps."""
+    return model_name.rstrip("/").rpartition("/")[2]
+
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """PEFT's names of the matrices A [r, in] and B [out, r] of a layer."""
+    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
 
 
 def _layers(names: set[str]) -> list[str]:

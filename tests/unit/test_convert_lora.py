@@ -1,0 +1,147 @@
+"""The merged model directory: its logits, its files, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from examples.converters.convert_lora_to_hf import convert, main
+
+RANK = 3
+
+
+def base_config() -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def save_base(directory: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = Qwen2ForCausalLM(base_config()).eval()
+    model.to(dtype).save_pretrained(directory, **settings)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_text(json.dumps({"of": "base"}))
+    (directory / "pytorch_model.bin.index.json").write_text("{}")
+    return model
+
+
+def save_adapter(directory: Path, base: Any, **settings: Any) -> Any:
+    """An adapter of PEFT on `base` (which it changes); returns PEFT's model."""
+    asked = {"r": RANK, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    base.name_or_path = "models/base"
+    model = get_peft_model(base, LoraConfig(**asked | settings))
+    model.save_pretrained(str(directory))
+    return model.eval()
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 15)[None], use_cache=False).logits
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_the_merged_model_gives_the_logits_of_base_and_adapter(max_shard_size: str, tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", max_shard_size=max_shard_size))
+    output = tmp_path / "new" / "merged"
+    assert main(["--adapter", f"{tmp_path}/adapter", "--base-model", f"{tmp_path}/base", "--out", f"{output}"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(output).eval()
+    torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=1e-5)
+    assert (logits(merged) - logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval())).abs().max() > 1e-2
+    kept = {file.name for file in (tmp_path / "base").iterdir()} - {"pytorch_model.bin.index.json"}
+    assert {file.name for file in output.iterdir()} == kept
+    assert json.loads((output / "tokenizer.json").read_text()) == {"of": "base"}
+    assert not list(output.parent.glob("*.partial"))
+
+
+def test_dtypes_and_untouched_tensors_stay_as_they_are(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", torch.bfloat16).float())
+    convert(tmp_path / "adapter", f"{tmp_path}/base", tmp_path / "merged")
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
+    matrices = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert list(base) == list(merged)
+    changed = [name for name in base if not torch.equal(base[name], merged[name])]
+    assert len(changed) == 4
+    for name in changed:
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        update = matrices[f"{layer}.lora_B.weight"].double() @ matrices[f"{layer}.lora_A.weight"].double() * 7 / RANK
+        expected = (base[name].double() + update).to(torch.bfloat16)
+        torch.testing.assert_close(merged[name], expected, rtol=2**-7, atol=0)  # one unit in the last place
+        assert (merged[name] == expected).float().mean() > 0.99
+
+
+def test_a_tokenizer_beside_the_adapter_goes_first(tmp_path: Path) -> None:
+    save_adapter(tmp_path / "adapter", save_base(tmp_path / "base"))
+    (tmp_path / "base" / "merges.txt").write_text("of the base")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "adapter" / name).write_text(json.dumps({"of": "adapter"}))
+    convert(tmp_path / "adapter", f"{tmp_path}/base", tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "tokenizer.json").read_text()) == {"of": "adapter"}
+    assert not (tmp_path / "merged" / "merges.txt").exists()
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def set_config(directory: Path, name: str, **settings: Any) -> None:
+    file = directory / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("no adapter", "is no adapter in PEFT's format: adapter_config.json is missing"),
+        ("dora", "use_dora=True is not implemented"),
+        ("other base", "was trained on 'models/other', not on --base-model"),
+        ("no base", "is neither a directory nor a model of the hub"),
+        ("no config", "it has no config.json"),
+        ("quantised", "is quantised; merge into the model it was made from"),
+        ("no safetensors", "has no *.safetensors"),
+        ("other shapes", "down_proj: the adapter's [32, 3] x [3, 48] does not go with the weight's [16, 48]"),
+        ("other layers", "model.layers.1.mlp.down_proj.weight is not in the base model"),
+        ("embedding", "lora_embedding_A is no matrix of a linear layer"),
+        ("out exists", "name a directory that is new or empty"),
+    ],
+)
+def test_bad_input_ends_with_code_2_and_says_what_to_do(
+    mistake: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, base, output = tmp_path / "adapter", tmp_path / "base", tmp_path / "merged"
+    targets = ["q_proj", "embed_tokens"] if mistake == "embedding" else ["q_proj", "down_proj"]
+    save_adapter(adapter, save_base(base), target_modules=targets)
+    match mistake:
+        case "no adapter":
+            (adapter / "adapter_config.json").unlink()
+        case "dora":
+            set_config(adapter, "adapter_config.json", use_dora=True)
+        case "other base":
+            set_config(adapter, "adapter_config.json", base_model_name_or_path="models/other")
+        case "no base":
+            base = tmp_path / "elsewhere" / "base"
+        case "no config":
+            (base / "config.json").unlink()
+        case "quantised":
+            set_config(base, "config.json", quantization_config={"quant_method": "fp8"})
+        case "no safetensors":
+            (base / "model.safetensors").unlink()
+        case "other shapes":
+            config = base_config()
+            config.hidden_size = 16
+            Qwen2ForCausalLM(config).save_pretrained(base)
+        case "other layers":
+            config = base_config()
+            config.num_hidden_layers = 1
+            config.layer_types = ["full_attention"]
+            Qwen2ForCausalLM(config).save_pretrained(base)
+        case "out exists":
+            output = base
+    assert main(["--adapter", f"{adapter}", "--base-model", f"{base}", "--out", f"{output}"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists() and not list(tmp_path.glob("*.partial"))
