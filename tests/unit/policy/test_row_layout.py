@@ -1,0 +1,140 @@
+"""Where tokens lie in a micro-batch: none lost, none twice, every scored token beside the state that predicts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.models.policy.row_layout import RowLayout
+
+
+def sample(ids: list[int], scored: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.zeros(len(ids), dtype=torch.bool)
+    mask[scored] = True
+    return torch.tensor(ids), mask
+
+
+THREE = [sample([5, 6, 7], [2]), sample([8], []), sample([9, 10], [0, 1])]
+
+
+def test_padding_free_rows_hold_the_sequences_end_to_end():
+    batch = RowLayout(padding_free=True, divisible_by=4).build(THREE)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
+    assert batch.segments is not None
+    assert batch.segments.query_lengths == batch.segments.key_lengths == (3, 1, 2, 2)
+    assert batch.segments.query_offsets.tolist() == [0, 3, 4, 6, 8]
+    assert batch.segments.query_offsets.dtype == torch.int32
+    assert batch.states.tolist() == [1, 4]  # token 0 of the last sequence is predicted by nothing
+    assert batch.targets.tolist() == [7, 10]
+    assert (batch.rows.tolist(), batch.columns.tolist()) == ([0, 2], [2, 1])
+    assert batch.shape == (3, 3)
+
+
+def test_padded_rows_hold_one_sequence_each_and_need_no_segments():
+    batch = RowLayout(padding_free=False, divisible_by=4).build(THREE)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [9, 10, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
+    assert batch.segments is None
+    assert batch.states.tolist() == [1, 8]
+    assert batch.targets.tolist() == [7, 10]
+    assert batch.shape == (3, 3)
+
+
+def test_a_full_row_has_no_segment_of_padding():
+    batch = RowLayout(padding_free=True, divisible_by=3).build(THREE)
+    assert batch.segments is not None and batch.segments.query_lengths == (3, 1, 2)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_the_width_can_be_set_but_not_below_what_the_sequences_need(padding_free):
+    layout = RowLayout(padding_free=padding_free, divisible_by=2)
+    assert layout.build(THREE, width=12).input_ids.shape == (1 if padding_free else 3, 12)
+    needed = layout.width([3, 1, 2])
+    assert needed == (6 if padding_free else 4)
+    with pytest.raises(ValueError, match=f"need a row of {needed} tokens"):
+        layout.build(THREE, width=needed - 2)
+
+
+def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
+    sequences = [sample(list(range(10, 18)), []), sample([20, 21], [])]
+    rows = [
+        RowLayout(padding_free=True, context_size=2, context_rank=rank, context_group=dist.ProcessGroup(rank, 2)).build(
+            sequences
+        )
+        for rank in range(2)
+    ]
+    assert rows[0].input_ids.tolist() == [[10, 11, 16, 17, 20, 0]]
+    assert rows[1].input_ids.tolist() == [[12, 13, 14, 15, 21, 0]]
+    assert rows[0].position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
+    assert rows[1].position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
+    assert rows[0].segments is not None and rows[1].segments is not None
+    assert rows[0].segments.query_lengths == rows[1].segments.query_lengths == (2, 2, 1, 1)
+    assert rows[0].segments.key_lengths == (2, 8, 1, 4)
+    assert rows[1].segments.key_lengths == (4, 6, 2, 3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 23), min_size=1, max_size=6),
+    padding_free=st.booleans(),
+    divisible_by=st.sampled_from([1, 2, 3, 8]),
+    size=st.sampled_from([1, 2, 3, 4]),
+    extra=st.sampled_from([0, 6]),
+    data=st.data(),
+)
+def test_every_scored_token_is_predicted_once_by_the_state_before_it(
+    lengths, padding_free, divisible_by, size, extra, data
+):
+    masks = [torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in lengths]
+    # An id says where the token stands.
+    sequences = [(1000 * (i + 1) + torch.arange(n), masks[i]) for i, n in enumerate(lengths)]
+    layouts = [
+        RowLayout(
+            padding_free=padding_free,
+            divisible_by=divisible_by,
+            context_size=size,
+            context_rank=rank,
+            context_group=dist.ProcessGroup(rank, size) if size > 1 else None,
+        )
+        for rank in range(size)
+    ]
+    width = layouts[0].width(lengths) + extra * divisible_by
+    batches = [layout.build(sequences, width=width) for layout in layouts]
+    assert {batch.input_ids.shape for batch in batches} == {(1 if padding_free else len(lengths), width)}
+
+    seen = []
+    for batch in batches:
+        ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+        is_token = ids > 0
+        assert (positions[is_token] == ids[is_token] % 1000).all()
+        assert (batch.targets == 1000 * (batch.rows + 1) + batch.columns).all()
+        assert (ids[batch.states] == batch.targets - 1).all()
+        seen += list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True))
+    expected = [(i, j) for i, mask in enumerate(masks) for j in range(1, lengths[i]) if mask[j]]
+    assert sorted(seen) == expected
+    tokens = torch.cat([batch.input_ids.flatten() for batch in batches])
+    assert sorted(tokens[tokens > 0].tolist()) == sorted(torch.cat([ids for ids, _ in sequences]).tolist())
+
+    for batch in batches:
+        if size > 1:
+            check_keys(batch, tokens)
+
+
+def check_keys(batch, tokens: torch.Tensor) -> None:
+    """Every segment's keys are its sequence from the start up to its own last query."""
+    context = batch.segments.context
+    assert len(batch.segments.key_offsets) == len(batch.segments.key_lengths) + 1
+    ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
+    queries, keys = ids.split(batch.segments.query_lengths), tokens[context.index].split(batch.segments.key_lengths)
+    at = positions.split(batch.segments.query_lengths)
+    for query, key, position in zip(queries, keys, at, strict=True):
+        assert query.tolist() == key[-len(query) :].tolist()
+        assert position.tolist() == list(range(len(key) - len(query), len(key)))
+        real = key[key > 0]
+        if len(real):
+            assert (real == key[0] + torch.arange(len(real))).all() and key[0] % 1000 == 0
+            assert (key[len(real) :] == 0).all()
