@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager, check_identity
+from nemo_rl.utils.checkpoint_save import PendingSave, StateWrite, Written
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -61,7 +62,11 @@ class RunTools:
 
 
 class Trainer(ABC):
-    """A run: state, tools and the loop. Subclasses implement `step`, `validate`, `write_state` and `read_state`."""
+    """A run: state, tools and the loop. Subclasses implement `step`, `validate`, `write_state` and `read_state`.
+
+    With `checkpointing.async_save` at most one checkpoint is on its way to the disk while the next steps are taken. It
+    is looked after between steps, and finished before the next one begins and before the run ends.
+    """
 
     def __init__(self, schedule: Schedule, tools: RunTools) -> None:
         self.schedule = schedule
@@ -71,6 +76,7 @@ class Trainer(ABC):
         self.validated_at = -1  # step after which the last validation ran
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
         self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
+        self.pending_save: PendingSave | None = None
         self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
 
     @abstractmethod
@@ -84,6 +90,11 @@ class Trainer(ABC):
     @abstractmethod
     def write_state(self, directory: Path) -> None:
         """Write everything the next step depends on under `directory`."""
+
+    def start_write_state(self, directory: Path) -> StateWrite:
+        """`write_state` with the writing left to go on in the background; what is written is the state of now."""
+        self.write_state(directory)
+        return Written()
 
     @abstractmethod
     def read_state(self, directory: Path) -> None:
@@ -99,7 +110,7 @@ class Trainer(ABC):
         """Run until the steps, the data or the time are used up."""
         num_recoveries, failed_at = 0, -1
         self.tools.console.set_num_steps(self.schedule.num_steps)
-        with self.tools.console:
+        with self.tools.console, self._save_settled():
             if self.schedule.val_at_start and self.state.total_steps == 0:
                 self._validate()
                 self._log()
@@ -127,11 +138,14 @@ class Trainer(ABC):
             self._finish_early()
             return True
         self.state.total_steps += 1
+        self._advance_save()
         if self._validation_is_due():
             self._validate()
         out_of_time = self.deadline.check_save()
         if out_of_time or self._checkpoint_is_due():
             self._checkpoint()
+        if out_of_time or self._is_last_step():
+            self._finish_save()
         self._log()
         self.deadline.mark_iteration()
         if out_of_time:
@@ -146,8 +160,10 @@ class Trainer(ABC):
         validates = self.schedule.val_at_end and self.validated_at != self.state.total_steps
         if validates:
             self._validate()
+        self._finish_save()
         if self.state.total_steps > 0 and not self._checkpoint_exists():
             self._checkpoint()
+            self._finish_save()
         if validates:
             self._log()
 
@@ -198,11 +214,66 @@ class Trainer(ABC):
     def _checkpoint(self) -> None:
         if self.checkpointer is None:
             return
+        self._finish_save()
+        is_async = self.tools.checkpointing.async_save
         with self.phase("checkpointing"):
             info = {**dataclasses.asdict(self.state), "identity": self.tools.identity}
-            self.checkpointer.save(
-                self.state.total_steps, self.write_state, info, self.tools.resolved_config_yaml, self.metrics
+            self.pending_save = self.checkpointer.start_save(
+                self.state.total_steps,
+                self.start_write_state if is_async else self._write_state,
+                info,
+                self.tools.resolved_config_yaml,
+                self.metrics,
             )
+        if not is_async:
+            self._finish_save()
+
+    def _write_state(self, directory: Path) -> StateWrite:
+        self.write_state(directory)
+        return Written()
+
+    def _advance_save(self) -> None:
+        """Look after a save that runs in the background. Raises what went wrong with it."""
+        if self.pending_save is None:
+            return
+        pending, self.pending_save = self.pending_save, None
+        if pending.advance() is None:
+            self.pending_save = pending
+        else:
+            self.deadline.note_save(pending.seconds)
+
+    def _finish_save(self) -> None:
+        """Wait for a save that runs. Raises what went wrong with it."""
+        if self.pending_save is None:
+            return
+        pending, self.pending_save = self.pending_save, None
+        with self.phase("checkpointing"):
+            pending.finish()
+        self.deadline.note_save(pending.seconds)
+
+    @contextmanager
+    def _save_settled(self) -> Iterator[None]:
+        """No save is left running when the block is left, by whatever way."""
+        try:
+            yield
+        except BaseException as error:
+            self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
+            raise
+        assert self.pending_save is None
+
+    def _settle_save(self, *, can_wait: bool) -> None:
+        """After an error: finish a save that runs, or give it up where that would mean to wait for dead workers."""
+        pending, self.pending_save = self.pending_save, None
+        if pending is None:
+            return
+        if not (can_wait or pending.is_written):
+            pending.discard()
+            self.tools.console.warn(f"the checkpoint of step {pending.step} was still being written and is given up")
+            return
+        try:
+            pending.finish()
+        except (RuntimeError, OSError, ValueError) as failure:  # the error that ends the run is told, not this one
+            self.tools.console.warn(f"the checkpoint of step {pending.step} could not be finished: {failure}")
 
     def resume(self) -> bool:
         """Continue from the newest sound checkpoint of this run; False when there is none."""
@@ -218,6 +289,7 @@ class Trainer(ABC):
         return True
 
     def _recover(self, error: WorkerDied) -> None:
+        self._settle_save(can_wait=False)
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
         self.metrics, self.timer = {}, Timer()

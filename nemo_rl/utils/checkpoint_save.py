@@ -64,8 +64,8 @@ class PendingSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether its files are complete: what is left to do needs no other process."""
-        return self._sealing is not None
+        """Whether its files are complete, or will never be: what is left to do waits for no other process."""
+        return self._sealing is not None or self._write.is_done()
 
     def advance(self) -> Path | None:
         """Go on as far as that takes no waiting. `.../step_N` once it is finished. Raises what `save` raises."""

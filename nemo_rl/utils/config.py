@@ -92,6 +92,9 @@ class CheckpointingConfig(StrictModel):
     save_consolidated: bool = False
     """Also write the weights as one Hugging Face model directory."""
 
+    async_save: bool = False
+    """Train on while a checkpoint is written. Takes host memory for one more copy of what is saved."""
+
     not_yet: ClassVar = (
         NotYet("model_cache_dir", one_of(None)),
         NotYet("model_repo_id", one_of(None)),

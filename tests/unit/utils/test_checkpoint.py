@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -327,6 +328,116 @@ def test_kill_9_while_saving_never_loses_the_last_sound_one(tmp_path, moment, be
     assert all(path.startswith("step_") for path in steps_in(tmp_path))
 
 
+WRITER = """
+    import pathlib, sys, time
+    shard, go = map(pathlib.Path, sys.argv[1:])
+    with shard.open("w") as file:
+        file.write("new" * 50)
+        file.flush()
+        while not go.exists():
+            time.sleep(0.01)
+        file.write("new" * 50)
+"""
+
+KILLED_WHILE_SAVING_IN_THE_BACKGROUND = """
+    import os, pathlib, signal, subprocess, sys, time
+    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.config import CheckpointingConfig
+
+    directory, moment, writer = sys.argv[1:]
+    config = CheckpointingConfig(checkpoint_dir=directory, keep_top_k=None, metric_name=None)
+
+    def die_at(reached):
+        if reached == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hook(event, args):
+        if event == "os.rename":
+            die_at("rename")
+        elif event == "open" and str(args[0]).endswith("manifest.json"):
+            die_at("seal")
+
+    class Write:
+        def __init__(self, path):
+            (path / "policy" / "weights").mkdir(parents=True)
+            shard = path / "policy" / "weights" / "shard_0.bin"
+            self.process = subprocess.Popen([sys.executable, "-c", writer, shard, directory + "_go"])
+            while not shard.exists() or shard.stat().st_size == 0:
+                time.sleep(0.01)
+
+        def is_done(self):
+            return self.process.poll() is not None
+
+        def finish(self):
+            assert self.process.wait() == 0
+
+    sys.addaudithook(hook)
+    pending = CheckpointManager(config).start_save(2, Write, {}, "", {})
+    assert pending.advance() is None, "half of it is written"
+    die_at("half")
+    pathlib.Path(directory + "_go").touch()
+    while pending.advance() is None:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("moment", ["half", "seal", "rename", "never"])
+def test_kill_9_while_saving_in_the_background_never_loses_the_last_sound_one(tmp_path, moment):
+    directory = tmp_path / "c"
+    save(manager_in(directory), 1)
+    script, writer = textwrap.dedent(KILLED_WHILE_SAVING_IN_THE_BACKGROUND), textwrap.dedent(WRITER)
+    process = subprocess.run([sys.executable, "-c", script, str(directory), moment, writer], check=False, timeout=60)
+    assert process.returncode == (0 if moment == "never" else -signal.SIGKILL)
+
+    (tmp_path / "c_go").touch()  # a writer that outlives its controller finishes its file
+    manager = manager_in(directory)
+    latest = manager.latest_sound()
+    assert latest is not None and latest.name == ("step_2" if moment == "never" else "step_1")
+    if moment == "never":
+        assert (latest / "policy/weights/shard_0.bin").read_text() == "new" * 100
+    save(manager, 2, content="y")
+    assert steps_in(directory) == ["step_1", "step_2"]
+    assert manager_in(directory).latest_sound() == directory / "step_2"
+
+
+class Writing:
+    """A write that others bring to its end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.is_over = False
+
+    def is_done(self) -> bool:
+        return self.is_over
+
+    def finish(self) -> None:
+        write_state("x")(self.directory)
+
+
+def test_a_save_in_the_background_is_no_checkpoint_until_it_is_finished(tmp_path):
+    manager = manager_in(tmp_path, keep_top_k=1)
+    save(manager, 1)
+    writes = []
+
+    def start_write(directory: Path) -> Writing:
+        writes.append(Writing(directory))
+        return writes[-1]
+
+    pending = manager.start_save(2, start_write, {"current_step": 2}, "", {})
+    assert pending.advance() is None and not pending.is_written
+    assert steps_in(tmp_path) == ["step_1", "tmp_step_2"] and manager.latest_sound() == tmp_path / "step_1"
+    writes[0].is_over = True
+    assert pending.is_written
+    while (path := pending.advance()) is None:
+        time.sleep(0.01)
+    assert path == manager.latest_sound() == tmp_path / "step_2" and pending.seconds > 0
+    assert steps_in(tmp_path) == ["step_2"], "keep_top_k holds for it as for others"
+    given_up = manager.start_save(3, start_write, {}, "", {})
+    given_up.discard()
+    assert steps_in(tmp_path) == ["step_2"]
+    save(manager, 3)
+
+
 def test_what_a_living_process_is_writing_is_left_alone(tmp_path):
     writer = manager_in(tmp_path)
     tmp = writer.init_tmp_checkpoint(5, {}, "")
@@ -371,5 +482,15 @@ def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
         told.append(checker.check_save())
     # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
     assert told == [False, False, True, False]
+    now = 0.0
+    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker.start_iterations()
+    now = 25.0
+    checker.mark_iteration()
+    now = 45.0
+    assert not checker.check_save()
+    checker.note_save(30.0)
+    checker.note_save(2.0)
+    assert checker.check_save(), "one more iteration of 25 s and a checkpoint of 30 s would just fit"
     forever = TimeoutChecker(None, clock=lambda: 1e12)
     assert not forever.check_save()
