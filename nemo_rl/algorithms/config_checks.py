@@ -9,7 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.rollout_batch import check_batching
 from nemo_rl.config.errors import nearest_key
+from nemo_rl.models.policy.parallel_sizes import ParallelSizes, layout_problems
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import GRPOMasterConfig
@@ -91,7 +93,6 @@ def check_run(cfg: GRPOMasterConfig) -> Problems:
 
 def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
     samples, global_batch = cfg.grpo.num_samples_per_step, cfg.policy.train_global_batch_size
-    micro_batch, num_ranks = cfg.policy.train_micro_batch_size, cfg.cluster.num_workers
     if samples % global_batch:
         yield (
             "policy.train_global_batch_size",
@@ -99,23 +100,29 @@ def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
             f"{cfg.grpo.num_prompts_per_step} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt}); "
             f"these would: {_near(_divisors(samples), global_batch)}",
         )
+    if list(layout_problems(cfg.policy.dtensor_cfg, cfg.cluster.num_workers)):
+        return
+    num_ranks = ParallelSizes.of(cfg.policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
     if global_batch % num_ranks:
         multiples = [size for size in _divisors(samples) if size % num_ranks == 0]
         fix = f"these would: {_near(multiples, global_batch)}"
         if not multiples:
             prompts = cfg.grpo.num_prompts_per_step
             fix = f"make it and grpo.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-        yield "policy.train_global_batch_size", f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
-    elif (global_batch // num_ranks) % micro_batch:
-        per_rank = global_batch // num_ranks
         yield (
-            "policy.train_micro_batch_size",
-            f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
-            f"(train_global_batch_size={global_batch}); these would: {_near(_divisors(per_rank), micro_batch)}",
+            "policy.train_global_batch_size",
+            f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}",
         )
+        return
+    for key, message in check_batching(
+        cfg.policy, num_ranks=num_ranks, micro_batch_multiple=cfg.policy.dtensor_cfg.micro_batch_multiple
+    ):
+        yield f"policy.{key}", message
 
 
 def check_layout(cfg: GRPOMasterConfig) -> Problems:
+    for policy_key, message in layout_problems(cfg.policy.dtensor_cfg, cfg.cluster.num_workers):
+        yield f"policy.dtensor_cfg.{policy_key}", message
     tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     num_workers, per_node = cfg.cluster.num_workers, cfg.cluster.workers_per_node
     kind = "GPUs" if cfg.cluster.use_gpus else "CPU workers"

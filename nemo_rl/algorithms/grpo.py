@@ -16,13 +16,14 @@ import torch
 from nemo_rl.algorithms.advantages import AdvantageResult, KLInReward, compute_advantages
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.metrics import performance_metrics, rollout_metrics, validation_metrics
+from nemo_rl.algorithms.metrics import flops_metrics, performance_metrics, rollout_metrics, validation_metrics
 from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
-from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
+from nemo_rl.algorithms.rollout_batch import Batching, packing_metrics, plan_batch, token_imbalance
 from nemo_rl.algorithms.trainer import DataExhausted, RunTools, Schedule, Trainer
 from nemo_rl.data.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
@@ -58,6 +59,7 @@ class GRPOTrainer(Trainer):
         validation_prompts: Sequence[Prompt],
         train_sampling: SamplingParams,
         val_sampling: SamplingParams,
+        flops: ModelFlops,
     ) -> None:
         grpo = config.grpo
         num_steps = min(grpo.max_num_steps, grpo.max_num_epochs * len(prompts))
@@ -90,7 +92,11 @@ class GRPOTrainer(Trainer):
             grpo.num_samples_per_step > config.policy.train_global_batch_size
             or grpo.seq_logprob_error_threshold is not None
             or config.loss_fn.use_kl_in_reward
+            # The forward pass of training drops out adapter inputs, the one that sampled did not.
+            or config.policy.dtensor_cfg.lora_cfg.dropout > 0
         )
+        self.flops = flops
+        self.batching = Batching.of(config.policy, quadratic_weight=flops.quadratic_weight)
         self.token_bytes_before = 0
         self.generated: list[GroupHandle] = []  # of the step in progress, with what dynamic sampling discards
         self.rollouts.restart_generation = self.restart_generation
@@ -189,16 +195,16 @@ class GRPOTrainer(Trainer):
 
     def plan(self, groups: Sequence[ScoredGroup], advantages: AdvantageResult) -> BatchPlan:
         """Which sample in which rank, optimizer step and micro-batch; the workers fetch their rows."""
-        policy = self.config.policy
         plan = plan_batch(
             [group.handle for group in groups],
             advantages.advantages,
             [group.masks for group in groups],
             num_ranks=self.policy.data_parallel_size,
-            global_batch_size=policy.train_global_batch_size,
-            micro_batch_size=policy.train_micro_batch_size,
-            logprob_batch_size=policy.logprob_batch_size,
+            global_batch_size=self.config.policy.train_global_batch_size,
+            batching=self.batching,
+            micro_batch_multiple=self.config.policy.dtensor_cfg.micro_batch_multiple,
         )
+        self.record("train", packing_metrics(plan, self.batching))
         with self.phase("data_processing"):
             self.policy.load(plan)
         return plan
@@ -284,6 +290,8 @@ class GRPOTrainer(Trainer):
         throughput["average_token_imbalance"] = token_imbalance(plan)
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
+        train_flops = self.flops.train(sample.length for sample in trained)
+        throughput |= flops_metrics(train_flops, seconds["policy_training"], workers, self.policy.peak_flops)
         self.record("performance", throughput)
 
     # -- validation

@@ -37,6 +37,8 @@ from nemo_rl.distributed.weight_transfer import RefitError
 from nemo_rl.environments.registry import create_env, wait_for_envs
 from nemo_rl.models.generation.interfaces import TENANT as GENERATION
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.layout_checks import check_layout
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.refit import TENANT as REFIT
@@ -67,6 +69,7 @@ class Inputs:
     data: DataSetup
     prompts: PromptDataLoader
     identity: dict[str, Any]
+    flops: ModelFlops
 
 
 def run_grpo(config: GRPOMasterConfig) -> int:
@@ -107,6 +110,7 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
     tokenizer_path = resolve_model(config.policy.tokenizer.name)
     tokenizer = get_tokenizer(config.policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(config.policy, model, tokenizer)
+    check_layout(config.policy, model)
     check_optimizer(config)
     data = setup_data(config.data, config.env)
     check_environments(config, data)
@@ -127,6 +131,7 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
         data=data,
         prompts=prompts,
         identity=who,
+        flops=ModelFlops.of(model),
     )
 
 
@@ -227,6 +232,7 @@ def _build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: 
         validation_prompts=first_prompts(validation, config.grpo.max_val_samples),
         train_sampling=train_sampling,
         val_sampling=val_sampling,
+        flops=inputs.flops,
     )
     trainer.start()
     return trainer

@@ -141,6 +141,15 @@ def performance_metrics(
     return metrics
 
 
+def flops_metrics(train_flops: float, training_s: float, num_devices: int, peak: float | None) -> dict[str, float]:
+    """Operations per second of each device in training, and the part of its peak that they are (MFU).
+
+    The utilisation is left out where the `peak` is not known.
+    """
+    rate = train_flops / training_s / num_devices
+    return {"train_flops_per_gpu": rate, **({"train_fp_utilization": rate / peak} if peak is not None else {})}
+
+
 def _check_k(num_samples: int, k: int) -> None:
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k} needs at least k samples per prompt, and there are {num_samples}.")

@@ -8,8 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
+SHORT_AXES = {
+    "pipeline_parallel": "stage",
+    "data_parallel": "data",
+    "context_parallel": "context",
+    "tensor_parallel": "tensor",
+}
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 
 
@@ -19,36 +28,50 @@ def describe_placement(cfg: GRPOMasterConfig) -> str:
 
 
 def _batch_lines(cfg: GRPOMasterConfig) -> list[str]:
-    policy, num_ranks = cfg.policy, cfg.cluster.num_workers
+    policy = cfg.policy
+    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
     samples = cfg.grpo.num_samples_per_step
     samples_per_rank_step = policy.train_global_batch_size // num_ranks
     rows = {
         "samples": f"{samples} = {cfg.grpo.num_prompts_per_step} prompts x {cfg.grpo.num_generations_per_prompt}",
         "optimizer steps": f"{samples // policy.train_global_batch_size} of {policy.train_global_batch_size} samples",
-        "per rank": f"{samples // num_ranks} samples; in each optimizer step {samples_per_rank_step}, as "
-        f"{samples_per_rank_step // policy.train_micro_batch_size} micro-batches of {policy.train_micro_batch_size}",
+        "per data rank": f"{samples // num_ranks} samples; in each optimizer step {samples_per_rank_step}, as "
+        f"{_micro_batches(policy, samples_per_rank_step)}",
         "tokens per sample": f"at most {policy.max_total_sequence_length}, "
         f"prompt at most {cfg.data.max_input_seq_length}",
     }
     return ["one step:", *(f"  {name:<19}{text}" for name, text in rows.items())]
 
 
+def _micro_batches(policy: PolicyConfig, num_samples: int) -> str:
+    train_tokens, _ = token_budgets(policy)
+    if policy.sequence_packing.enabled:
+        return f"micro-batches of at most {train_tokens} tokens, packed"
+    if policy.dynamic_batching.enabled:
+        return f"micro-batches of at most {train_tokens} tokens, padding included"
+    return f"{num_samples // policy.train_micro_batch_size} micro-batches of {policy.train_micro_batch_size}"
+
+
 def _rank_lines(cfg: GRPOMasterConfig) -> list[str]:
     cluster = cfg.cluster
     tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     num_engines = cluster.num_workers // tensor_parallel
+    sizes = ParallelSizes.of(cfg.policy.dtensor_cfg, cluster.num_workers)
     device = "GPU" if cluster.use_gpus else "CPU worker"
     sharing = "taking turns on the same devices" if cluster.use_gpus else "side by side"
     lines = [
-        f"policy (FSDP2, {cluster.num_workers} rank(s)) and generation (vLLM, {num_engines} engine(s) of "
-        f"{tensor_parallel}), {sharing}:",
-        f"  {'node':<6}{device:<12}{'policy':<10}generation",
+        f"policy ({sizes.describe()}) and generation (vLLM, {num_engines} engine(s) of {tensor_parallel}), {sharing}:",
+        f"  {'node':<6}{device:<12}{'policy':<42}generation",
     ]
+    sharding = sizes.sharding()
     for rank in range(cluster.num_workers):
         node, index = divmod(rank, cluster.workers_per_node)
         engine, shard = divmod(rank, tensor_parallel)
         part = f" shard {shard}" if tensor_parallel > 1 else ""
-        lines.append(f"  {node:<6}{index:<12}{f'rank {rank}':<10}engine {engine}{part}")
+        place = sharding.get_worker_coords(rank)
+        axes = [f"{SHORT_AXES[axis]} {place[axis]}" for axis in SHORT_AXES if sharding.shape[axis] > 1]
+        policy = f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")
+        lines.append(f"  {node:<6}{index:<12}{policy:<42}engine {engine}{part}")
     return lines
 
 

@@ -4,6 +4,7 @@ torch is imported inside the functions that need it: the actors that run episode
 """
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,18 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # numpy's legacy generator takes 32 bits
     torch.manual_seed(seed)
+
+
+def make_deterministic() -> None:
+    """Operators with a random order of summation are replaced by slower ones, or refused. Call before CUDA is used.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    import torch
+
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS sums in one order only with a workspace of its own
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def rng_state_dict() -> "dict[str, torch.Tensor]":

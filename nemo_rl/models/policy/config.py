@@ -186,6 +186,11 @@ class DTensorConfig(StrictModel):
         """Ranks that work on the same samples."""
         return self.tensor_parallel_size * self.context_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches of an optimizer step is a multiple of this."""
+        return self.pipeline_parallel_size if self.pipeline.schedule == "interleaved_1f1b" else 1
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if not self.enabled:
             yield "enabled", "no training backend is left; set policy.dtensor_cfg.enabled=true"
@@ -210,10 +215,12 @@ class DynamicBatchingConfig(StrictModel):
     """Size micro-batches by tokens; excludes sequence_packing."""
 
     train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, padding included, of one forward and backward pass of a rank; null: max_total_sequence_length x train_micro_batch_size."""
+    """Tokens, padding included, of one forward and backward pass of a rank; null: `train_micro_batch_size` samples of
+    the greatest length."""
 
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, padding included, of one forward pass when logprobs are recomputed; null: max_total_sequence_length x logprob_batch_size."""
+    """Tokens, padding included, of one forward pass when logprobs are recomputed; null: `logprob_batch_size` samples of
+    the greatest length."""
 
     sequence_length_round: int = Field(default=64, ge=1)
     """Lengths are rounded up to a multiple of this, so that few shapes occur."""
@@ -226,10 +233,12 @@ class SequencePackingConfig(StrictModel):
     """Fill micro-batches by tokens; excludes dynamic_batching."""
 
     train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward and backward pass of a rank; null: max_total_sequence_length x train_micro_batch_size."""
+    """Tokens of one forward and backward pass of a rank; null: those of `train_micro_batch_size` samples of the greatest
+    length."""
 
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward pass when logprobs are recomputed; null: max_total_sequence_length x logprob_batch_size."""
+    """Tokens of one forward pass when logprobs are recomputed; null: those of `logprob_batch_size` samples of the
+    greatest length."""
 
     algorithm: Annotated[
         PackingAlgorithm, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)
@@ -277,7 +286,7 @@ class PolicyConfig(StrictModel):
     """Micro-batches filled by bin packing."""
 
     padding_free: bool | None = None
-    """Lay the sequences of a micro-batch end to end, without padding; null: wherever the model's attention allows it."""
+    """Lay the sequences of a micro-batch end to end, without padding; null: where the model's attention allows it."""
 
     deterministic: bool = False
     """Two runs on the same layout give the same bits; slower on GPUs."""

@@ -7,10 +7,9 @@ A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked p
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +17,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.weight_transfer import WeightSender
-from nemo_rl.models.policy import checkpoint, loss_metrics
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
+from nemo_rl.models.policy import checkpoint, lora, loss_metrics, pipeline
+from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.logprobs import DEFAULT_CHUNK_TOKENS, LogprobModel
-from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, model_inputs, rows_of_plan, select
+from nemo_rl.models.policy.export import export_weights
+from nemo_rl.models.policy.grad_norm import clip_grad_norm
+from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.micro_batch_runner import MicroBatchRunner, SequentialRunner
+from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
+from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
-from nemo_rl.models.policy.parallelize import build_on_meta, load_config, load_weights, materialize, shard
+from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from nemo_rl.models.policy.parallelize import load_config
+from nemo_rl.models.policy.peft_format import save_peft
+from nemo_rl.models.policy.pipeline import PipelineRunner
+from nemo_rl.models.policy.policy_model import DTYPES, build_stages, row_layout, trainable
+from nemo_rl.models.policy.reference import BaseModelReference, ReferencePolicy, SwappedReference
 from nemo_rl.types import (
     LossFunction,
     LossMetrics,
@@ -40,11 +46,7 @@ from nemo_rl.types import (
     TokenAdvantages,
     TrainResult,
 )
-from nemo_rl.utils.seeds import load_rng_state, save_rng_state, seed_everything
-
-logger = logging.getLogger(__name__)
-
-COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state, seed_everything
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,49 +71,45 @@ class DTensorPolicyWorker:
         self.device = torch.device("cuda", torch.cuda.current_device()) if settings.use_gpu else torch.device("cpu")
         if not settings.use_gpu:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.workers_per_node))
+        if config.deterministic:
+            make_deterministic()
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
-        seed_everything(settings.seed + self.rank)
-        self.mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("data_parallel",))
-        self.model = self._build_model()
+        sizes = ParallelSizes.of(config.dtensor_cfg, dist.get_world_size())
+        self.mesh = ParallelMesh(self.device.type, sizes)
+        seed_everything(settings.seed + self.rank // sizes.tensor_parallel)  # tensor-parallel ranks draw the same
+        hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
+        self.stages = build_stages(
+            config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
+        )
+        self.layout = row_layout(config, hf_config, self.mesh)
+        self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
-            self.optimizer = build_optimizer(config.optimizer, self.model.parameters())
+            self.optimizer = build_optimizer(config.optimizer, trainable(self.stages))
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
-        self.reference: list[torch.Tensor] | None = None
-        if settings.init_reference_model:
-            self.reference = [local.detach().to("cpu", copy=True) for local in self._local_shards()]
+        self.reference = self._reference_policy() if settings.init_reference_model else None
+        self.saver: AsyncSaver | None = None
         self.sender: WeightSender | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
 
-    def _build_model(self) -> LogprobModel:
-        config, sampling = self.config, self.settings.sampling
-        hf_config = load_config(self.settings.model_path, dict(config.hf_config_overrides))
-        hf = build_on_meta(hf_config, COMPUTE_DTYPES[config.master_precision])
-        hf.eval()  # dropout would give the same tokens other logprobs in every pass
-        model = LogprobModel(
-            hf,
-            chunk_tokens=config.logprob_chunk_size or DEFAULT_CHUNK_TOKENS,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-        shard(
-            model,
-            self.mesh,
-            COMPUTE_DTYPES[config.precision],
-            activation_checkpointing=config.dtensor_cfg.activation_checkpointing,
-        )
-        materialize(model, self.device)
-        load_weights(hf, self.settings.model_path)
-        return model
+    def device_name(self) -> str:
+        """The device's name as its vendor gives it."""
+        return torch.cuda.get_device_name(self.device) if self.settings.use_gpu else "CPU"
 
-    def _local_shards(self) -> Iterator[torch.Tensor]:
-        for parameter in self.model.parameters():
-            assert isinstance(parameter, DTensor)
-            yield parameter.to_local()
+    def _make_runner(self) -> MicroBatchRunner:
+        settings = self.config.dtensor_cfg
+        if self.mesh.pipeline is not None:
+            compute_dtype = DTYPES[self.config.precision]
+            return PipelineRunner(self.stages, self.mesh.pipeline, self.device, settings, compute_dtype)
+        return SequentialRunner(self.stages[0], self.device, clear_cache_every=settings.clear_cache_every_n_steps)
+
+    def _reference_policy(self) -> ReferencePolicy:
+        if self.config.dtensor_cfg.lora_cfg.enabled:
+            return BaseModelReference(self.stages)
+        return SwappedReference(self.stages)
 
     # -- rows of the step
 
@@ -120,45 +118,35 @@ class DTensorPolicyWorker:
         self.plan = plan
         self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
 
-    @torch.no_grad()
-    def _score(self, *, filtered: bool) -> Iterator[tuple[Row, torch.Tensor]]:
-        for batch in self.plan.logprobs:
-            rows = select(self.rows, batch)
-            logprobs = self.model(*model_inputs(rows, self._divisible_by, self.device), filtered=filtered).cpu()
-            yield from zip(rows, logprobs, strict=True)
+    def _model_batches(self, batches: Sequence[Sequence[Row]]) -> list[ModelBatch]:
+        sequences = [scored_sequences(rows) for rows in batches]
+        # The stages of a pipeline exchange hidden states of one shape.
+        width = None
+        if self.mesh.pipeline is not None:
+            width = max(self.layout.width([len(ids) for ids, _ in rows]) for rows in sequences)
+        return [self.layout.build(rows, width=width) for rows in sequences]
 
-    @property
-    def _divisible_by(self) -> int:
-        return self.config.make_sequence_length_divisible_by
+    def _score(self, *, filtered: bool) -> Iterator[tuple[Row, torch.Tensor]]:
+        """Every row with its logprobs [T], fetched from the device once."""
+        batches = [select(self.rows, batch) for batch in self.plan.logprobs]
+        scored = list(self.runner.logprobs(self._model_batches(batches), filtered=filtered))
+        flat = torch.cat([logprobs.flatten() for logprobs in scored]).cpu()
+        parts = flat.split([logprobs.numel() for logprobs in scored])
+        for rows, logprobs, part in zip(batches, scored, parts, strict=True):
+            for row, values in zip(rows, part.view(logprobs.shape), strict=True):
+                yield row, values[: len(row.token_ids)].clone()
 
     def compute_logprobs(self) -> None:
         """Fill `prev_logprobs` of every row."""
         for row, logprobs in self._score(filtered=True):
-            row.prev_logprobs = logprobs[: len(row.token_ids)].clone()
+            row.prev_logprobs = logprobs
 
     def compute_reference_logprobs(self) -> None:
         """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
-        with self._reference_weights():
-            for row, logprobs in self._score(filtered=False):
-                row.reference_policy_logprobs = logprobs[: len(row.token_ids)].clone()
-
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
         assert self.reference is not None, "built without a reference model"
-        self._exchange_weights(self.reference)
-        try:
-            yield
-        finally:
-            self._exchange_weights(self.reference)
-
-    @torch.no_grad()
-    def _exchange_weights(self, others: list[torch.Tensor]) -> None:
-        # One parameter at a time: no second copy of the model on the device.
-        self.model.reshard()
-        for local, other in zip(self._local_shards(), others, strict=True):
-            current = local.to("cpu", copy=True)
-            local.copy_(other)
-            other.copy_(current)
+        with self.reference.active():
+            for row, logprobs in self._score(filtered=False):
+                row.reference_policy_logprobs = logprobs
 
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
         """See `PolicyInterface.mask_mismatched`."""
@@ -174,8 +162,8 @@ class DTensorPolicyWorker:
             if error > threshold:
                 row.mask = 0.0
                 masked += 1
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        dist.all_reduce(masked)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+        dist.all_reduce(masked, group=self.mesh.data_group)
         return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
@@ -186,7 +174,7 @@ class DTensorPolicyWorker:
             mask = row.token_mask * row.mask
             row.advantages = advantages.adjust(row.advantages, row.prev_logprobs, row.reference_policy_logprobs, mask)
             sums += advantages.sums(row.advantages, mask)
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=self.mesh.data_group)
         for row in self.rows.values():
             row.advantages = advantages.finish(row.advantages, row.token_mask * row.mask, sums)
 
@@ -213,27 +201,48 @@ class DTensorPolicyWorker:
         batches = [select(self.rows, batch) for batch in micro_batches]
         seqs, toks = self._global_counts(batches)
         parts: list[LossMetrics] = []
-        losses: list[torch.Tensor] = []
-        for number, rows in enumerate(batches):
-            self.model.set_requires_gradient_sync(number == len(batches) - 1)
-            inputs = loss_inputs(rows, self._divisible_by, self.device)
-            logprobs = self.model(inputs.input_ids, inputs.token_mask.bool())
-            if rows[0].prev_logprobs is None:  # nothing was updated since: these are the previous logprobs
+        losses: dict[int, torch.Tensor] = {}
+
+        def loss_of(number: int, logprobs: torch.Tensor) -> torch.Tensor:
+            inputs = loss_inputs(batches[number], self.device)
+            if batches[number][0].prev_logprobs is None:  # nothing was updated since: these are the previous logprobs
                 assert len(self.plan.train) == 1, "several optimizer steps need compute_logprobs before the first"
                 inputs.prev_logprobs = logprobs.detach()
             loss, metrics = loss_fn(logprobs, inputs, seqs, toks)
-            loss.backward()
-            losses.append(loss.detach())
+            losses[number] = loss.detach()
             parts.append(metrics)
+            return loss
+
+        with self._adapter_dropout():
+            self.runner.train(self._model_batches(batches), loss_of)
         grad_norm = self._clip()
-        metrics = loss_metrics.reduce_micro_batches(parts)
-        reduced = loss_metrics.all_reduce({**metrics, "loss": torch.stack(losses).sum()})
+        reduced = self._reduce(parts, losses)
         reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
         result.losses.append(reduced["loss"])
         result.grad_norms.append(grad_norm)
         result.learning_rates.append(self.optimizer.param_groups[0]["lr"])
         self._update(result, batches, losses, is_finite=math.isfinite(reduced["loss"] + grad_norm))
         return reduced
+
+    def _reduce(self, parts: list[LossMetrics], losses: dict[int, torch.Tensor]) -> dict[str, float]:
+        """Metrics of the optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
+        reduced: dict[str, float] = {}
+        if losses:  # the last pipeline stage alone has them
+            metrics = loss_metrics.reduce_micro_batches(parts)
+            metrics["loss"] = torch.stack(list(losses.values())).sum()
+            reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
+        if self.mesh.pipeline is not None:
+            reduced = pipeline.from_last_stage(reduced, self.mesh.pipeline)
+        return reduced
+
+    @contextmanager
+    def _adapter_dropout(self) -> Iterator[None]:
+        is_active = self.config.dtensor_cfg.lora_cfg.enabled and self.config.dtensor_cfg.lora_cfg.dropout > 0
+        for stage in self.stages if is_active else ():
+            lora.set_adapter_dropout(stage.hf, True)
+        yield
+        for stage in self.stages if is_active else ():
+            lora.set_adapter_dropout(stage.hf, False)
 
     def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step."""
@@ -242,17 +251,16 @@ class DTensorPolicyWorker:
             [sum(row.mask for row in rows), sum(row.mask * int(row.token_mask.sum()) for row in rows)],
             dtype=torch.float64,
         )
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=self.mesh.data_group)
         seqs, toks = counts.float().to(self.device)
         return seqs, toks
 
     def _clip(self) -> float:
-        max_norm = self.config.max_grad_norm if self.config.max_grad_norm is not None else float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        group = self.mesh.pipeline.get_group() if self.mesh.pipeline is not None else None
+        return clip_grad_norm(trainable(self.stages), self.config.max_grad_norm, pipeline_group=group).item()
 
     def _update(
-        self, result: TrainResult, batches: list[list[Row]], losses: list[torch.Tensor], *, is_finite: bool
+        self, result: TrainResult, batches: list[list[Row]], losses: dict[int, torch.Tensor], *, is_finite: bool
     ) -> None:
         """Step, unless loss or gradient is not finite: then name the samples of this rank that came in."""
         assert self.optimizer is not None
@@ -262,7 +270,7 @@ class DTensorPolicyWorker:
                 self.scheduler.step()
         else:
             result.num_skipped_steps += 1
-            bad = [rows for rows, loss in zip(batches, losses, strict=True) if not loss.isfinite()]
+            bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
             # A finite loss with a non-finite gradient accuses no micro-batch: all of them are named.
             accused = batches if math.isfinite(result.losses[-1]) else bad
             result.nonfinite_samples += [row.sample_id for rows in accused for row in rows]
@@ -270,29 +278,59 @@ class DTensorPolicyWorker:
 
     # -- checkpoints
 
+    def _named_tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of this rank: the whole model, or, under LoRA, the adapters."""
+        for stage in self.stages:
+            stage.reshard()
+        parts = [stage.hf for stage in self.stages]
+        return checkpoint.policy_tensors(parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
+
+    def _state(self, *, save_optimizer: bool) -> PolicyState:
+        optimizer = self.optimizer if save_optimizer else None
+        return PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
+
     def save_checkpoint(
         self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
     ) -> None:
         """Write this rank's part under `directory/policy`, and its random generators under `directory/rng`."""
-        policy = directory / "policy"
-        checkpoint.save_weights(self.model, policy / "weights", model_save_format)
+        checkpoint.save_state(self._state(save_optimizer=save_optimizer), directory / "policy", model_save_format)
+        self._save_beside(directory, save_consolidated=save_consolidated)
+
+    def start_save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> None:
+        """`save_checkpoint` in the background: what is written is the state of now. `finish_save_checkpoint` waits."""
+        if self.saver is None:
+            self.saver = AsyncSaver()
+        self._save_beside(directory, save_consolidated=save_consolidated)
+        self.saver.start(self._state(save_optimizer=save_optimizer), directory / "policy", model_save_format)
+
+    def finish_save_checkpoint(self) -> None:
+        """Wait for the save that was started. Raises what went wrong in it."""
+        assert self.saver is not None, "start_save_checkpoint comes first"
+        self.saver.finish()
+
+    def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
+        """What is written at once: configuration, random generators, adapters in PEFT's format, a whole model."""
+        policy, lora_cfg = directory / "policy", self.config.dtensor_cfg.lora_cfg
+        parts = [stage.hf for stage in self.stages]
+        checkpoint.save_model_files(parts[0], policy)
         if save_consolidated:
-            checkpoint.save_consolidated(self.model, policy / "weights" / "consolidated")
-        if save_optimizer:
-            assert self.optimizer is not None
-            checkpoint.save_optimizer(self.model, self.optimizer, self.scheduler, policy / "optimizer")
-        if self.rank == 0:
-            self.model.hf.config.save_pretrained(policy)
+            weights = export_weights(parts, self.mesh, self.device)
+            checkpoint.save_consolidated(weights, parts[0], policy / "weights" / "consolidated")
+        if lora_cfg.enabled:
+            group = self.mesh.pipeline.get_group() if self.mesh.pipeline is not None else None
+            save_peft(parts, lora_cfg, policy / "adapter", self.config.model_name, pipeline=group)
         (directory / "rng").mkdir(exist_ok=True)
         save_rng_state(directory / "rng" / f"policy_{self.rank}.safetensors")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
-        self.model.reshard()
-        checkpoint.load_weights(self.model, directory / "policy" / "weights")
+        tensors = self._named_tensors()
+        checkpoint.load_weights(tensors, directory / "policy")
         if load_optimizer:
             assert self.optimizer is not None
-            checkpoint.load_optimizer(self.model, self.optimizer, self.scheduler, directory / "policy" / "optimizer")
+            checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory / "policy")
         rng = directory / "rng" / f"policy_{self.rank}.safetensors"
         if rng.exists():
             load_rng_state(rng)
@@ -302,7 +340,7 @@ class DTensorPolicyWorker:
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Build the sender; returns its layout and buffer handles."""
         self.sender = WeightSender(
-            lambda: checkpoint.hf_parameters(self.model),
+            export_weights([stage.hf for stage in self.stages], self.mesh, self.device),
             device=self.device,
             rank=self.rank,
             local_rank=int(os.environ["LOCAL_RANK"]),
@@ -318,14 +356,19 @@ class DTensorPolicyWorker:
 
     def offload(self) -> None:
         """Weights and optimizer state to host memory; frees the device for generation."""
-        self.model.reshard()
-        self.model.to("cpu")
-        self._move_optimizer("cpu")
+        if not self.config.dtensor_cfg.cpu_offload:
+            for stage in self.stages:
+                stage.reshard()
+                stage.to("cpu")
+            self._move_optimizer("cpu")
         torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:
         """Weights, and optimizer state when it will be used, back to the device."""
-        self.model.to(self.device)
+        if self.config.dtensor_cfg.cpu_offload:
+            return
+        for stage in self.stages:
+            stage.to(self.device)
         if with_optimizer:
             self._move_optimizer(self.device)
 
@@ -341,4 +384,6 @@ class DTensorPolicyWorker:
         """Free transfer buffers and leave the process group."""
         if self.sender is not None:
             self.sender.close()
+        if self.saver is not None:
+            self.saver.close()
         dist.destroy_process_group()

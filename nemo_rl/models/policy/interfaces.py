@@ -31,6 +31,11 @@ class PolicyInterface(ABC):
     def name_prefix(self) -> str:
         """What the names of its workers begin with; errors name workers."""
 
+    @property
+    @abstractmethod
+    def peak_flops(self) -> float | None:
+        """Dense bfloat16 operations per second of one device; None where that is not known (CPUs)."""
+
     @abstractmethod
     def restart(self) -> None:
         """Replace all workers after one died. `load_checkpoint` and a new `prepare_refit` must follow."""

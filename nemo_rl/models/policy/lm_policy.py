@@ -15,7 +15,9 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.flops import peak_flops
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 
 WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
@@ -25,7 +27,7 @@ CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 class Policy(PolicyInterface):
-    """A policy on the bundles of `cluster`, one worker each.
+    """A policy on the bundles of `cluster`, one worker each, arranged by `policy.dtensor_cfg`.
 
     `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as "policy".
     """
@@ -60,6 +62,7 @@ class Policy(PolicyInterface):
             seed=seed,
         )
         self._name_prefix = name_prefix
+        self.sizes = ParallelSizes.of(config.dtensor_cfg, cluster.world_size())
         self._start = partial(
             RayWorkerGroup,
             cluster,
@@ -67,8 +70,10 @@ class Policy(PolicyInterface):
             name_prefix=name_prefix,
             env_vars=({} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()) | config.dtensor_cfg.env_vars,
             timeout_s=timeout_s,
+            sharding=self.sizes.sharding(),
         )
         self.group = self._start()
+        self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
         accelerator.register(TENANT, self.onload, self.offload, on_device=True)
 
     def restart(self) -> None:
@@ -97,19 +102,25 @@ class Policy(PolicyInterface):
 
     @property
     def data_parallel_size(self) -> int:
-        return self.group.world_size
+        return self.sizes.data_parallel
 
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
         return self.group.controller_tensor_bytes
 
+    @property
+    def peak_flops(self) -> float | None:
+        return self._peak_flops
+
     def load(self, plan: BatchPlan) -> None:
-        args = []
+        work = []
         for rank_plan in plan.ranks:
             numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
-            args.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
-        self.group.call_each("load", args)
+            work.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
+        sharding = self.sizes.sharding()
+        coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
+        self.group.call_each("load", [work[coordinate] for coordinate in coordinates])
 
     def compute_logprobs(self) -> None:
         with self.accelerator.hold(TENANT):

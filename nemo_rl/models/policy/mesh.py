@@ -22,10 +22,10 @@ class ParallelMesh:
     """This rank's place, and the meshes and groups of its neighbours. Construction is a collective.
 
     Attributes:
-        fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel), or 2-D with the copies (HSDP) in front.
+        fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel); 2-D with the copies (HSDP) in front.
         tensor: 1-D mesh, or None when the size is 1. `context`, `pipeline` likewise.
-        expert: 1-D mesh of the ranks that share experts, or None; `expert_fsdp` shards each expert's parameters, 1-D or,
-            with copies, 2-D.
+        expert: 1-D mesh of the ranks that share experts, or None.
+        expert_fsdp: ranks that shard each expert's parameters, 1-D; 2-D with the copies in front.
         data_group: the ranks that hold different samples and are otherwise at this rank's place.
     """
 

@@ -1,10 +1,11 @@
-"""Rows of the object store -> padded micro-batches.
+"""Rows of the object store -> micro-batches for the model and for the loss.
 
 A `Row` is what a policy worker keeps of one sample during one step: the tokens it fetched and the logprobs it computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -60,22 +61,14 @@ def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     return out
 
 
-def width_of(rows: list[Row], divisible_by: int) -> int:
-    longest = max(len(row.token_ids) for row in rows)
-    return -(-longest // divisible_by) * divisible_by
+def scored_sequences(rows: Sequence[Row]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(token ids, mask of the tokens to score) of each row, as a `RowLayout` takes them."""
+    return [(row.token_ids, row.token_mask) for row in rows]
 
 
-def model_inputs(rows: list[Row], divisible_by: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`input_ids` int64 [B, S] and the mask bool [B, S] of tokens to score."""
-    width = width_of(rows, divisible_by)
-    ids = pad([row.token_ids for row in rows], width)
-    mask = pad([row.token_mask for row in rows], width)
-    return ids.to(device, non_blocking=True), mask.to(device, non_blocking=True)
-
-
-def loss_inputs(rows: list[Row], divisible_by: int, device: torch.device) -> LossInputs:
-    """One micro-batch as a loss sees it. Logprobs that were not computed are zeros."""
-    width = width_of(rows, divisible_by)
+def loss_inputs(rows: Sequence[Row], device: torch.device) -> LossInputs:
+    """One micro-batch as a loss sees it, [B, longest row]. Logprobs that were not computed are zeros."""
+    width = max(len(row.token_ids) for row in rows)
 
     def padded(
         name: Literal["generation_logprobs", "advantages", "prev_logprobs", "reference_policy_logprobs"],

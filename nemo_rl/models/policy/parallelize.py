@@ -1,36 +1,25 @@
-"""A Hugging Face causal language model, born on the meta device, sharded with FSDP2, filled shard by shard.
+"""A Hugging Face causal language model, born on the meta device, cut in every direction asked for, then filled.
 
-In: a model directory or hub name. Out: a `LogprobModel` whose parameters are DTensors sharded on dim 0. No rank ever
-holds the whole model when the checkpoint is safetensors with the model's own parameter names.
+meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
+-> memory for the local shards -> weights, slice by slice
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.utils import cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
-from nemo_rl.models.policy.logprobs import LogprobModel
-
-logger = logging.getLogger(__name__)
+from nemo_rl.models.policy import attention, moe
+from nemo_rl.models.policy.mesh import ParallelMesh
 
 
 @contextmanager
@@ -55,9 +44,13 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `config` with meta parameters of `dtype`, SDPA attention and no KV cache."""
+    """The model of `config` with meta parameters of `dtype` and no KV cache.
+
+    Its attention is the library's, or, where that would not compute the same, the model's own.
+    """
+    implementation = attention.ATTENTION if attention.supports_segments(config) is None else "eager"
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     model.tie_weights()  # left out by transformers where weights are not initialised
     model.config.use_cache = False
     return model
@@ -78,23 +71,59 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def shard(model: LogprobModel, mesh: DeviceMesh, compute_dtype: torch.dtype, *, activation_checkpointing: bool) -> None:
-    """Apply FSDP2 in place: one group per transformer block, one for embeddings, final norm and head.
+def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
+    """Wrap the transformer blocks so that activations are computed again in the backward pass.
+
+    `full` (or True) keeps nothing but each block's input; `selective` keeps the results of matrix products and
+    attention, which cost the most to compute again. False changes nothing.
+    """
+    if mode is False:
+        return
+    context = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+    extra = {"context_fn": context} if mode == "selective" else {}
+    blocks = {id(layer) for layer in decoder_layers(model)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in blocks:
+                parent.register_module(name, checkpoint_wrapper(child, **extra))
+
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    }
+)
+
+
+def _keep_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(
+    root: nn.Module,
+    layers: list[nn.Module],
+    mesh: ParallelMesh,
+    compute_dtype: torch.dtype,
+    *,
+    cpu_offload: bool,
+) -> None:
+    """Apply FSDP2 in place: one group per transformer block, one for its experts, one for embeddings, norm and head.
 
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
     """
-    if activation_checkpointing:
-        blocks = {id(layer) for layer in decoder_layers(model.hf)}
-        for parent in list(model.hf.modules()):
-            for name, child in parent.named_children():
-                if id(child) in blocks:
-                    parent.register_module(name, checkpoint_wrapper(child))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for layer in decoder_layers(model.hf):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())} if cpu_offload else {}
+    moe.shard_experts(root, mesh, mp_policy=policy, **offload)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, **offload)
     # The root stays gathered between forward and backward: the head is used again when logits are recomputed.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    for module in model.modules():
+    fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, **offload)
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
@@ -106,79 +135,6 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     model.to_empty(device=device)
     for name, buffer in model.named_buffers():
         buffer.copy_(buffers[name])
-
-
-def checkpoint_files(model_path: str) -> dict[str, str] | None:
-    """Tensor name -> safetensors file of a directory or hub model, or None when it is not stored as safetensors."""
-    index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        files, _ = get_checkpoint_shard_files(model_path, index)
-        assert files is not None
-        by_name = {Path(file).name: file for file in files}
-        return {tensor: by_name[file] for tensor, file in json.loads(Path(index).read_text())["weight_map"].items()}
-    single = cached_file(model_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
-    if single is None:
-        return None
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def named_parameters(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter), tied parameters once, in the model's order."""
-    for name, parameter in model.named_parameters():
-        yield name.replace("_checkpoint_wrapped_module.", ""), parameter
-
-
-def load_weights(model: PreTrainedModel, model_path: str) -> None:
-    """Fill the sharded parameters of `model` from `model_path`.
-
-    Each rank reads the rows it owns straight from safetensors. A checkpoint in another format, or one that transformers
-    converts while loading (other tensor names), is read once by rank 0 and broadcast.
-    """
-    files = checkpoint_files(model_path)
-    parameters = dict(named_parameters(model))
-    if files is None or not set(parameters) <= set(files):
-        missing = "no safetensors files" if files is None else f"other tensor names than {type(model).__name__}"
-        logger.info("%s holds %s: rank 0 loads it whole and broadcasts", model_path, missing)
-        _broadcast_from_rank_zero(model, model_path)
-        return
-    by_file: dict[str, list[str]] = {}
-    for name in parameters:
-        by_file.setdefault(files[name], []).append(name)
-    for file, names in by_file.items():
-        with safe_open(file, framework="pt") as opened:
-            for name in names:
-                _copy_rows(parameters[name], opened.get_slice(name), name, model_path)
-
-
-class StoredTensor(Protocol):
-    """A tensor on disk, read by rows."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, rows: slice) -> torch.Tensor: ...
-
-
-def _copy_rows(parameter: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
-    assert isinstance(parameter, DTensor)
-    if tuple(stored.get_shape()) != tuple(parameter.shape):
-        raise ValueError(
-            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
-            f"{tuple(parameter.shape)}; the weights and config.json do not belong together"
-        )
-    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    if shape[0] == 0:
-        return
-    with torch.no_grad():
-        parameter.to_local().copy_(stored[offset[0] : offset[0] + shape[0]])
-
-
-def _broadcast_from_rank_zero(model: PreTrainedModel, model_path: str) -> None:
-    state = {}
-    if dist.get_rank() == 0:
-        dtype = next(model.parameters()).dtype
-        state = dict(AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype).state_dict())
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:

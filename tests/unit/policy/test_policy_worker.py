@@ -14,11 +14,12 @@ import torch.distributed as dist
 from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rollout_batch import plan_batch
+from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.models.policy.checkpoint import full_tensor, hf_parameters
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import COMPUTE_DTYPES, DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.export import export_weights
+from nemo_rl.models.policy.policy_model import DTYPES, trainable
 from nemo_rl.types import (
     GroupHandle,
     LossInputs,
@@ -99,7 +100,7 @@ def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -
     return DTensorPolicyWorker(config, settings)
 
 
-def load_step(worker: DTensorPolicyWorker, rank: int, world: int, config: PolicyConfig) -> None:
+def load_step(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
     handles, groups = make_groups()
     advantages = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
     masks = [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
@@ -107,21 +108,26 @@ def load_step(worker: DTensorPolicyWorker, rank: int, world: int, config: Policy
         handles,
         advantages,
         masks,
-        num_ranks=world,
+        num_ranks=worker.mesh.sizes.data_parallel,
         global_batch_size=config.train_global_batch_size,
-        micro_batch_size=config.train_micro_batch_size,
-        logprob_batch_size=config.logprob_batch_size,
+        batching=Batching.of(config, quadratic_weight=0.001),
+        micro_batch_multiple=config.dtensor_cfg.micro_batch_multiple,
     )
-    worker.load(plan.ranks[rank], list(range(NUM_GROUPS)), *groups)
+    worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
+
+
+def whole_weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
+    parts = [stage.hf for stage in worker.stages]
+    return {t.name: t.gather(None).clone() for t in export_weights(parts, worker.mesh, worker.device)}
 
 
 def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> tuple[TrainResult, dict[str, torch.Tensor]]:
     worker = make_worker(path, config)
-    load_step(worker, rank, world, config)
+    load_step(worker, config)
     worker.compute_logprobs()
     worker.compute_reference_logprobs()
     result = worker.train(ClippedPGLoss(LOSS))
-    return result, {name: full_tensor(p.detach()).clone() for name, p in hf_parameters(worker.model)}
+    return result, whole_weights(worker)
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +149,7 @@ def test_loss_gradient_metrics_and_update_do_not_depend_on_the_split(model_path,
     results = run_world(one_step, world, model_path, config)
     want, want_weights = alone
     for result, weights in results:
-        assert result.losses == pytest.approx(want.losses, rel=1e-6, abs=1e-7)
+        assert result.losses == pytest.approx(want.losses, abs=1e-6)  # a sum of terms of size 1 that cancel
         assert result.grad_norms == pytest.approx(want.grad_norms, rel=1e-6)
         assert result.metrics.keys() == want.metrics.keys()
         for name, value in want.metrics.items():
@@ -157,7 +163,7 @@ def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_poli
     def rank_main(rank: int, world: int) -> tuple[float, float, float]:
         config = policy_config()
         worker = make_worker(model_path, config)
-        load_step(worker, rank, world, config)
+        load_step(worker, config)
         worker.compute_logprobs()
         worker.compute_reference_logprobs()
         before = max((r.prev_logprobs - r.reference_policy_logprobs).abs().max().item() for r in worker.rows.values())
@@ -182,7 +188,7 @@ def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(m
     def rank_main(rank: int, world: int, *, score: bool) -> TrainResult:
         config = policy_config(train_global_batch_size=16)
         worker = make_worker(model_path, config)
-        load_step(worker, rank, world, config)
+        load_step(worker, config)
         if score:
             worker.compute_logprobs()
         worker.compute_reference_logprobs()
@@ -202,7 +208,7 @@ def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(model_pat
     want, want_weights = alone
     assert result.losses == pytest.approx(want.losses, rel=0.1, abs=0.02)
     assert result.grad_norms == pytest.approx(want.grad_norms, rel=0.1)
-    assert {weight.dtype for weight in weights.values()} == {COMPUTE_DTYPES[master]}
+    assert {weight.dtype for weight in weights.values()} == {DTYPES[master]}
     for name, weight in weights.items():
         # One part in 128 is what bfloat16 rounds away; float32 master weights keep what a small step adds.
         assert (weight.float() - want_weights[name]).abs().max() < (0.02 if master == "bfloat16" else 0.01), name
@@ -227,7 +233,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_ste
     def rank_main(rank: int, world: int) -> TrainResult:
         config = policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
         worker = make_worker(model_path, config)
-        load_step(worker, rank, world, config)
+        load_step(worker, config)
         worker.compute_logprobs()
         return worker.train(NanOnRankZero())
 
@@ -241,10 +247,10 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples(model_p
     def rank_main(rank: int, world: int) -> tuple[TrainResult, bool]:
         config = policy_config(nonfinite_action=action, train_micro_batch_size=1, train_global_batch_size=16)
         worker = make_worker(model_path, config)
-        load_step(worker, rank, world, config)
-        before = [p.to_local().clone() for p in worker.model.parameters()]
+        load_step(worker, config)
+        before = [p.to_local().clone() for p in trainable(worker.stages)]
         result = worker.train(NanLoss())
-        same = all(torch.equal(a, b.to_local()) for a, b in zip(before, worker.model.parameters(), strict=True))
+        same = all(torch.equal(a, b.to_local()) for a, b in zip(before, trainable(worker.stages), strict=True))
         return result, same
 
     results = run_world(rank_main, 2)
@@ -259,7 +265,7 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path):
     def rank_main(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
         config = policy_config()
         worker = make_worker(model_path, config)
-        load_step(worker, rank, world, config)
+        load_step(worker, config)
         worker.compute_logprobs()
         for row in worker.rows.values():
             row.generation_logprobs = row.prev_logprobs + (2.0 if row.sample_id == "0/1" else 0.01) * row.token_mask
@@ -288,13 +294,13 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
     config = policy_config(optimizer=ADAMW, scheduler=SCHEDULE)
 
     def train_once(worker: DTensorPolicyWorker, rank: int, world: int) -> TrainResult:
-        load_step(worker, rank, world, config)
+        load_step(worker, config)
         worker.compute_logprobs()
         worker.compute_reference_logprobs()
         return worker.train(ClippedPGLoss(LOSS))
 
     def weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
-        return {name: full_tensor(p.detach()).clone() for name, p in hf_parameters(worker.model)}
+        return whole_weights(worker)
 
     def goes_on(rank: int, world: int) -> Any:
         worker = make_worker(model_path, config)

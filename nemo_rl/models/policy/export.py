@@ -1,0 +1,134 @@
+"""The policy's weights as generation and checkpoints want them: whole, merged, under their names on disk.
+
+Sharded parameters are gathered, adapters added in, fused experts taken apart, and what another pipeline stage holds is
+sent over. Every rank lists the same tensors in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from nemo_rl.distributed.exported_tensor import ExportedTensor, exported, gathered
+from nemo_rl.models.policy import lora
+from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.weight_loading import hf_name
+
+
+def export_weights(stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
+    """Every weight of the model whose parts on this rank are `stages`. Collective over pipeline ranks."""
+    own = [tensor for stage in stages for tensor in _of_module(stage)]
+    if mesh.pipeline is None:
+        return own
+    return _over_pipeline(own, mesh, device)
+
+
+def _of_module(root: PreTrainedModel) -> Iterator[ExportedTensor]:
+    names = ExpertNames(root.config.get_text_config().model_type)
+    seen: set[int] = set()
+    for prefix, module in root.named_modules(remove_duplicate=True):
+        for attribute, tensor in _own_tensors(module):
+            if id(tensor) in seen:  # tied
+                continue
+            seen.add(id(tensor))
+            name = hf_name(f"{prefix}.{attribute}" if prefix else attribute)
+            yield from _of_tensor(name, module, attribute, names)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield attribute, parameter
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            yield attribute, buffer
+
+
+def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
+    def current() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+        tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+        assert tensor is not None
+        return tensor
+
+    if isinstance(module, lora.LoRALinear):
+        if lora.is_adapter(attribute):
+            return
+        if attribute == "weight":
+            yield exported(names.stored_name(name), lambda: lora.merged_weight(module))
+            return
+    pieces = names.split_meta(name, current().shape)
+    if len(pieces) == 1:
+        yield exported(pieces[0][0], current)
+        return
+    whole = _GatheredOnce(current, lambda tensor: names.split(name, tensor))
+    for index, (piece_name, shape) in enumerate(pieces):
+        yield ExportedTensor(
+            name=piece_name, shape=shape, dtype=current().dtype, gather=whole.piece(index, len(pieces))
+        )
+
+
+class _GatheredOnce:
+    """A fused tensor gathered for its first piece, taken apart, and let go with its last."""
+
+    def __init__(
+        self,
+        tensor: Callable[[], torch.Tensor],
+        split: Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self._tensor = tensor
+        self._split = split
+        self._pieces: list[tuple[str, torch.Tensor]] = []
+
+    def piece(self, index: int, count: int) -> Callable[[torch.dtype | None], torch.Tensor]:
+        def gather(dtype: torch.dtype | None) -> torch.Tensor:
+            if index == 0:
+                self._pieces = self._split(gathered(self._tensor().detach(), dtype))
+            assert len(self._pieces) == count, "pieces are gathered in order"
+            part = self._pieces[index][1].contiguous()
+            if index == count - 1:
+                self._pieces = []
+            return part
+
+        return gather
+
+
+def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
+    assert mesh.pipeline is not None
+    group = mesh.pipeline.get_group()
+    described: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[] for _ in range(mesh.pipeline.size())]
+    dist.all_gather_object(described, [(tensor.name, tensor.shape, tensor.dtype) for tensor in own], group=group)
+    mine = {tensor.name: tensor for tensor in own}
+    tensors = []
+    for stage, names in enumerate(described):
+        source = dist.get_global_rank(group, stage)
+        for name, shape, dtype in names:
+            tensor = ExportedTensor(name=name, shape=shape, dtype=dtype, gather=_nothing)
+            gather = _sent_gather(mine.get(name), tensor, source, group, device)
+            tensors.append(replace(tensor, gather=gather))
+    return tensors
+
+
+def _nothing(dtype: torch.dtype | None) -> torch.Tensor:
+    raise AssertionError("held by another pipeline stage")
+
+
+def _sent_gather(
+    own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
+) -> Callable[[torch.dtype | None], torch.Tensor]:
+    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+        wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
+        if own is not None:
+            tensor = own.gather(dtype).to(device)
+        else:
+            tensor = torch.empty(meta.shape, dtype=wanted, device=device)
+        dist.broadcast(tensor, src=source, group=group)
+        return tensor
+
+    return gather

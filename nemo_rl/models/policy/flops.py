@@ -1,0 +1,108 @@
+"""Floating-point operations of a model by sequence length, counted from its own layers.
+
+A matrix product of [a, b] and [b, c] is 2abc operations. Per token that is 2 x the weights of every linear layer it
+passes through (of the experts, those it is routed to); per pair of positions that attend to each other
+2 x heads x (query width + value width) in each layer. The backward pass costs twice the forward pass (Kaplan et al.
+2020, arXiv 2001.08361, section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix). Norms, softmax and what
+activation checkpointing computes again are not counted, so utilisation is that of the model (MFU), not of the hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy.parallelize import build_on_meta
+
+BACKWARD_FACTOR = 2
+
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100": 989.4e12,
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H800": 989.4e12,
+    "NVIDIA GH200": 989.4e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA GB200": 2250e12,
+    "NVIDIA B300": 2250e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA RTX 6000 Ada": 364e12,
+}
+"""Dense bfloat16 tensor-core operations per second, by the beginning of the device's name (vendor data sheets)."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bfloat16 operations per second of a GPU; None for one that is not in the table, and for CPUs."""
+    matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """One attention layer: operations per pair of positions, and how far back a position looks (None: all)."""
+
+    per_pair: float
+    window: int | None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of the forward pass: `per_token` outside of attention, and those of each attention layer."""
+
+    per_token: float
+    attention: tuple[AttentionCost, ...]
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ModelFlops:
+        """Count the layers of the model that `config` describes. Nothing is allocated."""
+        text = config.get_text_config()
+        model = build_on_meta(text, torch.float32)
+        settings = text.to_dict()
+        weights = 0.0
+        for module in model.modules():
+            for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+                if parameter.ndim == 2:
+                    weights += parameter.numel()
+                elif parameter.ndim == 3:  # experts, fused as [experts, out, in]
+                    weights += parameter.numel() * settings["num_experts_per_tok"] / len(parameter)
+        return cls(per_token=2.0 * weights, attention=tuple(_attention_layers(settings)))
+
+    @property
+    def quadratic_weight(self) -> float:
+        """Forward operations of a squared token over those of a token: the weight of attention in a sequence's cost."""
+        full = sum(layer.per_pair for layer in self.attention if layer.window is None)
+        return full / 2 / self.per_token
+
+    def forward(self, length: int) -> float:
+        """Operations of one forward pass over a sequence of `length` tokens, causal attention."""
+        pairs = {window: _pairs(length, window) for window in {layer.window for layer in self.attention}}
+        return self.per_token * length + sum(layer.per_pair * pairs[layer.window] for layer in self.attention)
+
+    def train(self, lengths: Iterable[int]) -> float:
+        """Operations of forward and backward passes over sequences of these lengths."""
+        return (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
+
+
+def _attention_layers(settings: dict[str, object]) -> Iterable[AttentionCost]:
+    heads, num_layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    assert isinstance(heads, int) and isinstance(num_layers, int)
+    if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values
+        width = settings["qk_head_dim"] + settings["v_head_dim"]  # type: ignore[operator]
+    else:
+        width = 2 * (settings.get("head_dim") or settings["hidden_size"] // heads)  # type: ignore[operator]
+    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+    kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
+    for kind in kinds:  # type: ignore[union-attr]
+        yield AttentionCost(2.0 * heads * width, window if kind == "sliding_attention" else None)  # type: ignore[arg-type]
+
+
+def _pairs(length: int, window: int | None) -> float:
+    """Pairs (query, key not after it, at most `window` - 1 before it)."""
+    reach = length if window is None else min(window, length)
+    return reach * (reach + 1) / 2 + (length - reach) * reach

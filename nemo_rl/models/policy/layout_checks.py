@@ -1,0 +1,41 @@
+"""Whether a model can be cut the way `policy.dtensor_cfg` says, found on the driver before any worker loads it."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy import attention, context_parallel, lora, moe, pipeline, tensor_parallel
+from nemo_rl.models.policy.config import PolicyConfig
+
+
+def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
+    """Raises ValueError naming the key to change and what would work.
+
+    Nothing is allocated: where layers have to be looked at, the model is built without weights.
+    """
+    settings = config.dtensor_cfg
+    if settings.tensor_parallel_size > 1:
+        tensor_parallel.check_tensor_parallel(
+            model,
+            settings.tensor_parallel_size,
+            sequence_parallel=settings.sequence_parallel,
+            custom_plan=settings.custom_parallel_plan,
+        )
+    if settings.context_parallel_size > 1:
+        context_parallel.check_context_parallel(model, settings.context_parallel_size)
+    if settings.pipeline_parallel_size > 1:
+        pipeline.check_pipeline(model, settings)
+    if settings.expert_parallel_size > 1:
+        moe.check_experts(model, settings.expert_parallel_size)
+    if settings.lora_cfg.enabled:
+        lora.check_lora(model, settings.lora_cfg)
+    reason = attention.supports_segments(model)
+    if reason is None:
+        return
+    if config.padding_free:
+        raise ValueError(f"policy.padding_free=true: {config.model_name!r} {reason}; set it to null or false")
+    if config.sequence_packing.enabled:
+        raise ValueError(
+            f"policy.sequence_packing.enabled=true: {config.model_name!r} {reason}; set "
+            "policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=true"
+        )

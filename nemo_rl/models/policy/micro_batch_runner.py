@@ -1,0 +1,60 @@
+"""How the micro-batches of a step pass through the model.
+
+A runner knows the layout of the ranks; the worker only knows rows, losses and optimizer steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+
+from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.model_batch import ModelBatch
+
+MicroBatchLoss = Callable[[int, torch.Tensor], torch.Tensor]
+"""(number of the micro-batch, logprobs float32 [B, S] with gradient) -> scalar loss, a part of the step's sum."""
+
+
+class MicroBatchRunner(Protocol):
+    """Both methods are collectives over all ranks that work on the same parameters."""
+
+    def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
+        """Logprobs float32 [B, S] of each micro-batch, in order, on the device, without gradients."""
+        ...
+
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters, reduced over ranks once."""
+        ...
+
+
+class SequentialRunner:
+    """Every micro-batch goes through the whole model before the next. Waits for the device nowhere."""
+
+    def __init__(self, model: LogprobModel, device: torch.device, *, clear_cache_every: int | None) -> None:
+        self.model = model
+        self.device = device
+        self.clear_cache_every = clear_cache_every
+
+    def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
+        with torch.no_grad():
+            for batch in self._prefetched(batches):
+                yield self.model(batch, filtered=filtered)
+
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
+        for number, batch in enumerate(self._prefetched(batches)):
+            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            loss(number, self.model(batch)).backward()
+
+    def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:
+        """Batches on the device; the next one is on its way while the present one is computed on."""
+        following = batches[0].to(self.device) if batches else None
+        for number in range(len(batches)):
+            present, following = following, None
+            if number + 1 < len(batches):
+                following = batches[number + 1].to(self.device)
+            assert present is not None
+            yield present
+            if self.clear_cache_every is not None and (number + 1) % self.clear_cache_every == 0:
+                torch.cuda.empty_cache()

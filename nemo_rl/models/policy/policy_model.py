@@ -1,0 +1,109 @@
+"""From a model directory to the parts of the model a rank trains: cut, sharded, filled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.policy import attention, lora, parallelize, pipeline, tensor_parallel
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.expert_parallel import apply_expert_parallel
+from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
+from nemo_rl.types import SamplingParams
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_stages(
+    config: PolicyConfig,
+    hf_config: PretrainedConfig,
+    model_path: str,
+    mesh: ParallelMesh,
+    device: torch.device,
+    sampling: SamplingParams,
+    seed: int,
+) -> list[LogprobModel]:
+    """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective."""
+    whole = parallelize.build_on_meta(hf_config, DTYPES[config.master_precision])
+    whole.eval()  # dropout would give the same tokens other logprobs in every pass
+    if config.dtensor_cfg.lora_cfg.enabled:
+        lora.apply_lora(whole, config.dtensor_cfg.lora_cfg)
+    parts = [whole]
+    if mesh.pipeline is not None:
+        parts = pipeline.split(whole, mesh.pipeline_rank, mesh.pipeline.size(), config.dtensor_cfg.pipeline)
+    stages = []
+    for part in parts:
+        stage = _cut(part, config, mesh, sampling)
+        parallelize.materialize(stage, torch.device("cpu") if config.dtensor_cfg.cpu_offload else device)
+        _fill(stage, config, model_path, seed)
+        stages.append(stage)
+    return stages
+
+
+def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling: SamplingParams) -> LogprobModel:
+    settings = config.dtensor_cfg
+    if mesh.tensor is not None:
+        tensor_parallel.apply_tensor_parallel(
+            hf,
+            mesh.tensor,
+            sequence_parallel=settings.sequence_parallel,
+            custom_plan=settings.custom_parallel_plan,
+        )
+    apply_expert_parallel(hf, mesh)
+    parallelize.recompute_activations(hf, settings.activation_checkpointing)
+    layers = parallelize.decoder_layers(hf)
+    if settings.torch_compile:
+        for layer in layers:
+            layer.compile()
+    kind = LogprobModel if mesh.pipeline is None else pipeline.PipelineStageModel
+    stage = kind(
+        hf,
+        chunk_tokens=config.logprob_chunk_size,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        tensor=mesh.tensor,
+        context=mesh.context,
+    )
+    parallelize.shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
+    return stage
+
+
+def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> None:
+    tensors = {name: tensor for name, tensor in named_tensors(stage.hf) if not lora.is_adapter(name)}
+    names = ExpertNames(stage.hf.config.get_text_config().model_type)
+    load_weights(tensors, model_path, names.read)
+    if config.dtensor_cfg.lora_cfg.enabled:
+        lora.init_adapters(stage.hf, config.dtensor_cfg.lora_cfg, seed)
+
+
+def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: ParallelMesh) -> RowLayout:
+    """How the sequences of a micro-batch are laid out for this model on this rank."""
+    settings = config.dtensor_cfg
+    is_padding_free = config.padding_free
+    if is_padding_free is None:
+        is_padding_free = attention.supports_segments(hf_config) is None
+    multiples = [config.make_sequence_length_divisible_by]
+    if settings.sequence_parallel:
+        multiples.append(settings.tensor_parallel_size)
+    if config.dynamic_batching.enabled and not is_padding_free:
+        multiples.append(config.dynamic_batching.sequence_length_round)
+    return RowLayout(
+        padding_free=is_padding_free,
+        divisible_by=math.lcm(*multiples),
+        context_size=mesh.sizes.context_parallel,
+        context_rank=mesh.context_rank,
+        context_group=mesh.context.get_group() if mesh.context is not None else None,
+    )
+
+
+def trainable(stages: Sequence[LogprobModel]) -> list[torch.nn.Parameter]:
+    """The parameters that an optimizer is to have, in the model's order."""
+    return [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]

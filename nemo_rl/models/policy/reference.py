@@ -1,0 +1,65 @@
+"""The weights a run started from, at hand for the KL penalty without a second copy on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nemo_rl.models.policy import lora
+from nemo_rl.models.policy.logprobs import LogprobModel
+
+
+class ReferencePolicy(Protocol):
+    """While `active()` lasts, the model computes with the weights the run started from."""
+
+    def active(self) -> AbstractContextManager[None]: ...
+
+
+class BaseModelReference:
+    """Under LoRA the reference is the model without its adapters."""
+
+    def __init__(self, stages: Sequence[LogprobModel]) -> None:
+        self.stages = stages
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(lora.adapters_disabled(stage.hf))
+            yield
+
+
+class SwappedReference:
+    """The shards of the first weights in host memory, exchanged with the present ones while they are needed."""
+
+    def __init__(self, stages: Sequence[LogprobModel]) -> None:
+        self.stages = stages
+        self.shards = [local.detach().to("cpu", copy=True) for local in self._local_shards()]
+
+    def _local_shards(self) -> Iterator[torch.Tensor]:
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                assert isinstance(parameter, DTensor)
+                yield parameter.to_local()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One parameter at a time: no second copy of the model on the device.
+        for stage in self.stages:
+            stage.reshard()
+        for local, other in zip(self._local_shards(), self.shards, strict=True):
+            current = local.to("cpu", copy=True)
+            local.copy_(other)
+            other.copy_(current)

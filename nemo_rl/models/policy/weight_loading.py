@@ -1,0 +1,170 @@
+"""Weights of a Hugging Face checkpoint -> the parameters and buffers a rank holds, whatever their placement.
+
+Each rank reads the slices it owns straight from safetensors, so no rank ever holds the whole model. A checkpoint in
+another format, or under other names, is read once by rank 0 and sent around one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoModelForCausalLM
+from transformers.utils import cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+logger = logging.getLogger(__name__)
+
+
+class StoredTensor(Protocol):
+    """A tensor on disk, read by slices."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: Any) -> torch.Tensor: ...
+
+
+class StoredModel:
+    """The safetensors files of a model directory or hub model, open for reading while in the `with` block.
+
+    `names` is None when the model is not stored as safetensors.
+    """
+
+    def __init__(self, model_path: str) -> None:
+        self.model_path = model_path
+        self.files = checkpoint_files(model_path)
+        self._opened: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    @property
+    def names(self) -> set[str] | None:
+        return None if self.files is None else set(self.files)
+
+    def tensor(self, name: str) -> StoredTensor:
+        assert self.files is not None
+        file = self.files[name]
+        if file not in self._opened:
+            self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+        return self._opened[file].get_slice(name)
+
+    def __enter__(self) -> StoredModel:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+
+def checkpoint_files(model_path: str) -> dict[str, str] | None:
+    """Tensor name -> safetensors file of a directory or hub model, or None when it is not stored as safetensors."""
+    index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        files, _ = get_checkpoint_shard_files(model_path, index)
+        assert files is not None
+        by_name = {Path(file).name: file for file in files}
+        return {tensor: by_name[file] for tensor, file in json.loads(Path(index).read_text())["weight_map"].items()}
+    single = cached_file(model_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
+    if single is None:
+        return None
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def hf_name(name: str) -> str:
+    """The name Hugging Face gives a parameter, without what wrappers around modules add to it."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(Hugging Face name, parameter or persistent buffer), tied ones once, in the model's order."""
+    for name, parameter in model.named_parameters():
+        yield hf_name(name), parameter
+    transient = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in transient:
+            yield hf_name(name), buffer
+
+
+SpecialReader = Callable[[str, torch.Tensor, StoredModel], bool]
+"""Fills a tensor whose name or shape on disk differs (fused experts); False: not its business."""
+
+
+def load_weights(tensors: Mapping[str, torch.Tensor], model_path: str, special: SpecialReader) -> None:
+    """Fill `tensors` (Hugging Face name -> parameter, DTensor or buffer of this rank) from `model_path`. Collective.
+
+    Raises:
+        ValueError: a shape on disk is not that of config.json.
+    """
+    with StoredModel(model_path) as stored:
+        names = stored.names
+        missing = [] if names is None else [name for name in tensors if name not in names]
+        is_readable = names is not None and all(special(name, tensors[name], stored) for name in missing)
+        unreadable = torch.tensor([0.0 if is_readable else 1.0])
+        dist.all_reduce(unreadable)  # gloo also where the devices talk over NCCL
+        if unreadable.item() == 0:
+            for name, tensor in tensors.items():
+                if name not in missing:
+                    copy_slice(tensor, stored.tensor(name), name, model_path)
+            return
+    logger.info("%s holds no safetensors of these names: rank 0 loads it whole and sends it around", model_path)
+    _send_from_rank_zero(tensors, model_path)
+
+
+@torch.no_grad()
+def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
+    """Read the part of `stored` that this rank owns. ValueError when the shapes do not belong together."""
+    if tuple(stored.get_shape()) != tuple(tensor.shape):
+        raise ValueError(
+            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
+            f"{tuple(tensor.shape)}; the weights and config.json do not belong together"
+        )
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[:])
+        return
+    index = local_index(tensor)
+    if index is not None:
+        tensor.to_local().copy_(stored[index])
+
+
+def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
+    """Where the local shard lies in the whole tensor; None when this rank holds nothing of it."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:
+        return None
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+@torch.no_grad()
+def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str) -> None:
+    whole: dict[str, torch.Tensor] = {}
+    if dist.get_rank() == 0:
+        whole = dict(AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").state_dict())
+    described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]]
+    dist.broadcast_object_list(described, src=0)
+    for name, shape, dtype in described[0]:
+        tensor = whole[name].contiguous() if name in whole else torch.empty(shape, dtype=dtype)
+        dist.broadcast(tensor, src=0)
+        target = tensors.get(name)
+        if isinstance(target, DTensor):
+            index = local_index(target)
+            if index is not None:
+                target.to_local().copy_(tensor[index])
+        elif target is not None:
+            target.copy_(tensor)
+    absent = sorted(set(tensors) - {name for name, _, _ in described[0]})
+    if absent:
+        raise ValueError(f"{model_path} has no weights for {', '.join(absent[:8])}; it is not the model of config.json")

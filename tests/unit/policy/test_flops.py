@@ -1,0 +1,94 @@
+"""Counted operations against formulas from papers and against torch's own counter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
+
+from nemo_rl.models.policy.flops import ModelFlops, peak_flops
+
+SHAPE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def test_linear_layers_are_what_torch_counts() -> None:
+    config = LlamaConfig(**SHAPE)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    length = 24
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(1, length, dtype=torch.int64), use_cache=False)
+    counted = ModelFlops.of(config)
+    pairs = length * length  # torch computes, and counts, all pairs
+    attention = sum(layer.per_pair for layer in counted.attention) * pairs
+    assert counter.get_total_flops() == counted.per_token * length + attention
+
+
+def test_a_known_model() -> None:
+    # Llama 3.1 8B: 6 x 7.5e9 non-embedding parameters, and attention of 32 layers x 32 heads x 128.
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    flops = ModelFlops.of(config)
+    assert flops.per_token == pytest.approx(2 * 7.504e9, rel=1e-3)
+    assert flops.train([1]) == pytest.approx(6 * 7.504e9, rel=1e-3)
+    assert flops.train([4096]) == pytest.approx(6 * 7.504e9 * 4096 + 6 * 32 * 4096 * 4096 * 4097, rel=1e-3)
+
+
+def test_only_the_experts_of_a_token_count() -> None:
+    moe = {"moe_intermediate_size": 16, "head_dim": 8}
+    few = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=8, num_experts_per_tok=2))
+    more = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=16, num_experts_per_tok=2))
+    router = 2 * 2 * 8 * 32
+    assert more.per_token - few.per_token == router
+    all_of_them = ModelFlops.of(Qwen3MoeConfig(**SHAPE, **moe, num_local_experts=8, num_experts_per_tok=8))
+    assert all_of_them.per_token - few.per_token == 2 * 2 * 6 * 3 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("config", "windows"),
+    [
+        (MistralConfig(**SHAPE, sliding_window=4), [4, 4]),
+        (
+            Gemma3TextConfig(
+                **SHAPE, head_dim=8, sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+            ),
+            [4, None],
+        ),
+    ],
+)
+def test_sliding_windows_count_what_they_see(config: PretrainedConfig, windows: list[int | None]) -> None:
+    flops = ModelFlops.of(config)
+    assert [layer.window for layer in flops.attention] == windows
+    length = 10
+    pairs = {None: sum(range(1, length + 1)), 4: sum(min(i, 4) for i in range(1, length + 1))}
+    expected = flops.per_token * length + sum(layer.per_pair * pairs[layer.window] for layer in flops.attention)
+    assert flops.forward(length) == expected
+
+
+def test_the_weight_of_a_squared_token() -> None:
+    flops = ModelFlops.of(LlamaConfig(**SHAPE))
+    length = 4096
+    approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
+    assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
+
+
+def test_devices() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("a CPU") is None
