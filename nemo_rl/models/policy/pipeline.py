@@ -202,7 +202,7 @@ class PipelineStageModel(LogprobModel):
         ).last_hidden_state
         if not self.is_last:
             return out.contiguous()  # gloo sends the memory, not the view
-        return self.score(out.flatten(0, 1)[batch.states], batch, filtered=filtered)
+        return self.score(out, batch, filtered=filtered)
 
 
 class _Stage(PipelineStage):

@@ -6,128 +6,22 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from examples.converters.convert_dcp_to_hf import convert
-from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, SchedulerConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
-from nemo_rl.models.policy.export import export_weights
+from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.policy.policy_model import DTYPES, trainable
 from nemo_rl.types import (
-    GroupHandle,
     LossInputs,
-    RolloutGroup,
-    Sample,
-    SampleMeta,
-    SampleStatus,
-    SamplingParams,
     TrainResult,
 )
-from tests.unit.policy.models import VOCAB, save_random_model
+from tests.unit.policy.models import save_random_model
+from tests.unit.policy.steps import LOSS, load_step, make_groups, make_worker, one_step, policy_config, whole_weights
 from tests.worlds import run_world
-
-NUM_GROUPS, NUM_GENERATIONS = 4, 4
-LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
-
-
-def policy_config(**changes: Any) -> PolicyConfig:
-    settings: dict[str, Any] = {
-        "model_name": "unused",
-        "tokenizer": TokenizerConfig(name="unused"),
-        "train_global_batch_size": 8,
-        "logprob_batch_size": 3,
-        "precision": "float32",
-        "logprob_chunk_size": 5,
-        "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}),
-        "dtensor_cfg": DTensorConfig(),
-        "generation": GenerationConfig(
-            max_new_tokens=16, val_temperature=1.0, val_top_p=1.0, val_top_k=None,
-            vllm_cfg=VllmConfig(precision="float32", max_model_len=64),
-        ),
-    }  # fmt: skip
-    return PolicyConfig(**{**settings, **changes})
-
-
-def make_groups() -> tuple[list[GroupHandle], list[RolloutGroup]]:
-    generator = np.random.default_rng(0)
-    handles, groups = [], []
-    for g in range(NUM_GROUPS):
-        samples = []
-        for i in range(NUM_GENERATIONS):
-            length, prompt = int(generator.integers(6, 24)), 4
-            failed = g == 1 and i == 2
-            mask = np.arange(length) >= (length if failed else prompt)
-            samples.append(
-                Sample(
-                    meta=SampleMeta(
-                        sample_id=f"{g}/{i}",
-                        status=SampleStatus.FAILED if failed else SampleStatus.COMPLETED,
-                        length=length,
-                        num_prompt_tokens=prompt,
-                        num_generated_tokens=int(mask.sum()),
-                        num_turns=1,
-                        reward=float(generator.integers(0, 2)),
-                        weight_version=0,
-                    ),
-                    token_ids=generator.integers(2, VOCAB, length),
-                    token_mask=mask,
-                    generation_logprobs=np.where(mask, -4.0 + generator.normal(size=length), 0.0).astype(np.float32),
-                )
-            )
-        groups.append(RolloutGroup(group_id=str(g), prompt_id="p", samples=samples))
-        metas = [sample.meta for sample in samples]
-        handles.append(GroupHandle(group_id=str(g), prompt_id="p", task_name="t", ref=g, samples=metas))
-    return handles, groups
-
-
-def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> DTensorPolicyWorker:
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=True,
-        init_optimizer=True,
-        seed=0,
-    )
-    return DTensorPolicyWorker(config, settings)
-
-
-def load_step(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
-    handles, groups = make_groups()
-    advantages = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
-    masks = [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
-    plan = plan_batch(
-        handles,
-        advantages,
-        masks,
-        num_ranks=worker.mesh.sizes.data_parallel,
-        global_batch_size=config.train_global_batch_size,
-        batching=Batching.of(config, quadratic_weight=0.001),
-        micro_batch_multiple=config.dtensor_cfg.micro_batch_multiple,
-    )
-    worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
-
-
-def whole_weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
-    parts = [stage.hf for stage in worker.stages]
-    return {t.name: t.gather(None).clone() for t in export_weights(parts, worker.mesh, worker.device)}
-
-
-def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> tuple[TrainResult, dict[str, torch.Tensor]]:
-    worker = make_worker(path, config)
-    load_step(worker, config)
-    worker.compute_logprobs()
-    worker.compute_reference_logprobs()
-    result = worker.train(ClippedPGLoss(LOSS))
-    return result, whole_weights(worker)
 
 
 @pytest.fixture(scope="module")
