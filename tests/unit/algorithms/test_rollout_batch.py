@@ -1,10 +1,29 @@
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.rollout_batch import plan_batch, token_imbalance
-from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+from nemo_rl.algorithms.rollout_batch import (
+    Batching,
+    FixedSize,
+    PackedTokens,
+    PaddedTokens,
+    check_batching,
+    packing_metrics,
+    plan_batch,
+    token_imbalance,
+)
+from nemo_rl.data.packing import PackingAlgorithm, round_up
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, SampleMeta, SampleStatus
+from tests.unit.config.run_configs import build
+
+LONGEST = 99
 
 
 def handle(number: int, lengths: list[int]) -> GroupHandle:
@@ -24,45 +43,205 @@ def handle(number: int, lengths: list[int]) -> GroupHandle:
     return GroupHandle(group_id=str(number), prompt_id="p", task_name="t", ref=f"ref{number}", samples=samples)
 
 
-@settings(deadline=None, max_examples=50)
+def plan_of(lengths: list[int], batching: Batching, **layout: Any) -> BatchPlan:
+    """Groups of one sample; the advantage of a sample is its number."""
+    groups = [handle(i, [length]) for i, length in enumerate(lengths)]
+    advantages = [[float(i)] for i in range(len(groups))]
+    return plan_batch(groups, advantages, [[1.0]] * len(groups), batching=batching, **layout)
+
+
+def fixed(train: int, logprobs: int) -> Batching:
+    return Batching(train=FixedSize(train), logprobs=FixedSize(logprobs), quadratic_weight=0.01)
+
+
+def padded(train: int, logprobs: int, length_round: int = 1) -> Batching:
+    rules = [PaddedTokens(tokens=tokens, length_round=length_round) for tokens in (train, logprobs)]
+    return Batching(train=rules[0], logprobs=rules[1], quadratic_weight=0.01)
+
+
+def packed(train: int, logprobs: int, length_multiple: int = 1, algorithm: str = "first_fit_decreasing") -> Batching:
+    rules = [
+        PackedTokens(tokens=tokens, algorithm=PackingAlgorithm(algorithm), length_multiple=length_multiple)
+        for tokens in (train, logprobs)
+    ]
+    return Batching(train=rules[0], logprobs=rules[1], quadratic_weight=0.01)
+
+
+def lengths_of(micro_batches: list[MicroBatch]) -> list[list[int]]:
+    return [[sample.length for sample in batch] for batch in micro_batches]
+
+
+def long_tailed(number: int, longest: int, seed: int) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(math.log(0.25 * longest), 0.6, number)
+    return drawn.clip(1, longest).astype(int).tolist()
+
+
+BATCHINGS = st.one_of(
+    st.builds(fixed, st.integers(1, 7), st.integers(1, 7)),
+    st.builds(padded, st.integers(LONGEST, 400), st.integers(LONGEST, 400), st.sampled_from([1, 8, 64])),
+    st.builds(
+        packed,
+        st.integers(LONGEST + 5, 400),
+        st.integers(LONGEST + 5, 400),
+        st.sampled_from([1, 4]),
+        st.sampled_from([algorithm.value for algorithm in PackingAlgorithm]),
+    ),
+)
+
+
+def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch) -> None:
+    assert batch, "no dummy work"
+    longest = max(sample.length for sample in batch)
+    if isinstance(rule, FixedSize):
+        assert len(batch) <= rule.samples
+    elif isinstance(rule, PaddedTokens):
+        assert len(batch) * min(round_up(longest, rule.length_round), rule.tokens) <= rule.tokens
+    else:
+        assert sum(round_up(sample.length, rule.length_multiple) for sample in batch) <= rule.tokens
+
+
+@settings(deadline=None, max_examples=150)
 @given(
-    ranks=st.sampled_from([1, 2, 4]),
-    per_rank=st.integers(1, 6),
+    ranks=st.sampled_from([1, 2, 3, 4]),
+    multiple=st.sampled_from([1, 1, 2, 4]),
+    per_rank=st.integers(1, 5),
     num_steps=st.integers(1, 3),
-    micro=st.integers(1, 7),
+    batching=BATCHINGS,
     data=st.data(),
 )
-def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(ranks, per_rank, num_steps, micro, data):
-    global_batch = ranks * per_rank
+def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
+    ranks, multiple, per_rank, num_steps, batching, data
+):
+    global_batch = ranks * multiple * per_rank
     num_samples = global_batch * num_steps
-    lengths = data.draw(st.lists(st.integers(2, 99), min_size=num_samples, max_size=num_samples))
-    groups = [handle(i, [length]) for i, length in enumerate(lengths)]
-    plan = plan_batch(
-        groups,
-        [[float(i)] for i in range(len(groups))],
-        [[1.0]] * len(groups),
-        num_ranks=ranks,
-        global_batch_size=global_batch,
-        micro_batch_size=micro,
-        logprob_batch_size=3,
-    )
+    lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=num_samples, max_size=num_samples))
+    layout = {"num_ranks": ranks, "global_batch_size": global_batch, "micro_batch_multiple": multiple}
+    plan = plan_of(lengths, batching, **layout)
+    assert plan == plan_of(lengths, batching, **layout)
+    assert plan.groups == [f"ref{i}" for i in range(num_samples)]
     trained = [s.group for rank in plan.ranks for step in rank.train for mb in step for s in mb]
-    assert sorted(trained) == list(range(len(groups)))
+    assert sorted(trained) == list(range(num_samples))
     for rank in plan.ranks:
         assert len(rank.train) == num_steps
         mine = sorted(s.group for step in rank.train for mb in step for s in mb)
         assert mine == sorted(s.group for mb in rank.logprobs for s in mb)
+        assert len(rank.logprobs) == len(plan.ranks[0].logprobs) and len(rank.logprobs) % multiple == 0
+        for batch in rank.logprobs:
+            check_room(batching.logprobs, batch)
         for number, step in enumerate(rank.train):
-            assert sum(map(len, step)) == per_rank
+            assert len(step) == len(plan.ranks[0].train[number]), "ranks enter the same collectives"
+            assert len(step) % multiple == 0
             assert all(number * global_batch <= s.group < (number + 1) * global_batch for mb in step for s in mb)
             assert all(s.advantage == s.group and s.length == lengths[s.group] for mb in step for s in mb)
-            assert len({len(r.train[number]) for r in plan.ranks}) == 1, "ranks enter the same collectives"
+            for batch in step:
+                check_room(batching.train, batch)
+    metrics = packing_metrics(plan, batching)
+    assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
+    assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
 
 
-def test_lengths_are_dealt_evenly_and_neighbours_share_micro_batches():
-    groups = [handle(i, [length]) for i, length in enumerate([10, 80, 20, 70, 30, 60, 40, 50])]
-    plan = plan_batch(
-        groups, [[0.0]] * 8, [[1.0]] * 8, num_ranks=2, global_batch_size=8, micro_batch_size=2, logprob_batch_size=4
-    )
-    assert [[s.length for s in mb] for mb in plan.ranks[0].train[0]] == [[80, 50], [40, 10]]
+def test_fixed_sizes_share_lengths_evenly_and_neighbours_share_micro_batches():
+    plan = plan_of([10, 80, 20, 70, 30, 60, 40, 50], fixed(2, 4), num_ranks=2, global_batch_size=8)
+    for rank in plan.ranks:
+        assert [sum(lengths) for lengths in lengths_of(rank.train[0])] in ([130, 50], [110, 70], [120, 60], [140, 40])
+        assert [len(batch) for batch in rank.logprobs] == [4]
     assert token_imbalance(plan) == 1.0
+
+
+def test_samples_that_no_size_divides_are_spread_over_the_fewest_micro_batches():
+    plan = plan_of(list(range(10, 17)), fixed(3, 7), num_ranks=1, global_batch_size=7)
+    assert lengths_of(plan.ranks[0].train[0]) == [[16, 15], [14, 13], [12, 11, 10]]
+
+
+def test_dynamic_batches_take_what_the_budget_of_padded_tokens_allows():
+    plan = plan_of([64, 60, 33, 30, 16, 10, 9, 3], padded(128, 64, 16), num_ranks=1, global_batch_size=8)
+    assert lengths_of(plan.ranks[0].train[0]) == [[64, 60], [33, 30], [16, 10, 9, 3]]
+    assert lengths_of(plan.ranks[0].logprobs) == [[64], [60], [33], [30, 16], [10, 9, 3]]
+    metrics = packing_metrics(plan, padded(128, 64, 16))
+    assert metrics["packing/fill"] == pytest.approx(225 / (3 * 128))
+    assert metrics["packing/padding_fraction"] == pytest.approx(1 - 225 / (2 * 64 + 2 * 48 + 4 * 16))
+
+
+def test_a_length_rounded_beyond_the_budget_counts_as_the_budget():
+    plan = plan_of([100, 50], padded(100, 100, 64), num_ranks=1, global_batch_size=2)
+    assert lengths_of(plan.ranks[0].train[0]) == [[100], [50]]
+
+
+def test_packed_batches_are_as_few_as_will_do_and_level():
+    lengths = [90, 80, 70, 60, 40, 30, 20, 10] * 2
+    plan = plan_of(lengths, packed(100, 200), num_ranks=2, global_batch_size=16)
+    assert [len(rank.train[0]) for rank in plan.ranks] == [4, 4], "800 tokens by 100"
+    assert [len(rank.logprobs) for rank in plan.ranks] == [2, 2]
+    assert packing_metrics(plan, packed(100, 200))["packing/fill"] == 1.0
+    # With room to spare the micro-batches are even, not the first full and the last empty.
+    plan = plan_of(lengths, packed(300, 300), num_ranks=2, global_batch_size=16)
+    assert [sorted(map(sum, lengths_of(rank.train[0]))) for rank in plan.ranks] == [[200, 200], [200, 200]]
+
+
+def test_a_smaller_budget_for_logprobs_than_for_training():
+    # One rank's three long samples could never be six micro-batches.
+    lengths = [100] * 3 + [51] * 7
+    plan = plan_of(lengths, packed(300, 100), num_ranks=2, global_batch_size=10)
+    assert [len(rank.logprobs) for rank in plan.ranks] == [5, 5]
+    assert len({len(rank.train[0]) for rank in plan.ranks}) == 1 and len(plan.ranks[0].train[0]) < 5
+
+
+def test_micro_batches_that_ranks_do_at_the_same_time_cost_the_same():
+    lengths = long_tailed(1024, 2048, seed=5)
+    for batching in (packed(8192, 8192), padded(8192, 8192, 64), fixed(4, 4)):
+        plan = plan_of(lengths, batching, num_ranks=8, global_batch_size=1024)
+        metrics = packing_metrics(plan, batching)
+        assert metrics["packing/work_imbalance"] < 1.01
+        assert metrics["packing/wait_imbalance"] < 1.03
+        for rank in plan.ranks:
+            costs = [batching.cost(batch) for batch in rank.train[0]]
+            assert max(costs) == pytest.approx(costs[0], rel=0.02), "the costliest first"
+
+
+def test_a_sample_longer_than_any_micro_batch_is_refused_with_its_key():
+    with pytest.raises(ValueError, match=r"a sample of 90 tokens.*policy\.dynamic_batching\.train_mb_tokens.* 90"):
+        plan_of([90, 10], padded(80, 99), num_ranks=1, global_batch_size=2)
+    with pytest.raises(ValueError, match=r"a sample of 99 tokens.*sequence_packing\.logprob_mb_tokens.* 100"):
+        plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
+
+
+def policy(**changes: Any) -> PolicyConfig:
+    """Of the minimal run, with some sections or values replaced."""
+    return PolicyConfig.model_validate(build().policy.model_dump() | changes)
+
+
+def test_batching_of_a_policy():
+    sizes = {"max_total_sequence_length": 1022, "train_micro_batch_size": 2, "logprob_batch_size": 3}
+    assert Batching.of(policy(**sizes), quadratic_weight=0.01) == fixed(2, 3)
+    dynamic = policy(**sizes, dynamic_batching={"enabled": True}, make_sequence_length_divisible_by=48)
+    assert Batching.of(dynamic, quadratic_weight=0.01) == padded(2044, 3066, 192)
+    packing = policy(**sizes, sequence_packing={"enabled": True, "train_mb_tokens": 4096})
+    want = packed(4096, 3066, algorithm="modified_first_fit_decreasing")
+    assert Batching.of(packing, quadratic_weight=0.01) == want
+
+
+def test_sequences_cut_over_context_parallel_ranks_take_a_multiple_of_the_chunks():
+    sizes = {"max_total_sequence_length": 1022, "train_micro_batch_size": 2, "logprob_batch_size": 3}
+    cut = policy(**sizes, sequence_packing={"enabled": True}, dtensor_cfg={"context_parallel_size": 4})
+    want = packed(2048, 3072, length_multiple=8, algorithm="modified_first_fit_decreasing")
+    assert Batching.of(cut, quadratic_weight=0.01) == want
+
+
+def problems(num_ranks: int, multiple: int, **changes: Any) -> dict[str, str]:
+    return dict(check_batching(policy(**changes), num_ranks=num_ranks, micro_batch_multiple=multiple))
+
+
+def test_sizes_that_cannot_work_are_named():
+    assert problems(8, 1) == {}
+    assert "these would: 1, 2, 4, 8" in problems(8, 1, train_micro_batch_size=3)["train_micro_batch_size"]
+    assert "a multiple of 24" in problems(8, 3)["train_global_batch_size"]
+
+
+@pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
+def test_budgets_that_cannot_hold_the_longest_sequence_are_named(section):
+    sizes = {"max_total_sequence_length": 512, "train_micro_batch_size": 3}
+    assert problems(8, 1, **sizes, **{section: {"enabled": True}}) == {}, "micro-batches need not divide"
+    assert problems(8, 1, **{section: {"enabled": False, "train_mb_tokens": 5}}) == {}
+    small = problems(8, 1, **sizes, **{section: {"enabled": True, "logprob_mb_tokens": 500}})
+    assert list(small) == [f"{section}.logprob_mb_tokens"]
+    assert "at least 512" in small[f"{section}.logprob_mb_tokens"]

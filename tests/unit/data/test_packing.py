@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.packing import PackingAlgorithm, even_out, first_fit, get_packer, level, split_fullest
+
+ALGORITHMS = list(PackingAlgorithm)
+
+
+def optimum(lengths: list[int], capacity: int) -> int:
+    """The fewest bins, by dynamic programming over subsets: (bins, tokens of the last) of each, smallest first."""
+    best = [(len(lengths) + 1, 0)] * (1 << len(lengths))
+    best[0] = (1, 0)
+    for subset in range(1, 1 << len(lengths)):
+        for i, length in enumerate(lengths):
+            if subset >> i & 1:
+                bins, load = best[subset ^ 1 << i]
+                candidate = (bins, load + length) if load + length <= capacity else (bins + 1, length)
+                best[subset] = min(best[subset], candidate)
+    return best[-1][0]
+
+
+def naive_first_fit(lengths: list[int], order: list[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for i in order:
+        for members in bins:
+            if sum(lengths[k] for k in members) + lengths[i] <= capacity:
+                members.append(i)
+                break
+        else:
+            bins.append([i])
+    return bins
+
+
+def naive_mffd(lengths: list[int], capacity: int) -> int:
+    """The number of bins of modified first fit decreasing, step by step as Johnson and Garey put it."""
+    rest = sorted(lengths, reverse=True)
+
+    def longest(room: int, low: int = 0, high: int = 6) -> int | None:
+        return next((n for n in rest if n <= room and n * 6 > low * capacity and n * 6 <= high * capacity), None)
+
+    bins = [[n] for n in rest if 2 * n > capacity]
+    rest = rest[len(bins) :]
+    for members in bins:
+        if found := longest(capacity - sum(members), low=2, high=3):
+            members.append(found)
+            rest.remove(found)
+    for members in reversed(bins):
+        small = sorted(n for n in rest if capacity < n * 6 <= 2 * capacity)
+        room = capacity - sum(members)
+        if len(members) == 1 and len(small) >= 2 and small[0] + small[1] <= room:
+            rest.remove(small[0])
+            partner = max(n for n in small[1:] if n <= room - small[0])
+            rest.remove(partner)
+            members += [small[0], partner]
+    while True:
+        for members in bins:
+            while found := longest(capacity - sum(members)):
+                members.append(found)
+                rest.remove(found)
+        if not rest:
+            return len(bins)
+        bins.append([])
+
+
+def long_tailed(number: int, capacity: int, seed: int) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(math.log(0.25 * capacity), 0.6, number)
+    return drawn.clip(1, capacity).astype(int).tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    algorithm=st.sampled_from(ALGORITHMS),
+    capacity=st.integers(1, 60),
+    min_bin_count=st.none() | st.integers(1, 12),
+    multiple=st.none() | st.integers(1, 5),
+    data=st.data(),
+)
+def test_every_sequence_is_in_one_bin_and_no_bin_is_empty_or_too_full(
+    algorithm, capacity, min_bin_count, multiple, data
+):
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))
+    packer = get_packer(algorithm, capacity, True, min_bin_count, multiple)
+    try:
+        bins = packer.pack(lengths)
+    except ValueError as error:
+        assert "cannot fill" in str(error)
+        fewest = max(min_bin_count or 0, optimum(lengths, capacity) if len(lengths) <= 8 else 1)
+        assert fewest + (multiple or 1) > len(lengths), "there were enough sequences"
+        return
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in members) <= capacity for members in bins)
+    assert len(bins) >= (min_bin_count or 0) and len(bins) % (multiple or 1) == 0
+    assert packer.pack(lengths) == bins
+    metrics = packer.metrics
+    assert metrics is not None and metrics.num_bins == len(bins)
+    assert metrics.num_tokens == sum(lengths) == len(bins) * capacity - metrics.waste
+    assert metrics.utilization <= 1 and 0 < metrics.balance <= 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(capacity=st.integers(2, 40), data=st.data())
+def test_decreasing_packers_keep_their_bounds_and_are_what_their_papers_describe(capacity, data):
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=9))
+    fewest = optimum(lengths, capacity)
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    decreasing = get_packer("first_fit_decreasing", capacity).pack(lengths)
+    modified = get_packer("modified_first_fit_decreasing", capacity).pack(lengths)
+    assert fewest <= len(decreasing) <= 11 / 9 * fewest + 6 / 9
+    assert fewest <= len(modified) <= 71 / 60 * fewest + 1
+    by_length = [sorted(lengths[i] for i in members) for members in decreasing]
+    assert by_length == [sorted(lengths[i] for i in members) for members in naive_first_fit(lengths, order, capacity)]
+
+
+@settings(deadline=None, max_examples=60)
+@given(capacity=st.integers(2, 200), data=st.data())
+def test_fast_searches_find_what_plain_ones_find(capacity, data):
+    lengths = data.draw(st.lists(st.integers(1, capacity), min_size=1, max_size=60))
+    order = data.draw(st.permutations(range(len(lengths))))
+    assert first_fit(lengths, order, capacity) == naive_first_fit(lengths, list(order), capacity)
+    assert len(get_packer("modified_first_fit_decreasing", capacity).pack(lengths)) == naive_mffd(lengths, capacity)
+
+
+def test_modified_first_fit_decreasing_mends_the_worst_case_of_first_fit_decreasing():
+    # Johnson 1973: first fit decreasing needs 11 bins for every 9.
+    lengths = [510] * 60 + [270] * 60 + [260] * 60 + [230] * 120
+    assert sum(lengths) == 90 * 1000
+    assert len(get_packer("first_fit_decreasing", 1000).pack(lengths)) == 110
+    assert len(get_packer("modified_first_fit_decreasing", 1000).pack(lengths)) <= 96
+
+
+def test_names_in_any_case_and_wrong_ones():
+    for algorithm in ALGORITHMS:
+        assert type(get_packer(algorithm.name, 8)) is type(get_packer(algorithm.value, 8))
+    with pytest.raises(ValueError, match="best_fit"):
+        get_packer("best_fit", 8)
+
+
+def test_a_sequence_longer_than_a_bin_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"9 tokens.*policy\.sequence_packing\.train_mb_tokens.*at least 9"):
+        get_packer("first_fit_decreasing", 8).pack([3, 9])
+
+
+def test_sequences_keep_their_order_when_concatenated():
+    assert get_packer("concatenative", 10).pack([4, 4, 4, 10, 1]) == [[0, 1], [2], [3], [4]]
+
+
+def test_the_seed_decides_the_order_of_a_shuffle():
+    lengths = long_tailed(100, 64, seed=0)
+    packers = [get_packer("first_fit_shuffle", 64, seed=seed) for seed in (1, 1, 2)]
+    first, same, other = (packer.pack(lengths) for packer in packers)
+    assert first == same != other
+
+
+def test_more_bins_come_from_splitting_the_fullest():
+    assert split_fullest([[0, 1, 2], [3]], [4, 3, 3, 9], 3) == [[0], [3], [1, 2]]
+    lengths = [5] * 12
+    bins = get_packer("first_fit_decreasing", 30, min_bin_count=3, bin_count_multiple=4).pack(lengths)
+    assert [len(members) for members in bins] == [3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not PackingAlgorithm.CONCATENATIVE])
+def test_a_hundred_thousand_sequences_fill_their_bins_in_a_moment(algorithm):
+    lengths = long_tailed(100_000, 8192, seed=0)
+    packer = get_packer(algorithm, 8192, collect_metrics=True)
+    started = time.process_time()
+    packer.pack(lengths)
+    seconds = time.process_time() - started
+    assert packer.metrics is not None
+    assert packer.metrics.utilization > (0.95 if algorithm is PackingAlgorithm.FIRST_FIT_SHUFFLE else 0.985)
+    assert seconds < 4, "0.3 s where nothing else runs; a quadratic search takes minutes"
+
+
+@settings(deadline=None, max_examples=60)
+@given(count=st.integers(1, 10), capacity=st.integers(10, 60), data=st.data())
+def test_level_bins_hold_every_sequence_or_there_are_none(count, capacity, data):
+    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=50))
+    costs = [float(length * length) for length in lengths]
+    bins = level(lengths, costs, count, capacity)
+    if bins is None:
+        # Greedy bins without room for a sequence: together they are more full than this.
+        assert len(lengths) < count or sum(lengths) > count * (capacity - max(lengths))
+        return
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert len(bins) == count and all(0 < sum(lengths[i] for i in members) <= capacity for members in bins)
+
+
+def test_level_bins_cost_the_same_where_capacity_allows():
+    lengths = long_tailed(400, 1000, seed=3)
+    costs = [length + 1e-3 * length * length for length in lengths]
+    bins = level(lengths, costs, 20, 8000)
+    assert bins is not None
+    of_bins = [sum(costs[i] for i in members) for members in bins]
+    assert max(of_bins) < 1.01 * min(of_bins)
+
+
+def test_evening_out_keeps_the_number_of_bins_and_levels_what_is_not_full():
+    lengths = long_tailed(300, 100, seed=1)
+    bins = get_packer("modified_first_fit_decreasing", 100, bin_count_multiple=8).pack(lengths)
+    evened = even_out(bins, lengths, lengths, 100, group=8)
+    assert len(evened) == len(bins)
+    assert sorted(i for members in evened for i in members) == list(range(len(lengths)))
+    loads = [sorted(sum(lengths[i] for i in members) for members in some) for some in (bins, evened)]
+    assert max(loads[1]) <= 100 and loads[1][0] > loads[0][0]
+
+
+def test_evening_out_leaves_full_bins_alone_where_dealing_all_anew_finds_no_room():
+    lengths = [3, 3, 2, 2, 2] * 4 + [4, 2]
+    bins = [[5 * k + i for i in pair_or_three] for k in range(4) for pair_or_three in ([0, 1], [2, 3, 4])]
+    bins += [[20], [21]]
+    assert level(lengths, lengths, 10, 6) is None
+    evened = even_out(bins, lengths, lengths, 6)
+    assert len(evened) == 10 and evened[:5] == bins[:5]
+    assert sorted(i for members in evened for i in members) == list(range(len(lengths)))
+    assert min(sum(lengths[i] for i in members) for members in evened) == 4
