@@ -60,6 +60,7 @@ class Segments:
     Attributes:
         query_lengths, key_lengths: tokens per segment, G numbers each.
         query_offsets, key_offsets: int32 [G + 1], their running sums from 0.
+        longest_query, longest_key: the largest of the lengths, for `torch.compile` numbers instead of G constants.
         context: None when the keys are the batch's own tokens in order.
     """
 
@@ -67,6 +68,8 @@ class Segments:
     key_lengths: tuple[int, ...]
     query_offsets: torch.Tensor
     key_offsets: torch.Tensor
+    longest_query: int
+    longest_key: int
     context: ContextKeys | None = None
 
     @classmethod
@@ -85,6 +88,8 @@ class Segments:
             key_lengths=keys,
             query_offsets=_offsets(queries),
             key_offsets=_offsets(keys),
+            longest_query=max(queries),
+            longest_key=max(keys),
             context=context,
         )
 
@@ -145,6 +150,8 @@ def attention(
             key_lengths=(width,) * rows,
             query_offsets=offsets,
             key_offsets=offsets,
+            longest_query=width,
+            longest_key=width,
         )
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
     if segments.context is not None:
@@ -163,7 +170,7 @@ def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
         and query.shape[-1] % 8 == 0
-        and max(query.shape[-1], value.shape[-1]) <= 256
+        and value.shape[-1] <= query.shape[-1] <= 256
         and _gpu_has_flash(query.device.index)
     )
 
@@ -191,8 +198,8 @@ def _flash(
         F.pad(value, (0, narrower)) if narrower else value,
         segments.query_offsets,
         segments.key_offsets,
-        max(segments.query_lengths),
-        max(segments.key_lengths),
+        segments.longest_query,
+        segments.longest_key,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -199,6 +201,35 @@ def test_neighbours_of_equal_length_share_a_call_and_no_mask_is_made():
 def test_architectures_whose_tokens_meet_elsewhere_are_refused_with_the_reason(config, reason, implementation):
     assert reason in str(supports_segments(config))
     assert attention_implementation(config) == implementation
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**SHAPE, **MIXED, attn_logit_softcapping=2.0),
+        GptOssConfig(**SHAPE, **MIXED, num_local_experts=4, num_experts_per_tok=2),
+    ],
+    ids=["gemma2", "gpt-oss"],
+)
+def test_refused_architectures_are_exact_in_padded_rows_with_the_attention_chosen_for_them(config):
+    expected = states_alone(build(config, "eager"), LENGTHS)
+    layout = RowLayout(padding_free=False, divisible_by=16)
+    actual = states_together(build(config, attention_implementation(config)), LENGTHS, layout)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiled_layers_do_not_compile_anew_for_other_lengths():
+    model, compiled = build(FAMILIES["llama"], ATTENTION), build(FAMILIES["llama"], ATTENTION)
+    counter = CompileCounter()
+    for layer in cast(nn.ModuleList, compiled.base_model.layers):
+        layer.compile(backend=counter)
+    layout, frames = RowLayout(padding_free=True), []
+    for lengths in ([5, 7, 9], [6, 6, 20, 1], [30], [8, 2, 2, 2, 2], [11, 13]):
+        expected = states_together(model, lengths, layout)
+        torch.testing.assert_close(states_together(compiled, lengths, layout), expected)
+        frames.append(counter.frame_count)
+    assert frames[1] == frames[-1]  # once for the first shape, once for any
 
 
 def test_what_segments_cannot_say_is_refused_in_the_attention_itself():
