@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -320,11 +322,6 @@ class PipelineRunner:
         self._loss: MicroBatchLoss | None = None
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
-    @property
-    def micro_batch_multiple(self) -> int:
-        """Steps whose number of micro-batches is a multiple of this need the least memory."""
-        return self.size if self.schedule == "interleaved_1f1b" else 1
-
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only.
 
@@ -336,7 +333,8 @@ class PipelineRunner:
         self._loss = loss
         # The numbers stay on the host, so that reading one does not wait for the device.
         target = torch.arange(len(batches)) if stages[-1].is_last else None
-        schedule.step(target=target, return_outputs=False)
+        with _kept_gathered(self.stages):
+            schedule.step(target=target, return_outputs=False)
         self._loss = None
         for stage in stages:
             stage.batches = ()
@@ -425,6 +423,26 @@ class PipelineRunner:
             )
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
+
+
+@contextmanager
+def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Parameters that FSDP gathers stay so until the step ends.
+
+    The schedules keep them from the first backward pass on; to free them after each forward pass in between would only
+    mean to gather them again for every micro-batch.
+    """
+    blocks = [
+        module
+        for stage in stages
+        for module in stage.modules()
+        if isinstance(module, FSDPModule) and module is not stage  # the root stays gathered anyway
+    ]
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    yield
+    for block in blocks:
+        block.set_reshard_after_forward(True, recurse=False)
 
 
 def from_last_stage(values: dict[str, float], pipeline: DeviceMesh) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from transformers import (
 
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
+from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.pipeline import (
     PipelineRunner,
@@ -29,6 +31,7 @@ from nemo_rl.models.policy.pipeline import (
 from nemo_rl.models.policy.row_layout import RowLayout
 from tests.worlds import run_world
 
+SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "chunk_tokens": 7}
 LAYERS = 5  # uneven over 2 and over 4 stages
 SHAPE = {
     "vocab_size": 61,
@@ -62,15 +65,6 @@ def whole_model(family: str) -> PreTrainedModel:
     return model
 
 
-class Scored(PipelineStageModel):
-    """A stage with a plain head."""
-
-    def score(self, states: torch.Tensor, batch: ModelBatch, *, filtered: bool) -> torch.Tensor:
-        logits = self.hf.lm_head(states) * (1.0 if filtered else 0.5)
-        values = logits.log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
-        return torch.zeros(batch.shape).index_put((batch.rows, batch.columns), values)
-
-
 def batches_of(seed: int, count: int, *, packed: bool = True) -> list[ModelBatch]:
     """Micro-batches of 1 to 3 sequences of different lengths; the last one scores nothing."""
     generator = torch.Generator().manual_seed(seed)
@@ -99,7 +93,7 @@ class Outcome:
 
 
 def in_one_process(model: PreTrainedModel, batches: list[ModelBatch]) -> Outcome:
-    whole = Scored(model)
+    whole = LogprobModel(model, **SAMPLING)
     losses = {}
     for number, batch in enumerate(batches):
         loss = loss_of(number, whole(batch))
@@ -113,7 +107,7 @@ def in_one_process(model: PreTrainedModel, batches: list[ModelBatch]) -> Outcome
 
 def runner_of(
     model: PreTrainedModel, size: int, schedule: str, stages_per_rank: int
-) -> tuple[PipelineRunner, list[Scored]]:
+) -> tuple[PipelineRunner, list[PipelineStageModel]]:
     """On ranks [size, data]; with several data ranks FSDP shards over them."""
     import torch.distributed as dist
 
@@ -124,7 +118,9 @@ def runner_of(
     data = dist.get_world_size() // size
     mesh = init_device_mesh("cpu", (size, data), mesh_dim_names=("pipeline_parallel", "dp_shard"))
     pipeline = mesh["pipeline_parallel"]
-    stages = [Scored(part) for part in split(model, pipeline.get_local_rank(), size, config.pipeline)]
+    stages = [
+        PipelineStageModel(part, **SAMPLING) for part in split(model, pipeline.get_local_rank(), size, config.pipeline)
+    ]
     if data > 1:
         for stage in stages:
             for layer in stage.hf.base_model.layers:
@@ -138,7 +134,7 @@ def runner_of(
     return PipelineRunner(stages, pipeline, torch.device("cpu"), config, torch.float32), stages
 
 
-def outcome_of(runner: PipelineRunner, stages: list[Scored], batches: list[ModelBatch]) -> Outcome:
+def outcome_of(runner: PipelineRunner, stages: list[PipelineStageModel], batches: list[ModelBatch]) -> Outcome:
     losses: dict[int, float] = {}
 
     def loss(number: int, logprobs: torch.Tensor) -> torch.Tensor:
