@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.policy import tp_plans
+from nemo_rl.models.policy.grad_norm import clip_grad_norm
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.parallelize import build_on_meta, decoder_layers, materialize, shard
@@ -57,13 +58,16 @@ def optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 Outcome = dict[str, torch.Tensor]
-"""Loss, hidden states, "gradient of NAME", "NAME after the step" and the loss after it."""
+"""Loss, hidden states, norm, "gradient of NAME" (clipped), "NAME after the step" and the loss after it."""
+
+Parameters = Callable[[], Iterator[tuple[str, nn.Parameter]]]
 
 
-def step(model: Scored, ids: torch.Tensor, parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]) -> Outcome:
+def step(model: Scored, ids: torch.Tensor, parameters: Parameters, clip: Callable[..., torch.Tensor]) -> Outcome:
     loss, states = model(ids)
     loss.backward()
-    outcome = {"loss": loss.detach(), "states": states}
+    outcome = {"loss": loss.detach(), "states": states, "norm": clip(model.parameters(), 5.0)}
+    assert outcome["norm"] > 10, "clipping changes something"
     outcome |= {f"gradient of {name}": whole(p.grad) for name, p in parameters() if p.grad is not None}
     optimizer(model).step()
     outcome |= {f"{name} after the step": whole(p.detach()) for name, p in parameters()}
@@ -73,7 +77,7 @@ def step(model: Scored, ids: torch.Tensor, parameters: Callable[[], Iterator[tup
 
 def reference(path: Path) -> Outcome:
     model = Scored(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
-    return step(model, token_ids(), model.hf.named_parameters)
+    return step(model, token_ids(), model.hf.named_parameters, torch.nn.utils.clip_grad_norm_)
 
 
 def cut(path: Path, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None = None) -> PreTrainedModel:
@@ -87,24 +91,27 @@ def filled(model: nn.Module, hf: PreTrainedModel, path: Path) -> None:
     load_weights(dict(named_tensors(hf)), str(path), lambda *_: False)
 
 
-def trained(path: Path, rank: int, world: int, *, sequence_parallel: bool, custom_plan: str | None = None) -> Outcome:
-    """One step on 2 tensor-parallel ranks, and on 4 ranks with FSDP2 besides."""
-    mesh = ParallelMesh("cpu", ParallelSizes(dp_shard=world // 2, tensor_parallel=2))
+def trained(
+    path: Path, sizes: ParallelSizes, *, sequence_parallel: bool, custom_plan: str | None = None, lora: bool = False
+) -> Outcome:
+    """One step; under FSDP2 too where there are more ranks than the tensor-parallel ones."""
+    mesh = ParallelMesh("cpu", sizes)
     assert mesh.tensor is not None
     hf = cut(path, mesh.tensor, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
     model = Scored(hf)
-    if world > 2:
-        shard(model, decoder_layers(hf), mesh, torch.float32, cpu_offload=False, experts=[])
+    if sizes.data_parallel > 1:
+        shard(model, decoder_layers(hf), mesh, torch.float32, cpu_offload=False)
     filled(model, hf, path)
-    rows = token_ids().chunk(world // 2)[mesh.data_rank]
-    outcome = step(model, rows, hf.named_parameters)
+    rows = token_ids().chunk(sizes.data_parallel)[mesh.data_rank]
+    outcome = step(model, rows, hf.named_parameters, clip_grad_norm)
     for name in ("loss", "loss after the step"):
         torch.distributed.all_reduce(outcome[name], group=mesh.data_group)
     return outcome
 
 
-def worst(outcome: Outcome, want: Outcome) -> dict[str, float]:
-    """Relative differences above 1e-5, by name."""
+def worst(outcome: Outcome, want: Outcome, rows: slice = slice(None)) -> dict[str, float]:
+    """Relative differences above 1e-5, by name. `rows` are those of this rank."""
+    want = want | {"states": want["states"][rows]}
     assert set(outcome) == set(want)
     differences = {
         name: ((outcome[name] - value).norm() / value.norm().clamp(min=1e-6)).item() for name, value in want.items()
@@ -112,13 +119,33 @@ def worst(outcome: Outcome, want: Outcome) -> dict[str, float]:
     return {name: difference for name, difference in differences.items() if not difference <= 1e-5}
 
 
+TWO = ParallelSizes(tensor_parallel=2)
+
+
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_step_on_two_ranks_equals_one_process(tmp_path, family):
     save_random_model(family, tmp_path)
 
     def rank_main(rank: int, world: int) -> list[Outcome]:
-        return [trained(tmp_path, rank, world, sequence_parallel=sp) for sp in (False, True)]
+        return [trained(tmp_path, TWO, sequence_parallel=sp) for sp in (False, True)]
 
     want = reference(tmp_path)
     for outcomes in run_world(rank_main, 2):
         assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
+
+
+@pytest.mark.parametrize("family", ALL_FAMILIES)
+def test_a_step_on_two_by_two_ranks_with_fsdp_equals_one_process(tmp_path, family):
+    save_random_model(family, tmp_path)
+    sizes = [ParallelSizes(dp_shard=2, tensor_parallel=2), ParallelSizes(dp_replicate=2, tensor_parallel=2)]
+
+    def rank_main(rank: int, world: int) -> list[Outcome]:
+        return [
+            trained(tmp_path, sizes[0], sequence_parallel=False),
+            trained(tmp_path, sizes[family == "llama"], sequence_parallel=True),
+        ]
+
+    want = reference(tmp_path)
+    for rank, outcomes in enumerate(run_world(rank_main, 4)):
+        rows = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+        assert [worst(outcome, want, rows) for outcome in outcomes] == [{}, {}]

@@ -1,0 +1,79 @@
+"""The gradient's norm over every axis of the mesh, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, *, pipeline_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Scale the gradients in place to a 2-norm of at most `max_norm`; returns the norm before. Collective.
+
+    Every element of a gradient counts once: shards are summed over the ranks that share them, whichever mesh and axes
+    that is, and copies are not. Plain gradients count as copies. Nothing waits for the device. Where the norm is not
+    finite, gradients stay as they are; with `max_norm` None they always do.
+
+    Args:
+        parameters: all of this rank's, in the same order on the ranks of one pipeline stage. On a device mesh of FSDP,
+            tensor or expert parallelism the gradient is a DTensor that says so.
+        pipeline_group: ranks that hold other layers.
+
+    Returns:
+        float32 [], the same on every rank.
+    """
+    parameters = list(parameters)
+    assert parameters, "nothing is trained on this rank"
+    gradients = [_reduced(parameter) for parameter in parameters if parameter.grad is not None]
+    squares = _squares_by_groups(gradients)
+    groups: list[dist.ProcessGroup] = []
+    for found in squares:
+        groups += [group for group in found if group not in groups]
+    for group in groups:
+        shared = [found for found in squares if group in found]
+        reduced = torch.stack([squares[found] for found in shared])
+        dist.all_reduce(reduced, group=group)
+        squares |= dict(zip(shared, reduced.unbind(), strict=True))
+    total = torch.stack([torch.zeros((), device=parameters[0].device), *squares.values()]).sum()
+    if pipeline_group is not None:
+        dist.all_reduce(total, group=pipeline_group)
+    norm = total.sqrt()
+    if max_norm is not None and gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_local(g) for g in gradients], torch.where(norm.isfinite(), scale, 1.0))
+    return norm
+
+
+def _reduced(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient, without sums that are still due: on tensor-parallel ranks without FSDP it may be such a sum."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = parameter.grad = gradient.redistribute(placements=placements)
+    return gradient
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.ProcessGroup, ...], torch.Tensor]:
+    """Sums of squares of the local gradients, by the groups over which these are shards."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        found: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+            found = tuple(mesh.get_group(axis) for axis in axes)
+        by_groups.setdefault(found, []).append(_local(gradient))
+    return {
+        found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
+        for found, local in by_groups.items()
+    }
