@@ -36,9 +36,11 @@ class FixedSize:
         return [size] * (count - left_over) + [size + 1] * left_over
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
         return len(micro_batch) * _longest(micro_batch)
 
     def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
         return self.padded_tokens(micro_batch)
 
 
@@ -54,6 +56,7 @@ class PaddedTokens:
     section: ClassVar = "dynamic_batching"
 
     def padded_length(self, length: int) -> int:
+        """Tokens that a sequence of `length` takes."""
         return min(round_up(length, self.length_round), self.tokens)
 
     def sizes(self, longest: Sequence[int], multiple: int) -> list[int]:
@@ -75,9 +78,11 @@ class PaddedTokens:
         return sizes
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
         return len(micro_batch) * self.padded_length(_longest(micro_batch))
 
     def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
         return self.tokens
 
 
@@ -94,12 +99,15 @@ class PackedTokens:
     section: ClassVar = "sequence_packing"
 
     def padded_length(self, length: int) -> int:
+        """Tokens that a sequence of `length` takes."""
         return round_up(length, self.length_multiple)
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
         return len(micro_batch) * _longest(micro_batch)
 
     def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
         return self.tokens
 
 

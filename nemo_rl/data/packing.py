@@ -381,8 +381,8 @@ def level(lengths: Sequence[int], costs: Sequence[float], count: int, capacity: 
 def even_out(bins: Bins, lengths: Sequence[int], costs: Sequence[float], capacity: int, group: int = 1) -> Bins:
     """As many bins, of more even cost: the sequences of the emptiest are dealt out anew.
 
-    Of all bins where that succeeds, else of half of them, of a quarter and so on, in multiples of `group`: packers fill
-    the first bins to the brim and leave the last ones nearly empty.
+    Of all bins where that succeeds, else of three quarters of them, of nine sixteenths and so on, in multiples of
+    `group`: packers fill the first bins to the brim and leave the last ones nearly empty.
     """
     fullest_first = sorted(bins, key=lambda members: -sum(lengths[i] for i in members))
     size = len(bins)
@@ -392,10 +392,9 @@ def even_out(bins: Bins, lengths: Sequence[int], costs: Sequence[float], capacit
         dealt = level([lengths[i] for i in positions], [costs[i] for i in positions], size, capacity)
         if dealt is not None:
             return kept + [[positions[k] for k in members] for members in dealt]
-        smaller = round_up(size // 2, group)
-        if smaller in (0, size):
+        size = min(round_up(3 * size // 4, group), size - group)
+        if size <= 0:
             return fullest_first
-        size = smaller
 
 
 PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
