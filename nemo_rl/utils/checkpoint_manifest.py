@@ -73,6 +73,12 @@ def sealed_bytes(directory: Path) -> int | None:
     return None if files is None else sum(int(entry["size"]) for entry in files.values())
 
 
+def sealed_names(directory: Path) -> list[str]:
+    """Files of the manifest, relative to `directory`; none when it is missing or damaged."""
+    manifest_path = directory / MANIFEST_NAME
+    return sorted((_read_manifest(manifest_path) or {}) if manifest_path.is_file() else {})
+
+
 def write_synced(path: Path, text: str) -> None:
     """Writes `text` and returns once it is on stable storage."""
     with path.open("w", encoding="utf-8") as file:

@@ -12,6 +12,7 @@ a mapping from name to tensor or DTensor.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -259,7 +260,9 @@ def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
     if not _is_first():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    hf.config.save_pretrained(directory)
+    config = copy.deepcopy(hf.config)
+    config.use_cache = True  # off while training; whoever loads the model generates with it
+    config.save_pretrained(directory)
     if hf.can_generate():
         assert hf.generation_config is not None
         hf.generation_config.save_pretrained(directory)

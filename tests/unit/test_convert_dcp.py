@@ -1,0 +1,214 @@
+"""Every format of a checkpoint becomes a Hugging Face model with the logits of the policy it was saved from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+
+from examples.converters.convert_dcp_to_hf import convert
+from nemo_rl.distributed.exported_tensor import exported
+from nemo_rl.models.policy.checkpoint import (
+    PolicyState,
+    policy_tensors,
+    save_consolidated,
+    save_model_files,
+    save_state,
+    save_tensors,
+)
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.utils.config import CheckpointingConfig
+from tests.unit.policy.models import VOCAB, save_random_model
+from tests.worlds import run_world
+
+IDS = torch.arange(2, 26).view(2, 12)
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+EXPERTS: dict[str, Callable[[], Any]] = {
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
+    ),
+    "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek-v3": lambda: DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8,
+    ),
+}  # fmt: skip
+
+
+def model_of(family: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    if family in EXPERTS:
+        model = AutoModelForCausalLM.from_config(EXPERTS[family]())
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            save_random_model(family, Path(directory))
+            model = AutoModelForCausalLM.from_pretrained(directory)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # what training moves, and no parameter
+            buffer.copy_(torch.randn_like(buffer))
+    return model.eval()
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits.float()
+
+
+def save(directory: Path, family: str, save_format: Any) -> torch.Tensor:
+    """A checkpoint of two ranks under `directory/policy`; the logits of the policy."""
+
+    model = model_of(family)  # here: in a world, save_pretrained writes on rank 0 alone
+
+    def rank_main(rank: int, world: int) -> torch.Tensor:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        policy = directory / "policy"
+        save_state(PolicyState.of(policy_tensors([model]), None, None), policy, save_format)
+        save_model_files(model, policy)
+        (policy / "tokenizer").mkdir(exist_ok=True)
+        (policy / "tokenizer" / "tokenizer_config.json").write_text("{}")
+        return logits_of(model)
+
+    return run_world(rank_main, 2)[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "save_format"),
+    [
+        ("qwen2-tied", "torch_save"),
+        ("llama", "safetensors"),
+        ("qwen3-moe", "torch_save"),
+        ("mixtral", "safetensors"),
+        ("deepseek-v3", "torch_save"),
+    ],
+)
+@pytest.mark.parametrize("given", [".", "policy/weights"])
+def test_the_converted_model_has_the_logits_of_the_policy(tmp_path, family, save_format, given):
+    want = save(tmp_path, family, save_format)
+    convert(tmp_path / given, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(logits_of(model), want, rtol=1e-5, atol=1e-6)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer_config.json"} < names
+    assert json.loads((tmp_path / "out" / "config.json").read_text()).get("use_cache", True) is True
+    stored = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
+    if family in EXPERTS:
+        assert any(".experts.3." in name for name in stored), "experts one by one, as models come"
+    if family == "deepseek-v3":
+        assert any(name.endswith("e_score_correction_bias") for name in stored)
+
+
+def test_a_consolidated_directory_converts_too(tmp_path):
+    model = model_of("llama")
+
+    def rank_main(rank: int, world: int) -> torch.Tensor:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        tensors = [exported(name, lambda tensor=tensor: tensor) for name, tensor in policy_tensors([model]).items()]
+        save_consolidated(tensors, model, tmp_path / "policy" / "weights" / "consolidated")
+        return logits_of(model)
+
+    want = run_world(rank_main, 2)[0]
+    (tmp_path / "policy" / "tokenizer").mkdir()
+    (tmp_path / "policy" / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    consolidated = tmp_path / "policy" / "weights" / "consolidated"
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(consolidated)), want)
+    convert(consolidated, tmp_path / "out")
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), want)
+    assert (tmp_path / "out" / "tokenizer_config.json").is_file()
+
+
+def test_parameters_are_cast_when_asked_and_buffers_are_not(tmp_path):
+    save(tmp_path, "deepseek-v3", "torch_save")
+    convert(tmp_path, tmp_path / "out", dtype="bfloat16")
+    stored = {n: t for file in (tmp_path / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    dtypes = {name.endswith("e_score_correction_bias"): tensor.dtype for name, tensor in stored.items()}
+    assert dtypes == {False: torch.bfloat16, True: torch.float32}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+# -- what is refused
+
+
+def test_a_checkpoint_of_adapters_points_to_the_other_converter(tmp_path):
+    tensors = {f"model.layers.0.q_proj.lora_{part}": torch.zeros(2, 2) for part in "AB"}
+    run_world(lambda rank, world: save_tensors(tensors, tmp_path / "policy" / "weights", "torch_save"), 1)
+    with pytest.raises(ValueError, match=r"adapters alone.*convert_lora_to_hf\.py"):
+        convert(tmp_path, tmp_path / "out")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"convert_lora_to_hf\.py"):
+        convert(tmp_path / "adapter", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_another_model_are_refused_with_the_differences(tmp_path):
+    save(tmp_path, "llama", "torch_save")
+    config = json.loads((tmp_path / "policy" / "config.json").read_text())
+    (tmp_path / "policy" / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"9 missing there: model\.layers\.2\."):
+        convert(tmp_path, tmp_path / "out")
+
+
+def test_a_damaged_step_is_refused_by_file(tmp_path):
+    def write(directory: Path) -> None:
+        save(directory, "llama", "torch_save")
+
+    config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "c"), metric_name=None)
+    step = CheckpointManager(config).save(1, write, {}, "", {})
+    shard = next((step / "policy" / "weights").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"is damaged: policy/weights/{shard.name} is not what was saved"):
+        convert(step, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: None, "is no directory"),
+        (lambda path: path.mkdir(), "holds no policy/weights"),
+        (lambda path: (path / "policy" / "weights").mkdir(parents=True), "holds no policy/weights"),
+    ],
+)
+def test_what_is_no_checkpoint_ends_with_status_2_and_what_to_give(tmp_path, prepare, message):
+    prepare(tmp_path / "c")
+    script = Path(__file__).parents[2] / "examples" / "converters" / "convert_dcp_to_hf.py"
+    command = [sys.executable, str(script), "--checkpoint", str(tmp_path / "c"), "--hf-ckpt-path", str(tmp_path / "o")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert message in ended.stderr and "step_N" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_unfinished_checkpoints_and_directories_in_use_are_refused(tmp_path):
+    (tmp_path / "tmp_step_3").mkdir()
+    with pytest.raises(ValueError, match="never finished"):
+        convert(tmp_path / "tmp_step_3", tmp_path / "out")
+    with pytest.raises(ValueError, match="exists already"):
+        convert(tmp_path, tmp_path)
