@@ -37,6 +37,10 @@ _ALLOWED_GLOBALS = {
 }  # fmt: skip
 
 
+class DamagedTensorsError(CheckpointError):
+    """The header of saved tensors cannot be read."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         is_dtype = module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)
@@ -55,7 +59,8 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     """What is known of each tensor saved in `directory`, by name: `size` and `properties.dtype`.
 
     Raises:
-        CheckpointError: when there are no tensors, or a header is damaged or not what torch writes.
+        CheckpointError: when there are no tensors.
+        DamagedTensorsError: when a header is damaged or not what torch writes.
     """
     path = directory / METADATA_NAME
     if not holds_tensors(directory):
@@ -73,7 +78,7 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
             metadata = HuggingFaceStorageReader(path=str(directory)).read_metadata()
     except (pickle.UnpicklingError, EOFError, ImportError, SafetensorError, KeyError, ValueError) as error:
         name = path.name if path.is_file() else "a safetensors file"
-        raise CheckpointError(f"{directory}: {name} is damaged ({error}); restore it from a copy") from error
+        raise DamagedTensorsError(f"{directory}: {name} is damaged ({error}); restore it from a copy") from error
     return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
 

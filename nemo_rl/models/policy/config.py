@@ -92,7 +92,8 @@ class LoRAConfig(StrictModel):
     """Dropout of the adapters' input while training."""
 
     lora_A_init: Literal["xavier", "uniform", "gaussian"] = "xavier"
-    """How the first matrix is drawn: Xavier normal, Kaiming uniform (the usual PEFT default) or N(0, 1/dim)."""
+    """How the first matrix is drawn: Xavier normal, Kaiming uniform (PEFT's default) or normal with a standard
+    deviation of 1 / dim."""
 
     refit: Literal["merged", "adapter"] = "merged"
     """What generation receives: whole merged weights, or the adapters alone on top of the base weights it keeps."""
@@ -295,7 +296,7 @@ class PolicyConfig(StrictModel):
     """Data type of the forward and backward pass."""
 
     master_precision: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which the sharded weights and the optimizer state are kept."""
+    """Data type in which the sharded weights and the optimizer state are kept; frozen weights (LoRA) in `precision`."""
 
     make_sequence_length_divisible_by: int = Field(default=1, ge=1)
     """Padded length of a micro-batch is a multiple of this."""

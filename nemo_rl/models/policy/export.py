@@ -61,7 +61,12 @@ def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames)
         if lora.is_adapter(attribute):
             return
         if attribute == "weight":
-            yield exported(names.stored_name(name), lambda: lora.merged_weight(module))
+            yield ExportedTensor(
+                name=names.stored_name(name),
+                shape=tuple(module.weight.shape),
+                dtype=module.weight.dtype,
+                gather=lambda dtype: gathered(lora.merged_weight(module), dtype),
+            )
             return
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:

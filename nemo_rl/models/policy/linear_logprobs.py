@@ -2,7 +2,7 @@
 
     hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: logsumexp, logit of the target
 
-Forward keeps one logsumexp per token; backward computes each tile again, turns it into its gradient in place and adds
+Forward keeps two numbers per token, of which the logsumexp is made; backward computes each tile again, turns it into its gradient in place and adds
 it into the gradients of states and head. This is the idea of Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009)
 and of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their kernels are Triton's, so for
 CUDA alone, and sum up to a loss; policy gradients need the logprob of every token, under the sampled distribution, with
@@ -22,11 +22,12 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.token_filter import smallest_kept
 
-TILE_BYTES = 64 << 20
-"""Memory of one tile of logits, where `chunk_tokens` does not ask for less."""
+TILE_BYTES = 32 << 20
+"""Memory of one tile of logits: no more fits the caches of CPUs and GPUs, and matrix products are at full speed."""
 
 _MAX_ROWS = 8192
 _COLUMN_MULTIPLE = 64
+_WHOLE_ROWS_TILES = 4  # whole rows are long: with fewer of them at a time, reading the head would take all the time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ def linear_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
     chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
 ) -> torch.Tensor:
     """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
 
@@ -89,9 +91,11 @@ def linear_logprobs(
     Args:
         states: [N, H] of the weight's dtype, equal on all ranks of the group.
         targets: int64 [N], numbers in the whole vocabulary, equal on all ranks of the group.
-        chunk_tokens: the most rows whose logits are in memory at a time; None: as many as `TILE_BYTES` allows.
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
+        tile_bytes: memory of one tile of logits; with top-k or top-p four times as much.
     """
-    return _apply(states, head, targets, top_k, top_p, chunk_tokens, with_entropy=False)[0]
+    options = _Options.of(head, chunk_tokens, tile_bytes, top_k, top_p)
+    return _apply(states, head, targets, options)[0]
 
 
 def linear_logprobs_and_entropy(
@@ -102,33 +106,17 @@ def linear_logprobs_and_entropy(
     top_k: int | None = None,
     top_p: float = 1.0,
     chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_logprobs`, and the entropy in nats of the same distributions, float32 [N], without gradient."""
-    return _apply(states, head, targets, top_k, top_p, chunk_tokens, with_entropy=True)
+    options = _Options.of(head, chunk_tokens, tile_bytes, top_k, top_p, with_entropy=True)
+    return _apply(states, head, targets, options)
 
 
 def _apply(
-    states: torch.Tensor,
-    head: OutputHead,
-    targets: torch.Tensor,
-    top_k: int | None,
-    top_p: float,
-    chunk_tokens: int | None,
-    *,
-    with_entropy: bool,
+    states: torch.Tensor, head: OutputHead, targets: torch.Tensor, options: _Options
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert states.dtype == head.weight.dtype and 0.0 < top_p <= 1.0 and len(head.weight) > 0
-    options = _Options(
-        transform=head.transform,
-        temperature=head.temperature,
-        group=head.group,
-        start=head.start,
-        vocab_size=head.vocab_size,
-        top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
-        top_p=top_p,
-        chunk_tokens=chunk_tokens,
-        with_entropy=with_entropy,
-    )
+    assert states.dtype == head.weight.dtype and len(head.weight) > 0
     scores = _LinearLogprobs.apply(states, head.weight, head.bias, targets, options)
     assert isinstance(scores, tuple)
     return scores
@@ -136,7 +124,12 @@ def _apply(
 
 @torch.no_grad()
 def topk_logits(
-    states: torch.Tensor, head: OutputHead, k: int, *, chunk_tokens: int | None = None
+    states: torch.Tensor,
+    head: OutputHead,
+    k: int,
+    *,
+    chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest logits of every row, descending: values float32 [N, k] and numbers in the vocabulary int64 [N, k].
 
@@ -146,17 +139,8 @@ def topk_logits(
         ValueError: k is larger than the vocabulary.
     """
     if not 1 <= k <= head.vocab_size:
-        raise ValueError(
-            f"the top {k} of {head.vocab_size} logits were asked for; use a k from 1 to the vocabulary size"
-        )
-    options = _Options(
-        transform=head.transform,
-        temperature=head.temperature,
-        group=head.group,
-        start=head.start,
-        vocab_size=head.vocab_size,
-        chunk_tokens=chunk_tokens,
-    )
+        raise ValueError(f"k={k}: the vocabulary has {head.vocab_size} logits; use a k from 1 to that")
+    options = _Options.of(head, chunk_tokens, tile_bytes)
     tiles = _Tiles(states, head.weight, head.bias, options)
     values = tiles.buffer.new_full((len(states), k), float("-inf"))
     indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
@@ -166,12 +150,12 @@ def topk_logits(
             where += head.start + columns.start
             _keep_largest(values[rows], indices[rows], found, where)
     if head.group is not None and len(states) > 0:
-        shape = (head.group.size(), len(states), k)
+        shape = (head.group.size() * len(states), k)
         all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
         dist.all_gather_into_tensor(all_values, values, group=head.group)
         dist.all_gather_into_tensor(all_indices, indices, group=head.group)
         values.fill_(float("-inf"))
-        for found, where in zip(all_values, all_indices, strict=True):
+        for found, where in zip(all_values.split(len(states)), all_indices.split(len(states)), strict=True):
             _keep_largest(values, indices, found, where)
     return values, indices
 
@@ -192,32 +176,58 @@ class _Options:
     group: dist.ProcessGroup | None
     start: int
     vocab_size: int
-    top_k: int | None = None  # None where it takes nothing away
-    top_p: float = 1.0
-    chunk_tokens: int | None = None
-    with_entropy: bool = False
+    chunk_tokens: int | None
+    tile_bytes: int
+    top_k: int | None  # None where it takes nothing away
+    top_p: float
+    with_entropy: bool
+
+    @classmethod
+    def of(
+        cls,
+        head: OutputHead,
+        chunk_tokens: int | None,
+        tile_bytes: int,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        *,
+        with_entropy: bool = False,
+    ) -> _Options:
+        assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
+        return cls(
+            transform=head.transform,
+            temperature=head.temperature,
+            group=head.group,
+            start=head.start,
+            vocab_size=head.vocab_size,
+            chunk_tokens=chunk_tokens,
+            tile_bytes=tile_bytes,
+            top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
+            top_p=top_p,
+            with_entropy=with_entropy,
+        )
 
     @property
     def is_filtered(self) -> bool:
         return self.top_k is not None or self.top_p < 1.0
 
+    def rows_per(self, num_bytes: int, itemsize: int) -> int:
+        """Whole rows of logits in `num_bytes`, on every rank as many as where the share of the vocabulary is largest.
+
+        All ranks of the group take part in the filter of every tile, so they must cut the rows alike.
+        """
+        num_ranks = 1 if self.group is None else self.group.size()
+        return max(1, num_bytes // itemsize // -(-self.vocab_size // num_ranks))
+
     def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
         """Rows and columns of a tile, out of `num_rows` tokens and this rank's `num_columns` of the vocabulary."""
-        budget = TILE_BYTES // itemsize
-        if self.is_filtered:
-            # By the largest share of the vocabulary: every rank takes part in the filter of every tile. Finding the
-            # nucleus takes three more tensors of the tile's size.
-            num_ranks = 1 if self.group is None else self.group.size()
-            rows = budget // 4 // -(-self.vocab_size // num_ranks)
-            return self._at_most(num_rows, max(1, rows)), num_columns
-        rows = self._at_most(num_rows, _MAX_ROWS)
-        columns = max(1, budget // max(1, rows) // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-        return rows, min(columns, num_columns)
-
-    def _at_most(self, num_rows: int, rows: int) -> int:
+        rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else _MAX_ROWS
         rows = rows if self.chunk_tokens is None else min(rows, self.chunk_tokens)
-        num_blocks = max(1, -(-num_rows // rows))
-        return -(-num_rows // num_blocks)  # equal blocks
+        rows = -(-num_rows // max(1, -(-num_rows // rows)))  # equal blocks
+        if self.is_filtered:
+            return rows, num_columns
+        columns = self.tile_bytes // itemsize // max(1, rows) // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
+        return rows, min(max(_COLUMN_MULTIPLE, columns), num_columns)
 
 
 class _Tiles:
@@ -264,6 +274,13 @@ class _Tiles:
             return None
         # d/dx of c tanh(x) is c (1 - tanh^2 x)
         return tile.mul(1.0 / self.softcap_scale).square_().neg_().add_(1.0).mul_(self.softcap_scale)
+
+    def smallest_kept(self, tile: torch.Tensor) -> torch.Tensor:
+        """The smallest logit [rows] that top-k and top-p leave, of a tile of whole rows."""
+        options = self.options
+        # A few rows at a time: finding a nucleus takes three more tensors of their size.
+        few = options.rows_per(options.tile_bytes, self.dtype.itemsize)
+        return torch.cat([smallest_kept(rows, options.top_k, options.top_p, options.group) for rows in tile.split(few)])
 
     def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: _Place) -> None:
         """-inf, in place, to logits below `kept` [rows] that are not the target's."""
@@ -325,8 +342,9 @@ class _Sums:
         dist.all_reduce(sums, group=group)
         self.total, self.target, self.spread = sums
 
-    def logsumexp(self) -> torch.Tensor:
-        return self.maximum + self.total.log()
+    def logprobs(self) -> torch.Tensor:
+        # In this order, and not by their logsumexp: large logits would take digits of it.
+        return self.target - self.maximum - self.total.log()
 
     def entropy(self) -> torch.Tensor:
         return self.total.log() + self.spread / self.total
@@ -350,26 +368,26 @@ class _LinearLogprobs(torch.autograd.Function):
                 tile = tiles.logits(rows, columns, block)
                 target = _Place.of(targets[rows], options.start + columns.start, len(block))
                 if options.is_filtered:
-                    kept[rows] = smallest_kept(tile, options.top_k, options.top_p, options.group)
+                    kept[rows] = tiles.smallest_kept(tile)
                     tiles.filter(tile, kept[rows], target)
                 sums.add(rows, tile, target, with_entropy=options.with_entropy)
         if options.group is not None and len(states) > 0:
             sums.reduce(options.group)
-        logsumexp = sums.logsumexp()
-        ctx.save_for_backward(states, weight, bias, targets, kept, logsumexp)
+        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total)
         ctx.options = options
         entropy = sums.entropy()
         ctx.mark_non_differentiable(entropy)
-        return sums.target - logsumexp, entropy
+        return sums.logprobs(), entropy
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        states, weight, bias, targets, kept, logsumexp = ctx.saved_tensors
+        states, weight, bias, targets, kept, maximum, total = ctx.saved_tensors
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         options: _Options = ctx.options
         tiles = _Tiles(states, weight, bias, options)
         sums = _Gradients(tiles, needs_states, needs_weight, needs_bias)
-        scaled = grads[0] * tiles.scale
+        rising = grads[0] * tiles.scale
+        falling = -rising / total
         for columns, block in tiles.column_blocks():
             for rows in tiles.row_blocks:
                 tile = tiles.logits(rows, columns, block)
@@ -378,9 +396,8 @@ class _LinearLogprobs(torch.autograd.Function):
                 if options.is_filtered:
                     tiles.filter(tile, kept[rows], target)
                 # d log p(target) / d logit = [is target] - p
-                grad = scaled[rows, None]
-                tile.sub_(logsumexp[rows, None]).exp_().mul_(-grad)
-                tile.scatter_add_(1, target.index, torch.where(target.is_here, grad, 0.0))
+                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+                tile.scatter_add_(1, target.index, torch.where(target.is_here, rising[rows, None], 0.0))
                 if slope is not None:
                     tile.mul_(slope)
                 sums.add(rows, columns, tile, block)

@@ -46,13 +46,18 @@ def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
     """Learning rates, betas, ... of each group, and the scheduler's counters: plain values, copied."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return copy.deepcopy({"param_groups": groups, "scheduler": None if scheduler is None else scheduler.state_dict()})
+    counters = None if scheduler is None else scheduler.state_dict()
+    return copy.deepcopy({"class": _class_name(optimizer), "param_groups": groups, "scheduler": counters})
 
 
 def load_optimizer_settings(
     settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
 ) -> None:
     """Inverse of `optimizer_settings`. Raises CheckpointError when they are of another optimizer or schedule."""
+    if settings["class"] != _class_name(optimizer):  # Adam and AdamW, say, keep the same state and differ in a setting
+        raise CheckpointError(
+            f"the checkpoint was saved by {settings['class']}, this run has {_class_name(optimizer)}: {_PUT_BACK}"
+        )
     groups: Sequence[Mapping[str, Any]] = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -70,6 +75,10 @@ def load_optimizer_settings(
                 group[key] = value
     if scheduler is not None:
         scheduler.load_state_dict(settings["scheduler"])
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 _PUT_BACK = "put policy.optimizer back to what the checkpoint's config.yaml says"

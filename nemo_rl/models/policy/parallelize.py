@@ -48,7 +48,7 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
 
     Its attention is the library's, or, where that would not compute the same, the model's own.
     """
-    implementation = attention.ATTENTION if attention.supports_segments(config) is None else "eager"
+    implementation = attention.attention_implementation(config)
     with parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     model.tie_weights()  # left out by transformers where weights are not initialised

@@ -35,6 +35,7 @@ def build_stages(
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
     if config.dtensor_cfg.lora_cfg.enabled:
         lora.apply_lora(whole, config.dtensor_cfg.lora_cfg)
+        lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
         parts = pipeline.split(whole, mesh.pipeline_rank, mesh.pipeline.size(), config.dtensor_cfg.pipeline)

@@ -71,9 +71,9 @@ def _largest(logits: torch.Tensor, k: int, group: dist.ProcessGroup | None) -> t
     if group is None:
         return best
     best = F.pad(best, (0, k - width), value=float("-inf"))  # shards of the vocabulary may be narrower than k
-    gathered = best.new_empty(group.size(), *best.shape)
+    gathered = best.new_empty(group.size() * len(best), k)
     dist.all_gather_into_tensor(gathered, best.contiguous(), group=group)
-    return gathered.transpose(0, 1).flatten(1).topk(k, dim=1).values
+    return gathered.view(-1, *best.shape).transpose(0, 1).flatten(1).topk(k, dim=1).values
 
 
 def _bisect(logits: torch.Tensor, top_p: float, group: dist.ProcessGroup | None) -> torch.Tensor:
