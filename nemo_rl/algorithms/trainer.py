@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ from nemo_rl.utils.checkpoint_save import PendingSave, StateWrite, Written
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 logger = logging.getLogger(__name__)
 
 MAX_RECOVERIES_AT_ONE_STEP = 2
+CONTROLLER_RNG = Path("rng", "controller.safetensors")
 
 
 class DataExhausted(Exception):
@@ -220,7 +223,7 @@ class Trainer(ABC):
             info = {**dataclasses.asdict(self.state), "identity": self.tools.identity}
             self.pending_save = self.checkpointer.start_save(
                 self.state.total_steps,
-                self.start_write_state if is_async else self._write_state,
+                partial(self._start_write, is_async=is_async),
                 info,
                 self.tools.resolved_config_yaml,
                 self.metrics,
@@ -228,7 +231,11 @@ class Trainer(ABC):
         if not is_async:
             self._finish_save()
 
-    def _write_state(self, directory: Path) -> StateWrite:
+    def _start_write(self, directory: Path, *, is_async: bool) -> StateWrite:
+        (directory / CONTROLLER_RNG).parent.mkdir()
+        save_rng_state(directory / CONTROLLER_RNG, devices=False)  # the devices are the workers'
+        if is_async:
+            return self.start_write_state(directory)
         self.write_state(directory)
         return Written()
 
@@ -285,6 +292,7 @@ class Trainer(ABC):
         check_identity(info["identity"], self.tools.identity)
         self.state = TrainerState(**{field.name: info[field.name] for field in dataclasses.fields(TrainerState)})
         self.read_state(path)
+        load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
         return True
 

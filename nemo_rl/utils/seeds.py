@@ -53,8 +53,8 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def rng_state_dict() -> "dict[str, torch.Tensor]":
-    """State of every generator of this process, as CPU tensors only.
+def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
+    """State of every generator of this process, as CPU tensors only; without `devices` CUDA is not touched.
 
     python/words int64 [625], python/gauss and numpy/gauss float64 [2] (is one kept back, its value),
     numpy/words int64 [624], numpy/position int64 [1], torch/cpu uint8 [N], torch/cuda/<device> uint8 [N].
@@ -71,18 +71,21 @@ def rng_state_dict() -> "dict[str, torch.Tensor]":
         "numpy/gauss": torch.tensor([float(numpy_state["has_gauss"]), numpy_state["gauss"]], dtype=torch.float64),
         "torch/cpu": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if devices and torch.cuda.is_available():
         for device, device_state in enumerate(torch.cuda.get_rng_state_all()):
             state[f"torch/cuda/{device}"] = device_state
     return state
 
 
-def load_rng_state_dict(state: "dict[str, torch.Tensor]") -> None:
-    """Puts every generator back. Raises ValueError when the state is not whole or of other CUDA devices."""
+def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = True) -> None:
+    """Puts every generator back, without `devices` none of CUDA.
+
+    Raises ValueError when the state is not whole or of other CUDA devices.
+    """
     import torch
 
     num_saved = sum(name.startswith("torch/cuda/") for name in state)
-    num_here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_here = torch.cuda.device_count() if devices and torch.cuda.is_available() else 0
     if num_saved != num_here:
         raise ValueError(
             f"the random state was saved by a process that saw {num_saved} CUDA devices, this one sees {num_here}; "
@@ -113,14 +116,15 @@ def load_rng_state_dict(state: "dict[str, torch.Tensor]") -> None:
         torch.cuda.set_rng_state(state[f"torch/cuda/{device}"], device)
 
 
-def save_rng_state(path: Path) -> None:
+def save_rng_state(path: Path, *, devices: bool = True) -> None:
     """Writes `rng_state_dict()` as safetensors: reading it executes nothing."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.contiguous() for name, tensor in rng_state_dict().items()}, path, {"format": _FORMAT})
+    state = {name: tensor.contiguous() for name, tensor in rng_state_dict(devices=devices).items()}
+    save_file(state, path, {"format": _FORMAT})
 
 
-def load_rng_state(path: Path) -> None:
+def load_rng_state(path: Path, *, devices: bool = True) -> None:
     """Restores what `save_rng_state` wrote. Raises FileNotFoundError or ValueError with the file's name."""
     from safetensors import safe_open
 
@@ -129,4 +133,4 @@ def load_rng_state(path: Path) -> None:
     with safe_open(path, framework="pt") as file:
         if (file.metadata() or {}).get("format") != _FORMAT:
             raise ValueError(f"{path} holds no random state of this library")
-        load_rng_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no iterator)
+        load_rng_state_dict({name: file.get_tensor(name) for name in file.keys()}, devices=devices)  # noqa: SIM118 (no iterator)

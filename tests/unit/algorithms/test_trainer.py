@@ -6,10 +6,13 @@ import errno
 import io
 import json
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from nemo_rl.algorithms.trainer import RunTools, Schedule, Trainer
 from nemo_rl.distributed.errors import WorkerDied
@@ -111,6 +114,18 @@ def test_without_async_save_a_checkpoint_is_there_before_the_next_step(tmp_path)
     trainer.train()
     assert trainer.calls == ["write 3", "write 6"]
     assert trainer.seen[4] == ["step_3"]
+
+
+def test_the_controllers_random_generators_continue_where_the_checkpoint_stands(tmp_path):
+    def draw() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    trainer = CountingTrainer(tmp_path, num_steps=3)
+    trainer.train()
+    want = draw()
+    assert draw() != want
+    CountingTrainer(tmp_path).resume()
+    assert draw() == want
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_and_it_appears_when_it_is_whole(tmp_path):

@@ -201,6 +201,10 @@ def test_another_optimizer_is_refused_with_what_each_keeps(tmp_path):
     sgd = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
     with pytest.raises(CheckpointError, match=r"keeps exp_avg, exp_avg_sq, step of .*, SGD needs momentum_buffer"):
         run_world(resumes, 1, tmp_path, 1, sgd)
+    with pytest.raises(
+        CheckpointError, match=r"saved by torch\.optim\.adamw\.AdamW, this run has torch\.optim\.adam\.Adam:"
+    ):
+        run_world(resumes, 1, tmp_path, 1, ADAMW | {"cls": torch.optim.Adam})
 
 
 # -- parts of a model on different ranks
@@ -303,6 +307,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_i
         saver.start(policy.state(), tmp_path, save_format)
         losses = [policy.step(2), policy.step(3)]  # collectives of the training, none of the save's done
         assert not (tmp_path / "weights").exists()
+        dist.barrier()
         gate.opened.set()
         losses += [policy.step(number) for number in range(4, 10)]  # now both at once
         saver.finish()
@@ -341,7 +346,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_every_rank_with_its_reason(t
 # -- what is refused
 
 
-def saved_model(directory: Path, save_format: str, change: Callable[[Tensors], None]) -> None:
+def saved_model(directory: Path, save_format: Any, change: Callable[[Tensors], None]) -> None:
     tensors = policy_tensors([build()])
     change(tensors)
     if save_format == "plain":
