@@ -1,12 +1,12 @@
 """Logprobs of tokens, entropies and top-k logits straight from hidden states: logits exist one tile at a time.
 
-    hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: logsumexp, logit of the target
+    hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: sum of exponentials, own logit
 
-Forward keeps two numbers per token, of which the logsumexp is made; backward computes each tile again, turns it into its gradient in place and adds
-it into the gradients of states and head. This is the idea of Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009)
-and of Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their kernels are Triton's, so for
-CUDA alone, and sum up to a loss; policy gradients need the logprob of every token, under the sampled distribution, with
-the vocabulary spread over ranks. So this is plain torch.
+Forward keeps two numbers per token, the largest logit and the sum of exponentials; backward computes each tile again,
+turns it into its gradient in place and adds it into the gradients of states and head. This is the idea of Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and of Liger Kernel's fused linear cross-entropy (Hsu et al.
+2024, arXiv 2410.10989). Their kernels are Triton's, so for CUDA alone, and sum up to a loss; policy gradients need the
+logprob of every token, under the sampled distribution, with the vocabulary spread over ranks. So this is plain torch.
 
 Tiles go over vocabulary first: the gradient of a block of the head is finished, in float32, before the next one begins,
 and a bfloat16 head needs no float32 copy of its gradient. With top-k or top-p a tile is whole rows.
