@@ -26,6 +26,7 @@ from nemo_rl.models.policy.moe import (
     choose_implementation,
     count_sorted,
     expert_modules,
+    keep_float32_buffers,
     local,
     permute,
     run_experts,
@@ -41,11 +42,12 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
     """Choose how experts compute, and keep on every rank its own experts of each layer only.
 
     In place, on the meta device, before `shard_experts`. The experts' parameters become DTensors sharded by expert over
-    `mesh.expert`; without one they stay whole.
+    `mesh.expert`; without one they stay whole. What routers keep in float32 is put there.
 
     Raises:
         ValueError: for a dense model, or one whose number of experts the ranks do not divide.
     """
+    keep_float32_buffers(hf)
     if mesh.expert is None:
         choose_implementation(hf, mesh.world.device_type)
         return

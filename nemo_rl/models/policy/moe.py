@@ -120,7 +120,7 @@ def count_sorted(sorted_ids: torch.Tensor, num_bins: int) -> torch.Tensor:
 def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """The first counts[0] rows times weight[0], the next counts[1] times weight[1] and so on: [N, C] -> [N, R]."""
     rows = rows.to(weight.dtype)
-    if rows.is_cuda:
+    if rows.is_cuda and len(rows):  # the kernel is not asked for nothing at all
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     groups = rows.split(counts.tolist())
     return torch.cat([F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(0), strict=True)])
@@ -168,6 +168,19 @@ def choose_implementation(hf: PreTrainedModel, device_type: str) -> None:
     """
     if device_type != "cuda" and ExpertNames(hf.config.get_text_config().model_type).has_fused:
         hf.set_experts_implementation(GROUPED)
+
+
+def keep_float32_buffers(hf: PreTrainedModel) -> None:
+    """Give buffers that the model keeps in float32 this dtype, whatever the model is built in.
+
+    DeepSeek-V3 chooses experts by scores plus `e_score_correction_bias`, whose small differences decide.
+    """
+    names = set(hf._keep_in_fp32_modules_strict or ())
+    for module in hf.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in names:
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.float(), persistent=persistent)
 
 
 # -- sharding

@@ -262,6 +262,38 @@ def test_routing_weights_stay_in_float32_when_the_model_computes_in_bfloat16(tmp
         assert F.cosine_similarity(grads[name].flatten(), want[1][name].flatten(), dim=0) > 0.99
 
 
+def test_the_bias_that_chooses_experts_stays_in_float32_when_weights_are_kept_in_bfloat16():
+    def rank_main(rank: int, world: int) -> list[torch.dtype]:
+        with parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(moe_config("deepseek_v3", 4), dtype=torch.bfloat16)
+        apply_expert_parallel(model, ParallelMesh("cpu", ParallelSizes()))
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        return [bias.dtype for bias in correction_biases(model)]
+
+    assert run_world(rank_main, 1) == [[torch.float32]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [[3, 0, 9, 4], [0, 0, 0, 0]])
+def test_grouped_matmul_on_the_device_equals_one_matmul_per_expert(counts):
+    torch.manual_seed(0)
+    layer = next(module for _, module in moe.expert_modules(random_model("qwen3_moe"))).bfloat16()
+    rows, sizes = torch.randn(sum(counts), 32, dtype=torch.bfloat16), torch.tensor(counts)
+
+    def run(device: str) -> list[torch.Tensor]:
+        gate_up, down = (getattr(layer, n).detach().to(device).requires_grad_() for n in ("gate_up_proj", "down_proj"))
+        inputs = rows.detach().to(device).requires_grad_()
+        out = moe.run_experts(layer, gate_up, down, inputs, sizes.to(device))
+        out.float().square().sum().backward()
+        grads = [inputs.grad, gate_up.grad, down.grad]
+        return [out.detach().float().cpu(), *(grad.float().cpu() for grad in grads if grad is not None)]
+
+    got, want = run("cuda"), run("cpu")
+    assert len(got) == len(want) == 4
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm()
+
+
 # -- names and files
 
 
