@@ -46,13 +46,14 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
     "tie_word_embeddings": False,
 }
+WIDE: dict[str, Any] = SMALL | {"num_key_value_heads": 4}
 EXPERTS: dict[str, Callable[[], Any]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SMALL, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8
     ),
     "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "deepseek-v3": lambda: DeepseekV3Config(
-        **SMALL | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
+        **WIDE, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2,
         n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
         qk_nope_head_dim=8, v_head_dim=8,
     ),
