@@ -104,7 +104,8 @@ def main() -> None:
             flush=True,
         )
     tiles, whole = (found[side] for side in SIDES)
-    print(f"time ratio: {tiles['seconds'] / whole['seconds']:.2f}")
+    cpu_ratio = tiles["cpu_seconds"] / whole["cpu_seconds"]
+    print(f"time ratio: {tiles['seconds'] / whole['seconds']:.2f} (of CPU time: {cpu_ratio:.2f})")
     print(f"peak memory ratio: {tiles['peak'] / whole['peak']:.3f}")
 
 
