@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+)
 
-from nemo_rl.models.policy import tp_plans
+from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.grad_norm import clip_grad_norm
+from nemo_rl.models.policy.lora import apply_lora
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.parallelize import build_on_meta, decoder_layers, materialize, shard
 from nemo_rl.models.policy.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
-from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
+from nemo_rl.models.policy.weight_loading import local_index
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 from tests.worlds import run_world
 
@@ -45,6 +61,10 @@ class Scored(nn.Module):
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def token_ids() -> torch.Tensor:
@@ -75,33 +95,53 @@ def step(model: Scored, ids: torch.Tensor, parameters: Parameters, clip: Callabl
     return outcome
 
 
-def reference(path: Path) -> Outcome:
-    model = Scored(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
+def load(family: str, directory: Path) -> PreTrainedModel:
+    save_random_model(family, directory)
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def reference(source: PreTrainedModel) -> Outcome:
+    model = Scored(copy.deepcopy(source))
     return step(model, token_ids(), model.hf.named_parameters, torch.nn.utils.clip_grad_norm_)
 
 
-def cut(path: Path, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None = None) -> PreTrainedModel:
-    hf = build_on_meta(AutoConfig.from_pretrained(path), torch.float32).eval()
+def cut(
+    source: PreTrainedModel,
+    mesh: DeviceMesh,
+    *,
+    sequence_parallel: bool,
+    custom_plan: str | None = None,
+    adapters: LoRAConfig | None = None,
+) -> PreTrainedModel:
+    hf = build_on_meta(copy.deepcopy(source.config), torch.float32).eval()
+    if adapters is not None:
+        apply_lora(hf, adapters)
     apply_tensor_parallel(hf, mesh, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
     return hf
 
 
-def filled(model: nn.Module, hf: PreTrainedModel, path: Path) -> None:
+@torch.no_grad()
+def fill(model: Scored, source: PreTrainedModel) -> None:
     materialize(model, torch.device("cpu"))
-    load_weights(dict(named_tensors(hf)), str(path), lambda *_: False)
+    for name, parameter in model.hf.named_parameters():
+        values = source.get_parameter(name).detach()
+        if not isinstance(parameter, DTensor):
+            parameter.copy_(values)
+            continue
+        index = local_index(parameter)
+        if index is not None:
+            parameter.to_local().copy_(values[index])
 
 
-def trained(
-    path: Path, sizes: ParallelSizes, *, sequence_parallel: bool, custom_plan: str | None = None, lora: bool = False
-) -> Outcome:
+def trained(source: PreTrainedModel, sizes: ParallelSizes, **how_to_cut: Any) -> Outcome:
     """One step; under FSDP2 too where there are more ranks than the tensor-parallel ones."""
     mesh = ParallelMesh("cpu", sizes)
     assert mesh.tensor is not None
-    hf = cut(path, mesh.tensor, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
+    hf = cut(source, mesh.tensor, **how_to_cut)
     model = Scored(hf)
     if sizes.data_parallel > 1:
         shard(model, decoder_layers(hf), mesh, torch.float32, cpu_offload=False)
-    filled(model, hf, path)
+    fill(model, source)
     rows = token_ids().chunk(sizes.data_parallel)[mesh.data_rank]
     outcome = step(model, rows, hf.named_parameters, clip_grad_norm)
     for name in ("loss", "loss after the step"):
@@ -124,28 +164,226 @@ TWO = ParallelSizes(tensor_parallel=2)
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_a_step_on_two_ranks_equals_one_process(tmp_path, family):
-    save_random_model(family, tmp_path)
+    source = load(family, tmp_path)
 
     def rank_main(rank: int, world: int) -> list[Outcome]:
-        return [trained(tmp_path, TWO, sequence_parallel=sp) for sp in (False, True)]
+        return [trained(source, TWO, sequence_parallel=sp) for sp in (False, True)]
 
-    want = reference(tmp_path)
+    want = reference(source)
     for outcomes in run_world(rank_main, 2):
         assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_step_on_two_by_two_ranks_with_fsdp_equals_one_process(tmp_path, family):
-    save_random_model(family, tmp_path)
-    sizes = [ParallelSizes(dp_shard=2, tensor_parallel=2), ParallelSizes(dp_replicate=2, tensor_parallel=2)]
+def test_a_step_with_fsdp_on_top_equals_one_process(tmp_path, family):
+    source = load(family, tmp_path)
+    with_copies = family in ("llama", "phi3")
+    sizes = ParallelSizes(tensor_parallel=2, **{"dp_replicate" if with_copies else "dp_shard": 2})
+    want = reference(source)
+    split = family in ("qwen2-tied", "phi3", "gemma3", "mistral")
+    for rank, outcome in enumerate(run_world(lambda *_: trained(source, sizes, sequence_parallel=split), 4)):
+        assert worst(outcome, want, slice(rank // 2 * 2, rank // 2 * 2 + 2)) == {}
+
+
+def test_tied_embeddings_stay_one_parameter_and_every_matrix_is_shared_out(tmp_path):
+    source = load("qwen2-tied", tmp_path)
+
+    def rank_main(rank: int, world: int) -> tuple[bool, dict[str, int], list[str]]:
+        model = Scored(cut(source, init_device_mesh("cpu", (2,)), sequence_parallel=True))
+        fill(model, source)
+        hf = model.hf
+        model(token_ids())[0].backward()
+        sizes = {name: local(p).numel() for name, p in hf.named_parameters()}
+        unlike = [name for name, p in hf.named_parameters() if p.ndim == 2 and local(p.grad).shape != local(p).shape]
+        return hf.get_output_embeddings().weight is hf.get_input_embeddings().weight, sizes, unlike
+
+    results = run_world(rank_main, 2)
+    for is_tied, _, unlike in results:
+        assert is_tied
+        assert unlike == [], "gradients are as small as their parameters"
+    for name, parameter in source.named_parameters():
+        copies = sum(sizes[name] for _, sizes, _ in results) / parameter.numel()
+        is_whole = parameter.ndim == 1 and not name.endswith("_proj.bias")
+        assert copies == (2 if is_whole else 1), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "phi", "phi3"])
+def test_adapters_are_cut_with_their_layers(tmp_path, family):
+    source = load(family, tmp_path)
+    adapters = LoRAConfig(enabled=True, dim=3, alpha=3.0)
+    apply_lora(source, adapters)
+    with torch.no_grad():
+        for parameter in source.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+    want = reference(source)
+    assert all("lora" in name for name in want if name.startswith("gradient of"))
+
+    def rank_main(rank: int, world: int) -> list[Outcome]:
+        return [trained(source, TWO, sequence_parallel=sp, adapters=adapters) for sp in (False, True)]
+
+    for outcomes in run_world(rank_main, 2):
+        assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
+
+
+# -- layers of other kinds
+
+
+def mixture(model_type: str) -> PreTrainedModel:
+    """A dense and a mixture-of-experts layer, with shared experts and latent attention for DeepSeek-V3."""
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+    }
+    if model_type == "qwen3_moe":
+        config = Qwen3MoeConfig(**shape, head_dim=32, num_experts=4, moe_intermediate_size=32, mlp_only_layers=[0])
+    elif model_type == "mixtral":
+        config = MixtralConfig(**shape, num_local_experts=4)
+    else:
+        latent = {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        }
+        experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+        config = DeepseekV3Config(
+            **shape | latent | experts | {"v_head_dim": 16, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+        )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_experts_stay_whole_and_the_layers_around_them_are_cut(model_type):
+    source = mixture(model_type)
+
+    def rank_main(rank: int, world: int) -> tuple[list[Outcome], list[str]]:
+        outcomes = [trained(source, TWO, sequence_parallel=sp) for sp in (False, True)]
+        hf = cut(source, init_device_mesh("cpu", (2,)), sequence_parallel=True)
+        return outcomes, [name for name, p in hf.named_parameters() if not isinstance(p, DTensor)]
+
+    want = reference(source)
+    for outcomes, plain in run_world(rank_main, 2):
+        assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
+        assert plain and all(".mlp.experts." in name or ".mlp.gate." in name for name in plain)
+
+
+# -- plans of the user
+
+_LAYER = "model.layers.*."
+MATRICES = {_LAYER + f"self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    _LAYER + "self_attn.o_proj": "rowwise",
+    _LAYER + "mlp.gate_proj": "colwise",
+    _LAYER + "mlp.up_proj": "colwise",
+    _LAYER + "mlp.down_proj": "rowwise",
+}
+HEAD_NORMS = [_LAYER + "self_attn.q_norm", _LAYER + "self_attn.k_norm"]
+WRONG = MATRICES | dict.fromkeys(HEAD_NORMS, "replicated")
+GATHERED = MATRICES | {
+    _LAYER + "mlp.gate_proj": "colwise_gather_output",
+    _LAYER + "mlp.up_proj": "colwise_gather_output",
+    _LAYER + "mlp.down_proj": "rowwise_split_input",
+}
+NO_PLAN = {_LAYER + "mlp.up_proj": 3}
+MISSPELT = MATRICES | {_LAYER + "mlp.gatee_proj": "colwise"}
+UNKNOWN_WORD = MATRICES | {_LAYER + "mlp.gate_proj": "colwize"}
+STYLES = {name: ColwiseParallel() if word == "colwise" else RowwiseParallel() for name, word in MATRICES.items()}
+
+
+def plan_of(model: PreTrainedModel) -> dict[str, str]:
+    assert isinstance(model, Qwen3ForCausalLM)
+    return MATRICES | dict.fromkeys(HEAD_NORMS, "replicated_with_grad_allreduce")
+
+
+def path_to(name: str) -> str:
+    return f"{__name__}:{name}"
+
+
+def test_a_plan_of_the_user_in_words_or_styles_equals_one_process(tmp_path):
+    plans = [("plan_of", True, "qwen3"), ("GATHERED", True, "llama"), ("STYLES", False, "llama")]
+    sources = {family: load(family, tmp_path / family) for family in ("qwen3", "llama")}
 
     def rank_main(rank: int, world: int) -> list[Outcome]:
         return [
-            trained(tmp_path, sizes[0], sequence_parallel=False),
-            trained(tmp_path, sizes[family == "llama"], sequence_parallel=True),
+            trained(sources[family], TWO, sequence_parallel=split, custom_plan=path_to(name))
+            for name, split, family in plans
         ]
 
-    want = reference(tmp_path)
-    for rank, outcomes in enumerate(run_world(rank_main, 4)):
-        rows = slice(rank // 2 * 2, rank // 2 * 2 + 2)
-        assert [worst(outcome, want, rows) for outcome in outcomes] == [{}, {}]
+    want = {family: reference(source) for family, source in sources.items()}
+    for outcomes in run_world(rank_main, 2):
+        for outcome, (name, _, family) in zip(outcomes, plans, strict=True):
+            assert worst(outcome, want[family]) == {}, name
+
+
+def test_a_norm_of_heads_whose_gradient_is_not_summed_is_found_out(tmp_path):
+    source = load("qwen3", tmp_path)
+    how = {"sequence_parallel": False, "custom_plan": path_to("WRONG")}
+    (outcome, _) = run_world(lambda *_: trained(source, TWO, **how), 2)
+    found = worst(outcome, reference(source))
+    assert "states" not in found
+    assert {f"gradient of model.layers.{layer}.self_attn.{norm}_norm.weight" for layer in (0, 1) for norm in "qk"} <= (
+        found.keys()
+    )
+
+
+# -- refused before weights are read
+
+
+def config_of(family: str, **changes: Any) -> PretrainedConfig:
+    return type(CONFIGS[family])(**CONFIGS[family].to_dict() | changes)
+
+
+SMALL = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "pad_token_id": 0}
+CONFIGS = {
+    "llama": LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2),
+    "qwen3": Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "gpt2": GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=VOCAB),
+    "olmo2": Olmo2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2),
+}
+
+
+def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
+    check_tensor_parallel(config_of(family, **changes), size, sequence_parallel=split, custom_plan=plan)
+
+
+def test_a_model_that_can_be_cut_is_let_through():
+    for family in ("llama", "qwen3", "olmo2"):
+        check(family, split=True)
+    check("gpt2", size=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        (r"size=4 does not divide the 2 key/value heads of the 'llama' model; these would: 1, 2$", {"size": 4}),
+        (r"size=3 does not divide the 4 attention heads", {"size": 3}),
+        (r"size=2 does not divide the 95 output features of model\.layers\.0\.mlp\.gate", {"intermediate_size": 95}),
+        (r"no tensor-parallel plan is known for GPT2LMHeadModel.*custom_parallel_plan=my_package", {"family": "gpt2"}),
+        (r"='plans' is no import path; write package\.module:name", {"plan": "plans"}),
+        (r"nowhere.plans cannot be imported", {"plan": "nowhere.plans:plan"}),
+        (r"has no 'nothing'", {"plan": path_to("nothing")}),
+        (r"is no plan but \{.*: 3\}.*words \(colwise", {"plan": path_to("NO_PLAN")}),
+        (r"is no plan but 97", {"plan": path_to("VOCAB")}),
+        (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": path_to("MISSPELT")}),
+        (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": path_to("UNKNOWN_WORD")}),
+        (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": path_to("MATRICES")}),
+        (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": path_to("STYLES"), "split": True}),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_what_would_work(message, arguments):
+    with pytest.raises(ValueError, match=message):
+        check(**{"family": "llama"} | arguments)
