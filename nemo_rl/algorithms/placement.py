@@ -10,68 +10,89 @@ from pathlib import Path
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
-from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
-SHORT_AXES = {
-    "pipeline_parallel": "stage",
-    "data_parallel": "data",
-    "context_parallel": "context",
-    "tensor_parallel": "tensor",
-}
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
+LABEL_WIDTH = 19
 
 
 def describe_placement(cfg: GRPOMasterConfig) -> str:
     """Text for people: each rank's node and device, and how a step's samples are shared out."""
-    return "\n".join([*_batch_lines(cfg), "", *_rank_lines(cfg)])
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *_rank_lines(cfg)])
+
+
+def _labelled(title: str, rows: dict[str, str]) -> list[str]:
+    return [title, *(f"  {name:<{LABEL_WIDTH}}{text}" for name, text in rows.items())]
 
 
 def _batch_lines(cfg: GRPOMasterConfig) -> list[str]:
     policy = cfg.policy
     num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
     samples = cfg.grpo.num_samples_per_step
-    samples_per_rank_step = policy.train_global_batch_size // num_ranks
+    per_rank = policy.train_global_batch_size // num_ranks
     rows = {
         "samples": f"{samples} = {cfg.grpo.num_prompts_per_step} prompts x {cfg.grpo.num_generations_per_prompt}",
         "optimizer steps": f"{samples // policy.train_global_batch_size} of {policy.train_global_batch_size} samples",
-        "per data rank": f"{samples // num_ranks} samples; in each optimizer step {samples_per_rank_step}, as "
-        f"{_micro_batches(policy, samples_per_rank_step)}",
-        "tokens per sample": f"at most {policy.max_total_sequence_length}, "
-        f"prompt at most {cfg.data.max_input_seq_length}",
+        "per data rank": f"{samples // num_ranks} samples, {per_rank} in each optimizer step",
     }
-    return ["one step:", *(f"  {name:<19}{text}" for name, text in rows.items())]
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        train, logprobs = token_budgets(policy)
+        how = "packed" if policy.sequence_packing.enabled else "of similar lengths, padding counted"
+        rows["micro-batches"] = f"{how}, at most {train} tokens; for logprobs alone {logprobs}"
+    else:
+        size = policy.train_micro_batch_size
+        rows["micro-batches"] = (
+            f"{per_rank // size} of {size} samples; for logprobs alone of {policy.logprob_batch_size}"
+        )
+    if policy.dtensor_cfg.context_parallel_size > 1:
+        rows["micro-batches"] += f"; each cut over {policy.dtensor_cfg.context_parallel_size} context ranks"
+    rows["tokens per sample"] = (
+        f"at most {policy.max_total_sequence_length}, prompt at most {cfg.data.max_input_seq_length}"
+    )
+    return _labelled("one step:", rows)
 
 
-def _micro_batches(policy: PolicyConfig, num_samples: int) -> str:
-    train_tokens, _ = token_budgets(policy)
-    if policy.sequence_packing.enabled:
-        return f"micro-batches of at most {train_tokens} tokens, packed"
-    if policy.dynamic_batching.enabled:
-        return f"micro-batches of at most {train_tokens} tokens, padding included"
-    return f"{num_samples // policy.train_micro_batch_size} micro-batches of {policy.train_micro_batch_size}"
+def _layout_lines(cfg: GRPOMasterConfig) -> list[str]:
+    cluster, settings = cfg.cluster, cfg.policy.dtensor_cfg
+    sizes = ParallelSizes.of(settings, cluster.num_workers)
+    device = "GPU" if cluster.use_gpus else "CPU worker"
+    per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    sharing = "taking turns with the policy on the same devices" if cluster.use_gpus else "beside the policy"
+    rows = {
+        "policy": f"{cfg.policy.model_name} on {_count(sizes.world_size, 'rank')}"
+        + (f": {sizes.describe()}" if sizes.world_size > 1 else ""),
+        "parameters": sizes.describe_shards(),
+    }
+    if settings.lora_cfg.enabled:
+        lora = settings.lora_cfg
+        layers = "all linear layers" if lora.match_all_linear else ", ".join(lora.target_modules)
+        rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
+    engines = _count(cluster.num_workers // per_engine, "engine")
+    rows["generation"] = f"vLLM, {engines} of {_count(per_engine, device)}, {sharing}"
+    where = f"{_count(cluster.num_workers, device)} on {_count(cluster.num_nodes, 'node')}"
+    return _labelled(f"layout on {where}:", rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
 def _rank_lines(cfg: GRPOMasterConfig) -> list[str]:
     cluster = cfg.cluster
-    tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    num_engines = cluster.num_workers // tensor_parallel
+    per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = ParallelSizes.of(cfg.policy.dtensor_cfg, cluster.num_workers)
-    device = "GPU" if cluster.use_gpus else "CPU worker"
-    sharing = "taking turns on the same devices" if cluster.use_gpus else "side by side"
-    lines = [
-        f"policy ({sizes.describe()}) and generation (vLLM, {num_engines} engine(s) of {tensor_parallel}), {sharing}:",
-        f"  {'node':<6}{device:<12}{'policy':<42}generation",
-    ]
-    sharding = sizes.sharding()
+    policies = []
     for rank in range(cluster.num_workers):
+        place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())
+        policies.append(f"rank {rank}" + (f" ({place})" if place else ""))
+    width = max(len(policy) for policy in policies) + 2
+    device = "GPU" if cluster.use_gpus else "CPU worker"
+    lines = [f"  {'node':<6}{device:<12}{'policy':<{width}}generation"]
+    for rank, policy in enumerate(policies):
         node, index = divmod(rank, cluster.workers_per_node)
-        engine, shard = divmod(rank, tensor_parallel)
-        part = f" shard {shard}" if tensor_parallel > 1 else ""
-        place = sharding.get_worker_coords(rank)
-        axes = [f"{SHORT_AXES[axis]} {place[axis]}" for axis in SHORT_AXES if sharding.shape[axis] > 1]
-        policy = f"rank {rank}" + (f" ({', '.join(axes)})" if axes else "")
-        lines.append(f"  {node:<6}{index:<12}{policy:<42}engine {engine}{part}")
+        engine, shard = divmod(rank, per_engine)
+        part = f" shard {shard}" if per_engine > 1 else ""
+        lines.append(f"  {node:<6}{index:<12}{policy:<{width}}engine {engine}{part}")
     return lines
 
 

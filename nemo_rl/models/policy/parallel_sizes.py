@@ -46,21 +46,41 @@ class ParallelSizes:
         return self.pipeline_parallel * self.data_parallel * self.context_parallel * self.tensor_parallel
 
     def describe(self) -> str:
-        """`FSDP2 over 4 rank(s) x tensor 2`, for people."""
-        shards = self.dp_shard * self.context_parallel
-        parts = [f"FSDP2 over {shards} rank(s)"]
+        """`8 data x 2 context x 2 tensor`, for people: what the ranks share among them."""
         counts = {
-            "context": self.context_parallel,
-            "experts": self.expert_parallel,
-            "copies": self.dp_replicate,
-            "tensor": self.tensor_parallel,
             "pipeline": self.pipeline_parallel,
+            "data": self.data_parallel,
+            "context": self.context_parallel,
+            "tensor": self.tensor_parallel,
         }
-        within = [f"{name} {count}" for name, count in list(counts.items())[:2] if count > 1]
-        if within:
-            parts[0] += f" (of these {', '.join(within)})"
-        parts += [f"{name} {count}" for name, count in list(counts.items())[2:] if count > 1]
-        return " x ".join(parts)
+        return " x ".join(f"{count} {axis}" for axis, count in counts.items() if count > 1 or axis == "data")
+
+    def describe_shards(self) -> str:
+        """Over how many ranks a parameter is spread, for people."""
+        shards = self.dp_shard * self.context_parallel
+        kinds = [f"{self.pipeline_parallel} stages"] * (self.pipeline_parallel > 1)
+        kinds += [f"tensor {self.tensor_parallel}"] * (self.tensor_parallel > 1)
+        if shards > 1 or kinds:
+            kinds.append(f"FSDP2 over {shards}")
+        text = " x ".join(kinds) if kinds else "whole"
+        if self.expert_parallel > 1:
+            text += f"; experts over groups of {self.expert_parallel}, then FSDP2 over {shards // self.expert_parallel}"
+        return text + (f"; {self.dp_replicate} copies (HSDP)" if self.dp_replicate > 1 else "")
+
+    def place(self, rank: int) -> dict[str, int]:
+        """Index of `rank` along every axis on which there is more than one, by the axis' short name."""
+        coordinates = self.sharding().get_worker_coords(rank)
+        data, context = coordinates["data_parallel"], coordinates["context_parallel"]
+        shard = data % self.dp_shard * self.context_parallel + context
+        axes = {
+            "stage": (self.pipeline_parallel, coordinates["pipeline_parallel"]),
+            "copy": (self.dp_replicate, data // self.dp_shard),
+            "data": (self.data_parallel, data),
+            "context": (self.context_parallel, context),
+            "tensor": (self.tensor_parallel, coordinates["tensor_parallel"]),
+            "experts": (self.expert_parallel, shard % self.expert_parallel),
+        }
+        return {name: index for name, (size, index) in axes.items() if size > 1}
 
     def sharding(self) -> NamedSharding:
         """Which rank sits where, for the controller: data-parallel ranks get different rows, the others the same."""

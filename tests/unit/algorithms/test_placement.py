@@ -9,26 +9,71 @@ from nemo_rl.config.errors import ConfigError
 from tests.unit.config.run_configs import build
 
 
+def lines_of(*overrides: str) -> list[str]:
+    return [" ".join(line.split()) for line in describe_placement(build(*overrides)).splitlines()]
+
+
+def ranks_of(lines: list[str]) -> list[str]:
+    return lines[lines.index("node GPU policy generation") + 1 :]
+
+
 def test_ranks_engines_and_micro_batches() -> None:
-    config = build(
+    lines = lines_of(
         "cluster.gpus_per_node=4",
         "cluster.num_nodes=2",
         "policy.train_global_batch_size=128",
         "policy.train_micro_batch_size=2",
+        "policy.logprob_batch_size=4",
         "policy.generation.vllm_cfg.tensor_parallel_size=2",
     )
-    lines = [" ".join(line.split()) for line in describe_placement(config).splitlines()]
     assert "optimizer steps 4 of 128 samples" in lines
-    assert "per rank 64 samples; in each optimizer step 16, as 8 micro-batches of 2" in lines
-    assert "0 1 rank 1 engine 0 shard 1" in lines
-    assert "1 0 rank 4 engine 2 shard 0" in lines
-    assert sum("rank " in line and "engine " in line and line[0].isdigit() for line in lines) == 8
+    assert "per data rank 64 samples, 16 in each optimizer step" in lines
+    assert "micro-batches 8 of 2 samples; for logprobs alone of 4" in lines
+    assert "layout on 8 GPUs on 2 nodes:" in lines
+    assert "policy m on 8 ranks: 8 data" in lines and "parameters FSDP2 over 8" in lines
+    ranks = ranks_of(lines)
+    assert ranks[1] == "0 1 rank 1 (data 1) engine 0 shard 1"
+    assert ranks[4] == "1 0 rank 4 (data 4) engine 2 shard 0"
+    assert len(ranks) == 8
+
+
+def test_every_axis_of_a_layout_is_shown() -> None:
+    lines = lines_of(
+        "cluster.gpus_per_node=8",
+        "cluster.num_nodes=4",
+        "policy.dtensor_cfg.pipeline_parallel_size=2",
+        "policy.dtensor_cfg.dp_replicate_size=2",
+        "policy.dtensor_cfg.context_parallel_size=2",
+        "policy.dtensor_cfg.tensor_parallel_size=2",
+        "policy.dtensor_cfg.expert_parallel_size=2",
+        "policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false, target_modules: [q_proj, v_proj]}",
+        "policy.sequence_packing={enabled: true, train_mb_tokens: 1024, logprob_mb_tokens: 4096}",
+    )
+    assert "per data rank 128 samples, 128 in each optimizer step" in lines
+    assert "micro-batches packed, at most 1024 tokens; for logprobs alone 4096; each cut over 2 context ranks" in lines
+    assert "policy m on 32 ranks: 2 pipeline x 4 data x 2 context x 2 tensor" in lines
+    assert (
+        "parameters 2 stages x tensor 2 x FSDP2 over 4; experts over groups of 2, then FSDP2 over 2; 2 copies (HSDP)"
+        in lines
+    )
+    assert "trained adapters of rank 8 on q_proj, v_proj; the model itself is frozen" in lines
+    ranks = ranks_of(lines)
+    assert len(ranks) == 32
+    assert ranks[0] == "0 0 rank 0 (stage 0, copy 0, data 0, context 0, tensor 0, experts 0) engine 0"
+    assert ranks[13] == "1 5 rank 13 (stage 0, copy 1, data 3, context 0, tensor 1, experts 0) engine 13"
+    assert ranks[-1] == "3 7 rank 31 (stage 1, copy 1, data 3, context 1, tensor 1, experts 1) engine 31"
+
+
+def test_dynamic_batching_is_said_in_tokens() -> None:
+    lines = lines_of("policy.dynamic_batching.enabled=true", "policy.train_micro_batch_size=2")
+    assert "micro-batches of similar lengths, padding counted, at most 1024 tokens; for logprobs alone 1024" in lines
 
 
 def test_cpu_workers() -> None:
     text = describe_placement(build("cluster.gpus_per_node=0", "cluster.cpu_workers_per_node=2"))
     assert "CPU worker" in text and "GPU" not in text
     assert "rank 1" in text and "engine 1" in text
+    assert "2 engines of 1 CPU worker, beside the policy" in text
 
 
 def test_no_gpu_names_the_cpu_config() -> None:
