@@ -9,6 +9,7 @@ from typing import Any
 
 from nemo_rl.rollouts.collector import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
+from nemo_rl.utils.checkpoint_save import Written
 
 
 def sample_meta(
@@ -45,6 +46,7 @@ class FakePolicy:
     data_parallel_size: int = 1
     name_prefix: str = "policy"
     controller_tensor_bytes: int = 0
+    peak_flops: float | None = None
 
     def load(self, plan: BatchPlan) -> None:
         self.calls.append("load")
@@ -72,6 +74,10 @@ class FakePolicy:
         (directory / "policy").mkdir()
         (directory / "policy" / "optimizer").mkdir()
         (directory / "policy" / "weights").write_text("weights")
+
+    def start_save_checkpoint(self, directory: Path, **options: Any) -> Written:
+        self.save_checkpoint(directory)
+        return Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         self.calls.append("load_checkpoint")

@@ -14,6 +14,7 @@ from nemo_rl.algorithms.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
 from nemo_rl.rollouts.collector import GroupRequest
 from nemo_rl.types import SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint import CheckpointIdentityError
@@ -32,6 +33,9 @@ BASE = (
     "checkpointing.metric_name=null",
     "checkpointing.save_period=2",
 )
+
+
+FLOPS = ModelFlops(per_token=1e6, attention=(AttentionCost(per_pair=1e3, window=None),))
 
 
 def alternate(request: GroupRequest, index: int) -> float:
@@ -69,6 +73,7 @@ class Run:
             validation_prompts=[data[0], data[1]],
             train_sampling=sampling,
             val_sampling=sampling,
+            flops=FLOPS,
         )
 
     def go(self) -> list[dict[str, Any]]:

@@ -193,12 +193,10 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.sequence_packing.enabled=true",
-        "policy.dynamic_batching.enabled=true",
         "policy.megatron_cfg.enabled=true",
-        "policy.dtensor_cfg.lora_cfg.enabled=true",
-        "policy.dtensor_cfg.tensor_parallel_size=2",
-        "policy.dtensor_cfg.cpu_offload=true",
+        "policy.draft.enabled=true",
+        "policy.router_replay.enabled=true",
+        "policy.sequence_packing.fuse_loss=true",
         "policy.generation.backend=megatron",
         "policy.generation.colocated.enabled=false",
         "policy.generation.vllm_cfg.precision=fp8",
@@ -220,14 +218,33 @@ def test_what_is_not_supported_yet_is_refused_by_name(override: str, base: str) 
     assert str(error.value) == f"command line: {override}: not supported yet: {override}"
 
 
-def test_sequence_packing_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    text = V0_6.read_text().replace("sequence_packing:\n    enabled: False", "sequence_packing:\n    enabled: true")
-    line = text[: text.index("sequence_packing:")].count("\n") + 2
-    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.sequence_packing.enabled=true"
+def test_a_section_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
+    text = V0_6.read_text().replace("megatron_cfg:\n    enabled: false", "megatron_cfg:\n    enabled: true")
+    line = text[: text.index("megatron_cfg:")].count("\n") + 2
+    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.megatron_cfg.enabled=true"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("policy.sequence_packing.enabled=true",),
+        ("policy.dynamic_batching.enabled=true",),
+        ("policy.dtensor_cfg.lora_cfg.enabled=true",),
+        ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"),
+        ("policy.dtensor_cfg.context_parallel_size=2", "policy.sequence_packing.enabled=true"),
+        ("policy.dtensor_cfg.cpu_offload=true", "policy.dtensor_cfg.activation_checkpointing=true"),
+    ],
+)
+def test_the_training_backend_of_a_v0_6_file_is_taken_as_it_is(overrides: tuple[str, ...]) -> None:
+    config = load_config(GRPOMasterConfig, V0_6, [*overrides, "cluster.gpus_per_node=8"])
+    assert config.policy.sequence_packing.algorithm == "modified_first_fit_decreasing"
+    assert config.policy.sequence_packing.train_mb_tokens == 4 * 512
+    assert config.policy.make_sequence_length_divisible_by == config.policy.dtensor_cfg.tensor_parallel_size
 
 
 def test_neutral_values_are_of_the_same_type() -> None:
-    assert "not supported yet" in problems_of("+policy.dtensor_cfg.tensor_parallel_size=true")
+    assert "not supported yet" in problems_of("+policy.draft={enabled: 1}")
+    assert "not supported yet" in problems_of("+policy.dtensor_cfg._v2=1")
 
 
 def test_the_resolved_config_loads_back_unchanged(tmp_path: Path) -> None:
