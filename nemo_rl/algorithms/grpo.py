@@ -29,6 +29,7 @@ from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint import require_optimizer
+from nemo_rl.utils.checkpoint_save import StateWrite
 
 DATALOADER_STATE = "train_dataloader.pt"
 MAX_REASONS_SHOWN = 3
@@ -346,14 +347,21 @@ class GRPOTrainer(Trainer):
         self.refit.prepare()
 
     def write_state(self, directory: Path) -> None:
-        checkpointing = self.tools.checkpointing
-        self.policy.save_checkpoint(
-            directory,
-            save_optimizer=checkpointing.save_optimizer,
-            save_consolidated=checkpointing.save_consolidated,
-            model_save_format=checkpointing.model_save_format or "torch_save",
-        )
         torch.save(self.prompts.state_dict(), directory / DATALOADER_STATE)
+        self.policy.save_checkpoint(directory, **self.save_options())
+
+    def start_write_state(self, directory: Path) -> StateWrite:
+        torch.save(self.prompts.state_dict(), directory / DATALOADER_STATE)
+        return self.policy.start_save_checkpoint(directory, **self.save_options())
+
+    def save_options(self) -> dict[str, Any]:
+        """How `checkpointing` wants the policy written."""
+        checkpointing = self.tools.checkpointing
+        return {
+            "save_optimizer": checkpointing.save_optimizer,
+            "save_consolidated": checkpointing.save_consolidated,
+            "model_save_format": checkpointing.model_save_format or "torch_save",
+        }
 
     def read_state(self, directory: Path) -> None:
         require_optimizer(directory)

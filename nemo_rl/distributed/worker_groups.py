@@ -193,6 +193,10 @@ class RayWorkerGroup:
         self.controller_tensor_bytes += sum(tensor_bytes(result) for result in results.values())
         return [results[ref] for ref in refs]
 
+    def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
+        """Whether `wait(refs)` would return, or raise, at once."""
+        return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1]
+
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
         """End every worker and free its bundle; `method`, if given, is called first and has `grace_s` seconds to
         finish.

@@ -16,6 +16,8 @@ Weights reach the model in one of two ways:
   and nothing else: no memory is allocated, no Python runs per module, and the addresses in captured graphs stay valid.
 * reload: everything else goes through vLLM's layerwise reload, which loads into fresh memory and processes it
   (quantises, repacks) as after a start from disk.
+
+Adapters that come by themselves are added to weights in place; with reload they are refused.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from nemo_rl.distributed.pack_layout import PackLayout, TensorMeta
-from nemo_rl.distributed.weight_transfer import RefitError, Segment, Transport, WeightReceiver, attach_buffer
+from nemo_rl.distributed.pack_layout import PackLayout, Segment, TensorMeta
+from nemo_rl.distributed.weight_transfer import RefitError, Transport, WeightReceiver, attach_buffer
 from nemo_rl.models.generation import vllm_batch_invariance
 
 logger = logging.getLogger(__name__)
@@ -100,10 +103,17 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             if self._targets is None or addresses != self._addresses:
                 self._trace()
                 self._addresses = addresses
+        if self._why_reload is not None and self._receiver.layout.num_base_buckets:
+            raise RefitError(
+                f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that keeps its weights as "
+                f"they are loaded, and {self._why_reload}; set it to merged"
+            )
         if self._why_reload is not None:
             logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
             self._expected = {name for name, _ in self.model.named_parameters()}
             self._loaded = set()
+            if self.device.type == "cpu":
+                _repack_experts(self.model)
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
@@ -144,7 +154,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         assert self._receiver is not None
         self._targets = None
         try:
-            targets, stale = trace_load(self.model, self._receiver.layout.tensors)
+            targets, stale = trace_load(self.model, self._receiver.layout.weights)
         except NotTraceable as error:
             self._why_reload = str(error)
             return
@@ -266,6 +276,17 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
         if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
             return f"{name} ({type(module).__name__}) derives tensors from its weights"
     return None
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Have the reload pack the experts' weights for the CPU kernel.
+
+    vLLM packs them only while it sets the kernel up, and a reload keeps the kernel: unpacked weights would land in the
+    memory of packed ones.
+    """
+    for module in model.modules():
+        if hasattr(module, "quant_method") and isinstance(method := module.quant_method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _pack_again(model: torch.nn.Module) -> None:

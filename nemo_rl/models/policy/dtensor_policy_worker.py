@@ -7,6 +7,7 @@ A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked p
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.weight_transfer import WeightSender
-from nemo_rl.models.policy import checkpoint, lora, loss_metrics, pipeline
+from nemo_rl.models.policy import checkpoint, lora, loss_metrics, moe, pipeline
 from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.export import export_weights
@@ -83,6 +85,7 @@ class DTensorPolicyWorker:
         self.stages = build_stages(
             config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
         )
+        self.router_load = self._watch_routers() if moe.num_experts(hf_config) > 0 else None
         self.layout = row_layout(config, hf_config, self.mesh)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
@@ -98,6 +101,16 @@ class DTensorPolicyWorker:
     def device_name(self) -> str:
         """The device's name as its vendor gives it."""
         return torch.cuda.get_device_name(self.device) if self.settings.use_gpu else "CPU"
+
+    def _watch_routers(self) -> moe.RouterLoad:
+        load = moe.RouterLoad(nn.ModuleList(stage.hf for stage in self.stages))
+
+        def leave_padding_out(stage: nn.Module, args: tuple[Any, ...]) -> None:
+            load.token_mask = args[0].is_token
+
+        for stage in self.stages:
+            stage.register_forward_pre_hook(leave_padding_out)
+        return load
 
     def _make_runner(self) -> MicroBatchRunner:
         settings = self.config.dtensor_cfg
@@ -218,6 +231,8 @@ class DTensorPolicyWorker:
             self.runner.train(self._model_batches(batches), loss_of)
         grad_norm = self._clip()
         reduced = self._reduce(parts, losses)
+        if self.router_load is not None:
+            reduced |= self.router_load.read(self.mesh)
         reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
         result.losses.append(reduced["loss"])
         result.grad_norms.append(grad_norm)
@@ -306,10 +321,10 @@ class DTensorPolicyWorker:
         self._save_beside(directory, save_consolidated=save_consolidated)
         self.saver.start(self._state(save_optimizer=save_optimizer), directory / "policy", model_save_format)
 
-    def finish_save_checkpoint(self) -> None:
-        """Wait for the save that was started. Raises what went wrong in it."""
+    async def finish_save_checkpoint(self) -> None:
+        """Wait for the save that was started, while the worker does other things. Raises what went wrong in it."""
         assert self.saver is not None, "start_save_checkpoint comes first"
-        self.saver.finish()
+        await asyncio.to_thread(self.saver.finish)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         """What is written at once: configuration, random generators, adapters in PEFT's format, a whole model."""

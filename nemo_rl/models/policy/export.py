@@ -22,15 +22,20 @@ from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.weight_loading import hf_name
 
 
-def export_weights(stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
-    """Every weight of the model whose parts on this rank are `stages`. Collective over pipeline ranks."""
-    own = [tensor for stage in stages for tensor in _of_module(stage)]
-    if mesh.pipeline is None:
-        return own
-    return _over_pipeline(own, mesh, device)
+def export_weights(
+    stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device, *, merged: bool = True
+) -> list[ExportedTensor]:
+    """Every weight of the model whose parts on this rank are `stages`. Collective over pipeline ranks.
+
+    Adapters are part of the weights they belong to, or, unless `merged`, tensors of their own behind the base weights
+    (`ExportedTensor.adapts`), with alpha / r multiplied into B.
+    """
+    own = [tensor for stage in stages for tensor in _of_module(stage, merged)]
+    everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
+    return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
 
 
-def _of_module(root: PreTrainedModel) -> Iterator[ExportedTensor]:
+def _of_module(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
     names = ExpertNames(root.config.get_text_config().model_type)
     seen: set[int] = set()
     for prefix, module in root.named_modules(remove_duplicate=True):
@@ -39,7 +44,10 @@ def _of_module(root: PreTrainedModel) -> Iterator[ExportedTensor]:
                 continue
             seen.add(id(tensor))
             name = hf_name(f"{prefix}.{attribute}" if prefix else attribute)
-            yield from _of_tensor(name, module, attribute, names)
+            if isinstance(module, lora.LoRALinear) and (lora.is_adapter(attribute) or attribute == "weight"):
+                yield from _of_adapted(name, module, attribute, names, merged)
+            else:
+                yield from _of_tensor(name, module, attribute, names)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -51,23 +59,36 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield attribute, buffer
 
 
+def _of_adapted(
+    name: str, module: lora.LoRALinear, attribute: str, names: ExpertNames, merged: bool
+) -> Iterator[ExportedTensor]:
+    """The weight of an adapted layer with its adapter in it, or W, A or (alpha / r) B by itself."""
+    weight = names.stored_name(f"{name.rpartition('.')[0]}.weight")
+    is_adapter = lora.is_adapter(attribute)
+    if merged and is_adapter:
+        return
+
+    def values() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+        if not is_adapter:
+            return lora.merged_weight(module) if merged else module.weight.detach()
+        return module.lora_B.detach() * module.scale if attribute == "lora_B" else module.lora_A.detach()
+
+    parameter = module.get_parameter(attribute)
+    yield ExportedTensor(
+        name=name if is_adapter else weight,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        gather=lambda dtype: gathered(values(), dtype),
+        adapts=weight if is_adapter else None,
+    )
+
+
 def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
     def current() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
         tensor = module._parameters.get(attribute, module._buffers.get(attribute))
         assert tensor is not None
         return tensor
 
-    if isinstance(module, lora.LoRALinear):
-        if lora.is_adapter(attribute):
-            return
-        if attribute == "weight":
-            yield ExportedTensor(
-                name=names.stored_name(name),
-                shape=tuple(module.weight.shape),
-                dtype=module.weight.dtype,
-                gather=lambda dtype: gathered(lora.merged_weight(module), dtype),
-            )
-            return
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
         yield exported(pieces[0][0], current)
@@ -107,15 +128,14 @@ class _GatheredOnce:
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
     assert mesh.pipeline is not None
     group = mesh.pipeline.get_group()
-    described: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = [[] for _ in range(mesh.pipeline.size())]
-    dist.all_gather_object(described, [(tensor.name, tensor.shape, tensor.dtype) for tensor in own], group=group)
+    described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
+    dist.all_gather_object(described, [replace(tensor, gather=_nothing) for tensor in own], group=group)
     mine = {tensor.name: tensor for tensor in own}
     tensors = []
-    for stage, names in enumerate(described):
+    for stage, theirs in enumerate(described):
         source = dist.get_global_rank(group, stage)
-        for name, shape, dtype in names:
-            tensor = ExportedTensor(name=name, shape=shape, dtype=dtype, gather=_nothing)
-            gather = _sent_gather(mine.get(name), tensor, source, group, device)
+        for tensor in theirs:
+            gather = _sent_gather(mine.get(tensor.name), tensor, source, group, device)
             tensors.append(replace(tensor, gather=gather))
     return tensors
 

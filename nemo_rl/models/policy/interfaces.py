@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
+from nemo_rl.utils.checkpoint_save import StateWrite
 
 
 class PolicyInterface(ABC):
@@ -80,6 +81,17 @@ class PolicyInterface(ABC):
         model_save_format: Literal["torch_save", "safetensors"],
     ) -> None:
         """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`."""
+
+    @abstractmethod
+    def start_save_checkpoint(
+        self,
+        directory: Path,
+        *,
+        save_optimizer: bool,
+        save_consolidated: bool,
+        model_save_format: Literal["torch_save", "safetensors"],
+    ) -> StateWrite:
+        """`save_checkpoint` with the weights and the optimizer written while training goes on, as they are now."""
 
     @abstractmethod
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:

@@ -19,11 +19,26 @@ from nemo_rl.models.policy.flops import peak_flops
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.utils.checkpoint_save import StateWrite
 
 WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
 TENANT = "policy"
 # Threads that spin while they wait for one another slow each other down twenty times where something else runs too.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class WorkersWrite:
+    """What the workers of a group write in the background; a `StateWrite`."""
+
+    def __init__(self, group: RayWorkerGroup) -> None:
+        self.group = group
+        self.refs = group.start_all("finish_save_checkpoint")
+
+    def is_done(self) -> bool:
+        return self.group.is_ready(self.refs)
+
+    def finish(self) -> None:
+        self.group.wait(self.refs)
 
 
 class Policy(PolicyInterface):
@@ -146,20 +161,38 @@ class Policy(PolicyInterface):
     def save_checkpoint(
         self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
     ) -> None:
+        self._save("save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
+
+    def start_save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> StateWrite:
+        self._save("start_save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
+        return WorkersWrite(self.group)
+
+    def _save(
+        self,
+        method: str,
+        directory: Path,
+        save_optimizer: bool,
+        save_consolidated: bool,
+        model_save_format: ModelSaveFormat,
+    ) -> None:
         with self.accelerator.hold(TENANT):
             self.group.call_all(
-                "save_checkpoint",
+                method,
                 directory,
                 save_optimizer=save_optimizer,
                 save_consolidated=save_consolidated,
                 model_save_format=model_save_format,
             )
-        if not (directory / "policy" / "weights").is_dir():
+        if not (directory / "policy" / "config.json").is_file():
             raise ValueError(
-                f"the policy workers wrote their weights to {directory} and the controller cannot see them: "
+                f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
         self.tokenizer.save_pretrained(directory / "policy" / "tokenizer")
+        if save_consolidated:
+            self.tokenizer.save_pretrained(directory / "policy" / "weights" / "consolidated")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         with self.accelerator.hold(TENANT):

@@ -19,6 +19,7 @@ class ModelBatch:
 
     input_ids: torch.Tensor  # int64 [R, W]
     position_ids: torch.Tensor  # int64 [R, W]; begins at 0 for every sequence
+    is_token: torch.Tensor  # bool [R, W]; False on padding
     segments: Segments | None
     states: torch.Tensor  # int64 [N]; flat position in R x W whose hidden state predicts the token
     targets: torch.Tensor  # int64 [N]; the token

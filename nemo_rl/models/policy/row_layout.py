@@ -75,11 +75,14 @@ class RowLayout:
         is_here = owner == self.context_rank
         input_ids = torch.zeros(rows * width, dtype=torch.int64)
         input_ids[place[is_here]] = ids[is_here]
+        is_token = torch.zeros(rows * width, dtype=torch.bool)
+        is_token[place[is_here]] = True
         scored = (mask & (position > 0)).nonzero()[:, 0]
         scored = scored[is_here[scored - 1]]
         return ModelBatch(
             input_ids=input_ids.view(rows, width),
             position_ids=spans.positions().view(rows, width),
+            is_token=is_token.view(rows, width),
             segments=spans.segments(),
             states=place[scored - 1],
             targets=ids[scored],
