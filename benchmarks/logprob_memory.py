@@ -43,7 +43,9 @@ def status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def logprobs_of(args: argparse.Namespace, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor):
+def logprobs_of(
+    args: argparse.Namespace, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """Logprobs [N] by the way of `args.side`."""
     if args.side == "tiles":
         return linear_logprobs(states, OutputHead.whole(weight), targets, tile_bytes=int(args.tile_mib * 2**20))
