@@ -34,7 +34,6 @@ from transformers import PreTrainedModel
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.models.policy.checkpoint_metadata import METADATA_NAME, check_tensors_are_there, saved_tensors
-from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.optimizer_state import (
     as_tensors,
     load_optimizer_settings,
@@ -60,11 +59,6 @@ def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) 
     """
     tensors = dict(named for module in modules for named in named_tensors(module))
     return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not trained_only}
-
-
-def hf_parameters(model: LogprobModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name, parameter or persistent buffer) of one part of a model, tied ones once, in its order."""
-    yield from named_tensors(model.hf)
 
 
 def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

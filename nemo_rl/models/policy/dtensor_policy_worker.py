@@ -35,7 +35,7 @@ from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.parallelize import load_config
 from nemo_rl.models.policy.peft_format import save_peft
-from nemo_rl.models.policy.pipeline import PipelineRunner
+from nemo_rl.models.policy.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.policy_model import DTYPES, build_stages, row_layout, trainable
 from nemo_rl.models.policy.reference import BaseModelReference, ReferencePolicy, SwappedReference
 from nemo_rl.types import (
@@ -115,8 +115,9 @@ class DTensorPolicyWorker:
     def _make_runner(self) -> MicroBatchRunner:
         settings = self.config.dtensor_cfg
         if self.mesh.pipeline is not None:
+            stages = [stage for stage in self.stages if isinstance(stage, PipelineStageModel)]
             compute_dtype = DTYPES[self.config.precision]
-            return PipelineRunner(self.stages, self.mesh.pipeline, self.device, settings, compute_dtype)
+            return PipelineRunner(stages, self.mesh.pipeline, self.device, settings, compute_dtype)
         return SequentialRunner(self.stages[0], self.device, clear_cache_every=settings.clear_cache_every_n_steps)
 
     def _reference_policy(self) -> ReferencePolicy:

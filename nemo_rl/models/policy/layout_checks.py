@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy import attention, context_parallel, lora, moe, pipeline, tensor_parallel
+from nemo_rl.models.policy import attention, context_parallel, lora, moe, peft_format, pipeline, tensor_parallel
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.logprobs import logit_transform
 
 
 def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
@@ -14,6 +17,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     Nothing is allocated: where layers have to be looked at, the model is built without weights.
     """
     settings = config.dtensor_cfg
+    logit_transform(model)
     if settings.tensor_parallel_size > 1:
         tensor_parallel.check_tensor_parallel(
             model,
@@ -29,6 +33,9 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         moe.check_experts(model, settings.expert_parallel_size)
     if settings.lora_cfg.enabled:
         lora.check_lora(model, settings.lora_cfg)
+        if settings.lora_cfg.adapter_path is not None:
+            directory = Path(settings.lora_cfg.adapter_path)
+            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
     reason = attention.supports_segments(model)
     if reason is None:
         return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -29,18 +31,13 @@ class ModelBatch:
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory it does not wait."""
-        moved = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            is_movable = isinstance(value, torch.Tensor | Segments)
-            moved[field.name] = value.to(device, non_blocking=True) if is_movable else value
-        return ModelBatch(**moved)
+        return self._moved(lambda tensors: tensors.to(device, non_blocking=True))
 
     def pin_memory(self) -> ModelBatch:
         """A copy in page-locked memory, from where `to` does not wait."""
-        movable = {field.name: getattr(self, field.name) for field in fields(self)}
-        pinned = {
-            name: value.pin_memory() if isinstance(value, torch.Tensor | Segments) else value
-            for name, value in movable.items()
-        }
-        return ModelBatch(**pinned)
+        return self._moved(lambda tensors: tensors.pin_memory())
+
+    def _moved(self, move: Callable[[Any], Any]) -> ModelBatch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor | Segments)}
+        return replace(self, **moved)

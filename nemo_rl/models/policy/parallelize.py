@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -79,13 +79,15 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
     """
     if mode is False:
         return
-    context = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-    extra = {"context_fn": context} if mode == "selective" else {}
+    wrap = checkpoint_wrapper
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
     blocks = {id(layer) for layer in decoder_layers(model)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) in blocks:
-                parent.register_module(name, checkpoint_wrapper(child, **extra))
+                parent.register_module(name, wrap(child))
 
 
 _PRODUCTS = frozenset(
@@ -118,12 +120,12 @@ def shard(
     Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())} if cpu_offload else {}
-    moe.shard_experts(root, mesh, mp_policy=policy, **offload)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
     for layer in layers:
-        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, **offload)
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
     # The root stays gathered between forward and backward: the head is used again when logits are recomputed.
-    fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, **offload)
+    fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
