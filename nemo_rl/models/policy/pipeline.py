@@ -31,6 +31,7 @@ from torch.distributed.pipelining import (
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from nemo_rl.models.policy import lora
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
@@ -162,7 +163,26 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+    if dtensor_cfg.lora_cfg.enabled:
+        lora.apply_lora(model, dtensor_cfg.lora_cfg)
+        _check_adapters(model, dtensor_cfg)
     _check_middle(model)
+
+
+def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
+    """Every rank must have something to train."""
+    base, _ = _parts(hf)
+    layers = list(cast(nn.ModuleList, base.layers))
+    size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
+    stages = layers_of_stages(len(layers), size * per_rank)
+    for rank in range(size):
+        held = [number for stage in stages[rank::size] for number in stage]
+        if not any(parameter.requires_grad for number in held for parameter in layers[number].parameters()):
+            raise ValueError(
+                f"policy.dtensor_cfg.lora_cfg.target_modules adapts none of the layers "
+                f"{', '.join(map(str, held))}, which are all that pipeline rank {rank} has; adapt some of them too, or "
+                "set policy.dtensor_cfg.pipeline_parallel_size=1"
+            )
 
 
 def _check_middle(hf: PreTrainedModel) -> None:
@@ -221,6 +241,7 @@ class _Stage(PipelineStage):
         num_stages: int,
         group: dist.ProcessGroup,
         hand_over: HandOver,
+        clear_cache_every: int | None,
     ) -> None:
         any_rows = torch.empty(0, device="meta", dtype=hand_over.dtype, requires_grad=True)
         super().__init__(
@@ -233,6 +254,7 @@ class _Stage(PipelineStage):
             group=group,
         )
         self.hand_over = hand_over
+        self.clear_cache_every = clear_cache_every
         self.batches: Sequence[ModelBatch] = ()
 
     def _post_metadata_inference_cleanup(self) -> None:
@@ -242,8 +264,10 @@ class _Stage(PipelineStage):
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> torch.Tensor:
         # By number, which the host knows: a tensor that says which batch it is would have to be waited for.
-        batch = self.batches[fwd_chunk_id].to(self.device)
-        return super().forward_one_chunk(fwd_chunk_id, args, {"batch": batch}, save_forward_output)
+        batch = self.batches[fwd_chunk_id]
+        out = super().forward_one_chunk(fwd_chunk_id, args, {"batch": batch}, save_forward_output)
+        assert self.is_last or self.hand_over.fits(out, batch)
+        return out
 
     def forward_maybe_with_nosync(self, *args: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         return self.submod(batch, *args)
@@ -263,6 +287,9 @@ class _Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step, and with its graph the message
+        _clear_cache(bwd_chunk_id, self.clear_cache_every)
 
     def _allocate(self, infos: tuple[Any, ...], number: int) -> None:
         for info in infos:
@@ -284,10 +311,16 @@ class HandOver:
 
     def empty(self, batch: ModelBatch) -> torch.Tensor:
         """Memory for the hidden states of `batch`."""
+        return torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
+
+    def fits(self, hidden: torch.Tensor, batch: ModelBatch) -> bool:
+        """Whether `hidden` is what the next stage expects: a message of another size would arrive as something else."""
+        return hidden.shape == self._shape(batch) and hidden.dtype == self.dtype
+
+    def _shape(self, batch: ModelBatch) -> tuple[int, int, int]:
         rows, width = batch.input_ids.shape
         assert width % self.sequence_shards == 0
-        shape = (rows, width // self.sequence_shards, self.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return rows, width // self.sequence_shards, self.hidden_size
 
 
 _Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleLoopedBFS
@@ -316,6 +349,7 @@ class PipelineRunner:
         self.rank: int = pipeline.get_local_rank()
         self.device = device
         self.schedule = config.pipeline.schedule
+        self.clear_cache_every = config.clear_cache_every_n_steps
         hidden_size = stages[0].hf.config.get_text_config().hidden_size
         sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
         self.hand_over = HandOver(hidden_size, compute_dtype, device, sequence_shards)
@@ -328,8 +362,9 @@ class PipelineRunner:
         Gradients add up in the parameters and are reduced over data ranks once, at the end.
         """
         stages, schedule = self._schedule(len(batches))
+        on_device = [batch.to(self.device) for batch in batches]
         for stage in stages:
-            stage.batches = batches
+            stage.batches = on_device
         self._loss = loss
         # The numbers stay on the host, so that reading one does not wait for the device.
         target = torch.arange(len(batches)) if stages[-1].is_last else None
@@ -342,14 +377,14 @@ class PipelineRunner:
 
     def _loss_of(self, logprobs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(int(number), logprobs)
+        return self._loss(int(number), logprobs).clone()  # no view: it is to be detached in place
 
     def _schedule(self, count: int) -> tuple[list[_Stage], _Schedule]:
         if count in self._built:
             return self._built[count]
         num_stages = self.size * len(self.stages)
         stages = [
-            _Stage(model, self.rank + turn * self.size, num_stages, self.group, self.hand_over)
+            _Stage(model, self.rank + turn * self.size, num_stages, self.group, self.hand_over, self.clear_cache_every)
             for turn, model in enumerate(self.stages)
         ]
         if self.schedule == "interleaved_1f1b":
@@ -369,7 +404,7 @@ class PipelineRunner:
         if not batches:
             return
         with torch.no_grad():
-            scored = self._forward_all(batches, filtered)
+            scored = self._forward_all([batch.to(self.device) for batch in batches], filtered)
         sizes = [batch.shape[0] * batch.shape[1] for batch in batches]
         if scored:
             flat = torch.cat([logprobs.flatten() for logprobs in scored])
@@ -394,10 +429,13 @@ class PipelineRunner:
             unit = self._unit(turn - self.rank, len(batches))
             if unit is not None:
                 number, stage = unit
-                out = stage(batches[number].to(self.device), hidden, filtered=filtered)
+                out = stage(batches[number], hidden, filtered=filtered)
                 if stage.is_last:
                     scored.append(out)
                     out = None
+                else:
+                    assert self.hand_over.fits(out, batches[number])
+                _clear_cache(number, self.clear_cache_every)
             following = self._unit(turn + 1 - self.rank, len(batches))
             hidden = None
             if following is not None and not following[1].is_first:
@@ -423,6 +461,11 @@ class PipelineRunner:
             )
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
+
+
+def _clear_cache(number: int, every: int | None) -> None:
+    if every is not None and (number + 1) % every == 0:
+        torch.cuda.empty_cache()
 
 
 @contextmanager

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GraniteConfig,
     LlamaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhiConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
 )
 
 from nemo_rl.models.policy import attention
-from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.pipeline import (
+    HandOver,
     PipelineRunner,
     PipelineStageModel,
+    check_pipeline,
+    from_last_stage,
+    layers_of_stages,
     split,
 )
 from nemo_rl.models.policy.row_layout import RowLayout
@@ -216,10 +232,185 @@ def test_gradients_add_up_over_calls():
         runner, stages = runner_of(copy.deepcopy(model), 2, "1f1b", 1)
         runner.train(first, loss_of)
         runner.train(second, loss_of)
-        return {name: p.grad for name, p in stages[0].hf.named_parameters() if p.grad is not None}
+        return {name: p.grad.full_tensor() for name, p in stages[0].hf.named_parameters()}
 
-    ranks = run_world(rank_main, 2)
+    ranks = run_world(rank_main, 4)
     in_one_process(model, first)
     whole = in_one_process(model, second)
-    for name, grad in (ranks[0] | ranks[1]).items():
-        assert (grad - whole.grads[name]).norm() <= 1e-5 * whole.grads[name].norm() + 1e-8, name
+    for name, grad in (ranks[0] | ranks[2]).items():
+        assert (grad / 2 - whole.grads[name]).norm() <= 1e-5 * whole.grads[name].norm() + 1e-8, name  # 2 data ranks
+
+
+def test_four_stages_on_four_ranks():
+    model = whole_model("qwen3")
+    steps = [batches_of(1, 6), batches_of(2, 2)]
+
+    def rank_main(rank: int, world: int) -> list[Outcome]:
+        outcomes = []
+        for schedule, stages_per_rank in SCHEDULES[:2]:
+            runner, stages = runner_of(copy.deepcopy(model), 4, schedule, stages_per_rank)
+            outcomes += [outcome_of(runner, stages, batches) for batches in steps]
+        return outcomes
+
+    ranks = run_world(rank_main, 4)
+    wanted = [in_one_process(copy.deepcopy(model), batches) for batches in steps]
+    for parts, whole in zip(zip(*ranks, strict=True), wanted * 2, strict=True):
+        assert_equal(list(parts), whole)
+
+
+def test_a_stage_without_trained_parameters_hands_gradients_on():
+    model = whole_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in ("model.layers.0.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight"))
+    batches = batches_of(1, 4)
+
+    def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
+        runner, stages = runner_of(copy.deepcopy(model), 4, "1f1b", 1)
+        runner.train(batches, loss_of)
+        return {name: p.grad for name, p in stages[0].hf.named_parameters() if p.grad is not None}
+
+    ranks = run_world(rank_main, 4)
+    whole = in_one_process(model, batches)
+    assert [len(grads) for grads in ranks] == [1, 0, 0, 1]
+    for name, grad in (ranks[0] | ranks[3]).items():
+        assert (grad - whole.grads[name]).norm() <= 1e-5 * whole.grads[name].norm(), name
+
+
+class CollectiveCount(TorchDispatchMode):
+    """Calls of torch.distributed's collectives, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.name().partition("::")[2]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
+def test_a_step_gathers_and_reduces_each_group_of_parameters_once(schedule, stages_per_rank):
+    def rank_main(rank: int, world: int) -> tuple[int, int, int]:
+        runner, stages = runner_of(whole_model("llama"), 2, schedule, stages_per_rank)
+        parts = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
+        groups = sum(len(state._fsdp_param_groups) for part in parts for state in [part._get_fsdp_state()])
+        with CollectiveCount() as count:
+            runner.train(batches_of(1, 6), loss_of)
+        return groups, count.calls["_allgather_base_"], count.calls["_reduce_scatter_base_"]
+
+    for groups, gathers, reductions in run_world(rank_main, 4):
+        assert gathers == reductions == groups > 1
+
+
+class CountedHandOver(HandOver):
+    """Counts the messages in memory whenever one is made."""
+
+    alive: list[StorageWeakRef]
+    most: int
+
+    def empty(self, batch: ModelBatch) -> torch.Tensor:
+        message = super().empty(batch)
+        self.alive = [one for one in self.alive if not one.expired()] + [StorageWeakRef(message.untyped_storage())]
+        self.most = max(self.most, len(self.alive))
+        return message
+
+
+def test_messages_are_freed_during_the_step():
+    def rank_main(rank: int, world: int) -> tuple[int, int, int]:
+        runner, _ = runner_of(whole_model("llama"), 2, "1f1b", 1)
+        counted = CountedHandOver(32, torch.float32, torch.device("cpu"))
+        counted.alive, counted.most = [], 0
+        runner.hand_over = counted
+        runner.train(batches_of(1, 12), loss_of)
+        most, counted.most = counted.most, 0
+        gc.collect()
+        left = sum(not one.expired() for one in counted.alive)
+        list(runner.logprobs(batches_of(1, 12), filtered=True))
+        return most, left, counted.most
+
+    for most, left, most_of_logprobs in run_world(rank_main, 2):
+        assert most <= 3 and left == 0 and most_of_logprobs <= 2
+
+
+def test_values_of_the_last_rank_reach_all():
+    def rank_main(rank: int, world: int) -> dict[str, float]:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "dp_shard"))
+        return from_last_stage({"loss": float(rank)} if rank >= 2 else {}, mesh["pipeline_parallel"])
+
+    assert run_world(rank_main, 4) == [{"loss": 2.0}, {"loss": 3.0}] * 2
+
+
+@given(st.integers(1, 12), st.integers(0, 40))
+@settings(max_examples=50, deadline=None)
+def test_layers_are_dealt_evenly_with_fewer_at_the_ends(num_stages, extra):
+    parts = layers_of_stages(num_stages + extra, num_stages)
+    assert [number for part in parts for number in part] == list(range(num_stages + extra))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes[0], sizes[-1]) <= max(sizes[1:-1], default=max(sizes)) and sizes[-1] <= sizes[0]
+
+
+def test_a_stage_keeps_names_and_gives_up_the_rest():
+    whole = whole_model("gemma3")
+    names = [name for name, _ in whole.named_parameters()]
+    found = []
+    for rank in range(2):
+        config = PipelineConfig(schedule="interleaved_1f1b", stages_per_rank=2)
+        parts = split(copy.deepcopy(whole), rank, 2, config)
+        found += [name for part in parts for name, _ in part.named_parameters()]
+        assert all(len(part.base_model.layers) == LAYERS for part in parts)
+    assert sorted(found) == sorted(names)
+
+
+def cut(size: int, **changes: Any) -> DTensorConfig:
+    return DTensorConfig(pipeline_parallel_size=size, **changes)
+
+
+INTERLEAVED = PipelineConfig(schedule="interleaved_1f1b", stages_per_rank=2)
+
+
+@pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), Qwen2Config(**SHAPE), Phi3Config(**SHAPE), PhiConfig(**SHAPE), MixtralConfig(**SHAPE)]
+)
+def test_models_that_can_be_split_pass(config):
+    check_pipeline(config, cut(2, pipeline=INTERLEAVED))
+    check_pipeline(config, cut(5))
+    check_pipeline(config, cut(1))
+
+
+@pytest.mark.parametrize(
+    ("config", "dtensor_cfg", "said"),
+    [
+        (CONFIGS["llama"], cut(6), "6 stages.* has 5 layers; use at most 5 stages"),
+        (CONFIGS["llama"], cut(3, pipeline=INTERLEAVED), "stages_per_rank = 6 stages.*at most 5"),
+        (CONFIGS["llama"], cut(1, pipeline=INTERLEAVED), "stages_per_rank=2 needs pipeline_parallel_size above 1"),
+        (Qwen2Config(**SHAPE | {"tie_word_embeddings": True}), cut(2), "size=2: this qwen2 model shares one matrix"),
+        (GPT2Config(n_layer=4, tie_word_embeddings=False), cut(2), "GPT2LMHeadModel .* has no embed_tokens, layers"),
+        (GraniteConfig(**SHAPE, embedding_multiplier=3.0), cut(2), "GraniteForCausalLM .* changes hidden states"),
+        (
+            CONFIGS["llama"],
+            cut(2, lora_cfg=LoRAConfig(enabled=True, match_all_linear=False, target_modules=["*.layers.4.*"])),
+            "adapts none of the layers 0, 1, 2, which are all that pipeline rank 0 has",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(config, dtensor_cfg, said):
+    with pytest.raises(ValueError, match=said):
+        check_pipeline(config, dtensor_cfg)
+
+
+def test_weights_beside_the_layers_are_refused():
+    model = whole_model("llama")
+    model.model.projection = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="it has weights in projection; set policy"):
+        split(model, 0, 2, PipelineConfig())
+
+
+def test_another_dtype_than_the_next_stage_expects_ends_the_step():
+    def rank_main(rank: int, world: int) -> None:
+        runner, _ = runner_of(whole_model("llama"), 2, "1f1b", 1)
+        runner.hand_over = HandOver(32, torch.bfloat16, torch.device("cpu"))
+        list(runner.logprobs(batches_of(1, 2), filtered=True))
+
+    with pytest.raises(AssertionError):
+        run_world(rank_main, 2)
