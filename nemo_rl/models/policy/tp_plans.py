@@ -282,10 +282,11 @@ class _Planner:
 
     def _check_final_norm(self, plan: Plan) -> None:
         joined = [name for name, style in plan.items() if isinstance(style, Replicated) and style.joined]
-        if len(joined) > 1:
+        if len(joined) > 1 or (not joined and self.ends[1] is not None):
             raise ValueError(
-                f"policy.dtensor_cfg.sequence_parallel=true: {type(self.hf).__name__} has more than a final norm "
-                f"outside its blocks ({', '.join(joined)}); set it to false"
+                f"policy.dtensor_cfg.sequence_parallel=true: {type(self.hf).__name__} has not one final norm with "
+                f"weights after its blocks, where positions are joined, but {', '.join(joined) or 'none'}; set it to "
+                "false"
             )
 
     def _refuse(self, name: str) -> None:

@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     Olmo2Config,
+    OlmoConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -34,6 +35,7 @@ from nemo_rl.models.policy.lora import apply_lora
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.parallelize import build_on_meta, decoder_layers, materialize, shard
+from nemo_rl.models.policy.pipeline import split_stages
 from nemo_rl.models.policy.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.weight_loading import local_index
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
@@ -174,15 +176,46 @@ def test_a_step_on_two_ranks_equals_one_process(tmp_path, family):
         assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
 
 
-@pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_step_with_fsdp_on_top_equals_one_process(tmp_path, family):
-    source = load(family, tmp_path)
-    with_copies = family in ("llama", "phi3")
-    sizes = ParallelSizes(tensor_parallel=2, **{"dp_replicate" if with_copies else "dp_shard": 2})
-    want = reference(source)
-    split = family in ("qwen2-tied", "phi3", "gemma3", "mistral")
-    for rank, outcome in enumerate(run_world(lambda *_: trained(source, sizes, sequence_parallel=split), 4)):
-        assert worst(outcome, want, slice(rank // 2 * 2, rank // 2 * 2 + 2)) == {}
+def test_a_step_with_fsdp_on_top_equals_one_process(tmp_path):
+    sources = {family: load(family, tmp_path / family) for family in ALL_FAMILIES}
+
+    def rank_main(rank: int, world: int) -> list[Outcome]:
+        outcomes = []
+        for number, source in enumerate(sources.values()):
+            sizes = ParallelSizes(tensor_parallel=2, **{"dp_shard" if number % 3 else "dp_replicate": 2})
+            outcomes.append(trained(source, sizes, sequence_parallel=number % 2 == 0))
+        return outcomes
+
+    want = {family: reference(source) for family, source in sources.items()}
+    for rank, outcomes in enumerate(run_world(rank_main, 4)):
+        rows = slice(rank // 2 * 2, rank // 2 * 2 + 2)
+        for family, outcome in zip(ALL_FAMILIES, outcomes, strict=True):
+            assert worst(outcome, want[family], rows) == {}, family
+
+
+def test_pipeline_stages_hand_over_their_own_positions(tmp_path):
+    source = load("llama", tmp_path)
+    ids = token_ids()
+    positions = torch.arange(WIDTH).expand_as(ids)
+
+    def rank_main(rank: int, world: int) -> tuple[torch.Size, torch.Tensor]:
+        mesh = init_device_mesh("cpu", (2,))
+        begin = {"input_ids": ids}
+        shapes = []
+        for index in range(2):
+            hf = build_on_meta(copy.deepcopy(source.config), torch.float32).eval()
+            split_stages(hf, index, 2)
+            apply_tensor_parallel(hf, mesh, sequence_parallel=True, custom_plan=None)
+            fill(Scored(hf), source)
+            out = hf.base_model(**begin, position_ids=positions, use_cache=False).last_hidden_state.detach()
+            begin = {"inputs_embeds": out}
+            shapes.append(out.shape)
+        return shapes[0], out
+
+    want = source.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    for shape, states in run_world(rank_main, 2):
+        assert shape == (4, WIDTH // 2, 64)
+        torch.testing.assert_close(states, want, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_embeddings_stay_one_parameter_and_every_matrix_is_shared_out(tmp_path):
@@ -352,6 +385,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2),
     "qwen3": Qwen3Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     "gpt2": GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=VOCAB),
+    "olmo": OlmoConfig(**SMALL, num_attention_heads=4),
     "olmo2": Olmo2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2),
 }
 
@@ -381,6 +415,7 @@ def test_a_model_that_can_be_cut_is_let_through():
         (r"LlamaForCausalLM has no modules model\.layers\.\*\.mlp\.gatee_proj", {"plan": path_to("MISSPELT")}),
         (r"mlp\.gate_proj \(Linear\).*is not known: its plan says 'colwize'", {"plan": path_to("UNKNOWN_WORD")}),
         (r"self_attn\.q_norm .* its plan does not name it", {"family": "qwen3", "plan": path_to("MATRICES")}),
+        (r"has not one final norm with weights .* but none; set it to false", {"family": "olmo", "split": True}),
         (r"set policy\.dtensor_cfg\.sequence_parallel=false", {"plan": path_to("STYLES"), "split": True}),
     ],
 )
