@@ -1,0 +1,97 @@
+"""The worker on a CUDA device against the worker on the CPU: same step, and what only a device has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.types import SamplingParams, TrainResult
+from tests.unit.policy.models import save_random_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config
+
+pytestmark = pytest.mark.gpu
+
+PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
+
+
+def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, Any], results: Any) -> None:
+    store = dist.FileStore(f"{folder}/rendezvous", 1)
+    backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    config = policy_config(train_micro_batch_size=2, **PACKED, **changes)
+    worker = DTensorPolicyWorker(
+        config,
+        PolicyWorkerSettings(
+            model_path=path,
+            sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
+            use_gpu=use_gpu,
+            workers_per_node=1,
+            init_reference_model=True,
+            init_optimizer=True,
+            seed=0,
+        ),
+    )
+    steps = []
+    for _ in range(2):
+        load_step(worker, config)
+        worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        if use_gpu:
+            torch.cuda.set_sync_debug_mode("error")  # the micro-batch loop waits for the device nowhere
+            batches = worker._model_batches([list(worker.rows.values())[:2]] * 3)
+            worker.runner.train(batches, lambda number, logprobs: logprobs.sum() * 0.0)
+            torch.cuda.set_sync_debug_mode("default")
+        steps.append(worker.train(ClippedPGLoss(LOSS)))
+        if use_gpu:
+            worker.offload()
+            free = torch.cuda.memory_allocated()
+            worker.onload(with_optimizer=True)
+            assert free < torch.cuda.memory_allocated() or config.dtensor_cfg.cpu_offload
+    results.put(steps)
+    dist.destroy_process_group()
+
+
+def run(path: Path, folder: Path, *, use_gpu: bool, **changes: Any) -> list[TrainResult]:
+    folder.mkdir()
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    arguments = (0, str(folder), str(path), use_gpu, changes, results)
+    process = context.Process(target=_rank, args=arguments)
+    process.start()
+    steps = results.get()
+    process.join()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-4),
+        ({"precision": "bfloat16"}, 0.1),
+        ({"dtensor_cfg": DTensorConfig(cpu_offload=True)}, 1e-4),
+        ({"dtensor_cfg": DTensorConfig(activation_checkpointing="selective")}, 1e-4),
+        ({"dtensor_cfg": DTensorConfig(torch_compile=True)}, 1e-4),
+    ],
+)
+def test_a_step_on_the_device_is_the_step_on_the_host(tmp_path: Path, changes: dict[str, Any], tolerance: float):
+    save_random_model("llama", tmp_path / "model")
+    on_host = run(tmp_path / "model", tmp_path / "host", use_gpu=False)
+    on_device = run(tmp_path / "model", tmp_path / "device", use_gpu=True, **changes)
+    for want, got in zip(on_host, on_device, strict=True):
+        assert got.losses == pytest.approx(want.losses, rel=tolerance, abs=tolerance)
+        assert got.grad_norms == pytest.approx(want.grad_norms, rel=tolerance)
+
+
+def test_two_deterministic_runs_are_bitwise_equal(tmp_path: Path) -> None:
+    save_random_model("llama", tmp_path / "model")
+    first = run(tmp_path / "model", tmp_path / "first", use_gpu=True, deterministic=True, precision="bfloat16")
+    second = run(tmp_path / "model", tmp_path / "second", use_gpu=True, deterministic=True, precision="bfloat16")
+    assert first == second
