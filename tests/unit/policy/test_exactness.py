@@ -1,0 +1,332 @@
+"""Loss, gradients and metrics are equal for every micro-batch size, packing, mesh and accumulation, for every loss."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.microbatches import pad
+from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.parallelize import load_config
+from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.token_filter import filter_logits
+from nemo_rl.types import LossInputs, LossMetrics
+from tests.unit.policy.exact_cases import (
+    ADVANTAGES,
+    BATCHINGS,
+    LOSSES,
+    NUM_SAMPLES,
+    ORDINARY,
+    RECORDING_SGD,
+    SAMPLINGS,
+    WHOLE,
+    Bench,
+    Case,
+    Outcome,
+    Rollouts,
+    as_generated,
+    distances,
+    draw_rollouts,
+    masks_of,
+)
+from tests.unit.policy.models import save_random_model
+from tests.unit.policy.steps import make_worker, policy_config
+from tests.worlds import run_world
+
+TOLERANCE = 1e-6
+
+TP, SP, CP, PP = "tensor_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_parallel_size"
+
+UNCUT = "one rank"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    UNCUT: (1, {}),
+    "dp2": (2, {}),
+    "hsdp": (4, {"dp_replicate_size": 2}),
+    "tp-sp": (2, {TP: 2, SP: True}),
+    "cp": (2, {CP: 2}),
+    "tp-cp": (4, {TP: 2, CP: 2}),
+    "pp": (2, {PP: 2}),
+    "pp-tp": (4, {PP: 2, TP: 2}),
+}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp4": (4, {}),
+    "tp-dp2": (4, {TP: 2}),
+    "cp4": (4, {CP: 4}),
+    "cp-dp2": (4, {CP: 2}),
+    "cp-hsdp": (4, {CP: 2, "dp_replicate_size": 2}),
+    "pp-dp2": (4, {PP: 2}),
+    "pp-cp": (4, {PP: 2, CP: 2}),
+    "tp-sp-cp": (4, {TP: 2, SP: True, CP: 2}),
+    "recompute": (2, {"activation_checkpointing": True}),
+}
+CUT = [name for name in LAYOUTS if name != UNCUT]
+
+
+def draw_case(loss: str, seed: int) -> Case:
+    """Several optimizer steps from the same weights amplify a difference; clipped gradients keep that below 1."""
+    draw = random.Random(f"{loss} {seed}")
+    steps = draw.choice([1, 2, 4]) if loss != "on-policy-ratio" else 1
+    clip = draw.choice([0.5, 1.0]) if steps > 1 else draw.choice([1.0, None])
+    sampling = draw.randrange(len(SAMPLINGS))
+    return Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES // steps, max_grad_norm=clip)
+
+
+CASES = {loss: draw_case(loss, 0) for loss in LOSSES}
+
+
+def dealt(layout: str) -> list[tuple[str, str]]:
+    """(loss, batching) of a layout: the losses go round the cut layouts twice, each time with another batching."""
+    draw = random.Random(layout)
+    if layout == UNCUT:
+        losses = draw.sample(list(LOSSES), 8)
+    else:
+        place = CUT.index(layout)
+        losses = [loss for number, loss in enumerate([*LOSSES, *reversed(LOSSES)]) if number % len(CUT) == place]
+    return [(loss, draw.choice(list(BATCHINGS))) for loss in losses]
+
+
+def make_bench(path: Path, **settings: Any) -> Bench:
+    config = policy_config(optimizer=RECORDING_SGD, dtensor_cfg=DTensorConfig(**settings))
+    return Bench(make_worker(path, config), load_config(str(path), {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """The rollouts of each sampling, and what cases come to on one rank with one padded micro-batch per step."""
+
+    path: Path
+    rollouts: list[Rollouts]
+    outcomes: dict[Case, Outcome]
+
+    @classmethod
+    def of(cls, path: Path, cases: list[Case], kinds: tuple[str, ...] = ORDINARY) -> Expected:
+        return run_world(cls._computed, 1, path, cases, kinds, timeout=300)[0]
+
+    @classmethod
+    def _computed(cls, rank: int, world: int, path: Path, cases: list[Case], kinds: tuple[str, ...]) -> Expected:
+        bench = make_bench(path)
+        base = draw_rollouts(1, kinds)
+        rollouts = []
+        for sampling in range(len(SAMPLINGS)):
+            case = Case(loss="grpo", sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
+            rollouts.append(as_generated(base, bench.logprobs(case, WHOLE, base), seed=sampling))
+        outcomes = {case: bench.step(case, WHOLE, rollouts[case.sampling]) for case in cases}
+        return cls(path=path, rollouts=rollouts, outcomes=outcomes)
+
+    def distances(
+        self, layout: str, draws: list[tuple[Case, str]], **changes: Any
+    ) -> dict[tuple[Case, str], dict[str, float]]:
+        """Of every case and batching in `draws`: the worst rank's of `layout`. `changes` go to `Bench.step`."""
+        world, settings = (LAYOUTS | MORE_LAYOUTS)[layout]
+
+        def on_rank(rank: int, world: int) -> tuple[list[dict[str, float]], set[str]]:
+            bench = make_bench(self.path, **settings)
+            found = []
+            for case, batching in draws:
+                got = bench.step(case, BATCHINGS[batching], self.rollouts[case.sampling], **changes)
+                found.append(distances(got, self.outcomes[case]))
+            return found, set(bench.names)
+
+        ranks = run_world(on_rank, world, timeout=300)
+        assert set.union(*(names for _, names in ranks)) == set(next(iter(self.outcomes.values())).gradients[0])
+        found = zip(*(found for found, _ in ranks), strict=True)
+        worst = [{kind: max(each[kind] for each in of_ranks) for kind in of_ranks[0]} for of_ranks in found]
+        return dict(zip(draws, worst, strict=True))
+
+
+def assert_equal(found: dict[tuple[Case, str], dict[str, float]]) -> None:
+    off = {
+        f"{case.loss}, {batching}, {kind}": distance
+        for (case, batching), kinds in found.items()
+        for kind, distance in kinds.items()
+        if not distance <= TOLERANCE * case.errors_multiplied
+    }
+    assert not off
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_random_model("llama", path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(llama: Path) -> Expected:
+    return Expected.of(llama, list(CASES.values()))
+
+
+def test_every_loss_meets_a_cut_layout_and_every_batching_occurs() -> None:
+    assert {loss for layout in CUT for loss, _ in dealt(layout)} == LOSSES.keys()
+    assert {batching for layout in LAYOUTS for _, batching in dealt(layout)} == BATCHINGS.keys()
+    assert {case.sampling for case in CASES.values()} == set(range(len(SAMPLINGS)))
+    assert {case.samples_per_step for case in CASES.values()} == {4, 8, 16}
+
+
+def test_the_losses_do_what_they_are_here_for(expected: Expected) -> None:
+    """Ratios are clipped, weights are out of bounds, the reference differs: no case is equal for want of anything."""
+    metrics = {case.loss: outcome.metrics for case, outcome in expected.outcomes.items() if case.samples_per_step < 16}
+    for loss in ("dapo", "dual-clip", "gspo", "cispo"):
+        assert loss not in metrics or metrics[loss]["clip_fraction"] > 0.02, loss
+    assert sum(values["clip_fraction"] > 0.02 for values in metrics.values()) >= 3
+    for case, outcome in expected.outcomes.items():
+        if LOSSES[case.loss].truncated_importance_sampling_ratio is not None:
+            assert 0.05 < outcome.metrics["is_oob_ratio"] < 0.95, case
+        if LOSSES[case.loss].reference_policy_kl_penalty and case.samples_per_step < 16:
+            assert abs(outcome.metrics["kl_penalty"]) > 1e-4, case
+        assert 0 < outcome.metrics["num_valid_samples"] < NUM_SAMPLES
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_depends_on_how_it_is_computed(expected: Expected, layout: str) -> None:
+    draws = [(CASES[loss], batching) for loss, batching in dealt(layout)]
+    assert_equal(expected.distances(layout, draws))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS | MORE_LAYOUTS)
+def test_nothing_depends_on_how_it_is_computed_at_length(llama: Path, layout: str) -> None:
+    draw = random.Random(layout)
+    cases = [draw_case(loss, seed) for loss in LOSSES for seed in (1, 2)]
+    expected = Expected.of(llama, cases)
+    assert_equal(expected.distances(layout, [(case, draw.choice(list(BATCHINGS))) for case in cases]))
+
+
+# -- samples at the edge: nothing to score on a rank, in a micro-batch, in an optimizer step; fewer tokens than chunks
+
+ODD = {
+    "of one to three tokens": ("one", "two", "three", "two", "one", "three", "two"),
+    "mostly silent": ("silent", "failed", "silent", "silent", "silent", "answer", "silent", "failed"),
+    "none scored at all": ("silent", "failed", "one"),
+}
+
+
+@pytest.fixture(scope="module", params=ODD)
+def odd(request: pytest.FixtureRequest, llama: Path) -> Expected:
+    cases = [
+        Case(loss=loss, sampling=sampling, samples_per_step=samples, max_grad_norm=1.0)
+        for loss, sampling, samples in (("grpo", 4, 4), ("gspo", 0, 4), ("kl-in-reward", 1, 8), ("seq-mask-tis", 0, 8))
+    ]
+    return Expected.of(llama, cases, ODD[request.param])
+
+
+@pytest.mark.parametrize("layout", ["hsdp", "cp", "pp", pytest.param("tp-cp", marks=pytest.mark.slow)])
+def test_samples_with_little_or_nothing_to_score(odd: Expected, layout: str) -> None:
+    batchings = ["one by one", "packed", "threes padded", "packed alike"]
+    assert_equal(odd.distances(layout, list(zip(odd.outcomes, batchings, strict=True))))
+
+
+# -- what everything is compared with is right
+
+
+def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of one optimizer step, in float64 by transformers alone: sample by sample, with all logits."""
+    sampling = SAMPLINGS[case.sampling]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    handles, groups = rollouts
+    samples = [sample for group in groups for sample in group.samples]
+    scored, unfiltered = [], []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids)
+        logits = model(input_ids=ids[None]).logits[0, :-1] / sampling.temperature
+        kept = filter_logits(logits, ids[1:], sampling.top_k, sampling.top_p)
+        for into, of in ((scored, kept), (unfiltered, logits.detach())):
+            logprobs = of.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            into.append(torch.cat([torch.zeros(1), logprobs]) * torch.from_numpy(sample.token_mask))
+    width = max(len(logprobs) for logprobs in scored)
+    mask = pad([torch.from_numpy(sample.token_mask) for sample in samples], width).double()
+    sample_mask = torch.tensor(masks_of(handles)).double().flatten()
+    logprobs = pad(scored, width)
+    inputs = LossInputs(
+        input_ids=torch.zeros(mask.shape, dtype=torch.int64),
+        token_mask=mask,
+        sample_mask=sample_mask,
+        advantages=torch.tensor(ADVANTAGES).double().flatten()[:, None].expand(mask.shape),
+        prev_logprobs=logprobs.detach(),
+        generation_logprobs=pad([torch.from_numpy(s.generation_logprobs) for s in samples], width).double(),
+        reference_policy_logprobs=pad(unfiltered, width),
+    )
+    loss, _ = case.loss_fn(logprobs, inputs, sample_mask.sum(), (mask * sample_mask[:, None]).sum())
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_one_rank_computes_what_transformers_does_sample_by_sample(llama: Path) -> None:
+    cases = [
+        Case(loss=loss, sampling=sampling, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
+        for loss, sampling in (("grpo", 0), ("gspo", 1), ("k3-unclamped", 2), ("tis", 3), ("reinforce", 4))
+    ]
+    expected = Expected.of(llama, cases)
+    for case, got in expected.outcomes.items():
+        loss, gradients = plain_step(llama, case, expected.rollouts[case.sampling])
+        assert got.losses == pytest.approx([loss], abs=TOLERANCE), case
+        assert got.gradients[0].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            assert (got.gradients[0][name] - gradient).abs().max() < TOLERANCE * max(1.0, got.grad_norms[0]), name
+
+
+# -- that these tests can fail
+
+
+class ByOwnCount:
+    """Divides by the tokens of its micro-batch, as a mean over means does."""
+
+    def __init__(self, case: Case) -> None:
+        self.loss_fn = case.loss_fn
+
+    def __call__(
+        self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor
+    ) -> tuple[torch.Tensor, LossMetrics]:
+        return self.loss_fn(logprobs, inputs, seqs, (inputs.token_mask * inputs.sample_mask[:, None]).sum())
+
+
+class OneSegment(RowLayout):
+    """Packed sequences see those before them."""
+
+    def build(self, sequences: Any, *, width: int | None = None) -> ModelBatch:
+        batch = super().build(sequences, width=width)
+        return replace(batch, segments=Segments.of([batch.input_ids.shape[1]]))
+
+
+def as_one_segment(layout: RowLayout) -> RowLayout:
+    return OneSegment(padding_free=layout.padding_free, divisible_by=layout.divisible_by)
+
+
+PLAIN = Case(loss="dapo", sampling=0, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
+
+
+def test_a_count_of_ones_own_is_found(llama: Path) -> None:
+    expected = Expected.of(llama, [PLAIN])
+    for layout, batching in ((UNCUT, "packed"), ("dp2", "threes padded")):
+        found = expected.distances(layout, [(PLAIN, batching)], loss_fn=ByOwnCount(PLAIN))[PLAIN, batching]
+        assert min(found["loss"], found["gradients"], found["metric probs_ratio"]) > 100 * TOLERANCE
+
+
+def test_sequences_that_see_each_other_are_found(llama: Path) -> None:
+    expected = Expected.of(llama, [PLAIN])
+    found = expected.distances(UNCUT, [(PLAIN, "packed")], change_rows=as_one_segment)[PLAIN, "packed"]
+    assert min(found["gradients"], found["metric approx_entropy"]) > 100 * TOLERANCE
+
+
+def test_gradients_averaged_over_ranks_are_found(llama: Path) -> None:
+    expected = Expected.of(llama, [PLAIN])
+
+    def averaged(rank: int, world: int) -> dict[str, float]:
+        bench = make_bench(llama)
+        for module in bench.worker.stages[0].modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)
+        return distances(bench.step(PLAIN, BATCHINGS["packed"], expected.rollouts[0]), expected.outcomes[PLAIN])
+
+    for found in run_world(averaged, 2):
+        assert min(found["gradients"], found["grad norm"]) > 100 * TOLERANCE
+        assert found["loss"] < TOLERANCE
