@@ -1,6 +1,9 @@
-"""The model named `tiny:arithmetic`: a 0.3M-parameter Qwen2 made on this machine in twenty seconds, without a download.
+"""The models named `tiny:...`: made on this machine in twenty seconds to a minute, without a download.
 
-It writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
+    tiny:arithmetic        Qwen2, 0.3M parameters, embeddings and head tied
+    tiny:arithmetic-moe    Qwen3-MoE, 0.6M parameters, 4 experts of which 2 see a token, embeddings and head apart
+
+Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
 byte-level tokenizer. Its short supervised warm-up ends on demonstrations of which a part is off by one, so it
 knows the answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded
 greedily in fewer, and reinforcement learning has something to improve.
@@ -29,7 +32,7 @@ from nemo_rl.data.datasets.arithmetic import arithmetic_space
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,7 @@ class TinyModelRecipe:
     num_layers: int = 2
     head_dim: int = 32  # the smallest that vLLM's CPU attention takes
     num_kv_heads: int = 2
+    num_experts: int = 0  # 0: dense
     max_position_embeddings: int = 2048
     initializer_range: float = 0.06  # with tied embeddings and so few steps, 0.02 learns three times slower
     max_operand: int = 9
@@ -66,7 +70,10 @@ class TinyModelRecipe:
     seed: int = 0
 
 
-RECIPES: dict[str, TinyModelRecipe] = {"arithmetic": TinyModelRecipe()}
+RECIPES: dict[str, TinyModelRecipe] = {
+    "arithmetic": TinyModelRecipe(),
+    "arithmetic-moe": TinyModelRecipe(num_experts=4),
+}
 
 
 def resolve_model(name: str) -> str:
@@ -114,7 +121,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     with _file_lock(target.with_name(target.name + ".lock")):
         if target.is_dir():
             return str(target)
-        logger.info("making the tiny model in %s (about twenty seconds, once)", target)
+        logger.info("making the tiny model in %s (a minute at most, once)", target)
         work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
         try:
             _make(recipe, work)
@@ -157,30 +164,43 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_untrained_model(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_untrained_model(
+    recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
+) -> Qwen2ForCausalLM | Qwen3MoeForCausalLM:
     """An untrained float32 model whose weights depend on `recipe.seed` only."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     vocabulary = tokenizer.get_vocab()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden_size,
-        intermediate_size=2 * recipe.hidden_size,
-        num_hidden_layers=recipe.num_layers,
-        num_attention_heads=recipe.hidden_size // recipe.head_dim,
-        num_key_value_heads=recipe.num_kv_heads,
-        max_position_embeddings=recipe.max_position_embeddings,
-        initializer_range=recipe.initializer_range,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=vocabulary["<eos>"],
-        pad_token_id=vocabulary["<pad>"],
-        dtype="float32",
-    )
+    common = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": recipe.hidden_size,
+        "num_hidden_layers": recipe.num_layers,
+        "num_attention_heads": recipe.hidden_size // recipe.head_dim,
+        "num_key_value_heads": recipe.num_kv_heads,
+        "max_position_embeddings": recipe.max_position_embeddings,
+        "initializer_range": recipe.initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": vocabulary["<eos>"],
+        "pad_token_id": vocabulary["<pad>"],
+        "dtype": "float32",
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return Qwen2ForCausalLM(config)
+        if recipe.num_experts == 0:
+            dense = Qwen2Config(**common, intermediate_size=2 * recipe.hidden_size, tie_word_embeddings=True)
+            return Qwen2ForCausalLM(dense)
+        sparse = Qwen3MoeConfig(
+            **common,
+            intermediate_size=2 * recipe.hidden_size,
+            head_dim=recipe.head_dim,
+            num_experts=recipe.num_experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=recipe.hidden_size,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        )
+        return Qwen3MoeForCausalLM(sparse)
 
 
 def _make(recipe: TinyModelRecipe, directory: Path) -> None:
@@ -207,7 +227,9 @@ def demonstrate(value: int, mistake_probability: float, rng: random.Random) -> s
     return BOXED + f"{value}}}"
 
 
-def _warm_up(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyModelRecipe) -> None:
+def _warm_up(
+    model: Qwen2ForCausalLM | Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: TinyModelRecipe
+) -> None:
     import torch
     import torch.nn.functional as F
 

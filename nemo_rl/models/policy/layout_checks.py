@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 from transformers import PretrainedConfig
@@ -17,6 +18,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     Nothing is allocated: where layers have to be looked at, the model is built without weights.
     """
     settings = config.dtensor_cfg
+    model = copy.deepcopy(model)  # building a model writes into its configuration
     logit_transform(model)
     if settings.tensor_parallel_size > 1:
         tensor_parallel.check_tensor_parallel(
