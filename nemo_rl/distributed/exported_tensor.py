@@ -14,13 +14,14 @@ class ExportedTensor:
     """One tensor under its Hugging Face name. Every rank lists the same ones in the same order.
 
     `gather(dtype)` is a collective over all ranks and gives the whole tensor, contiguous, on the rank's device, with
-    floating-point values in `dtype` (None: as they are kept).
+    floating-point values in `dtype` (None: as they are kept). `adapts` as in `TensorMeta`.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     gather: Callable[[torch.dtype | None], torch.Tensor]
+    adapts: str | None = None
 
 
 def exported(name: str, tensor: Callable[[], torch.Tensor]) -> ExportedTensor:

@@ -19,11 +19,16 @@ _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """One tensor as it travels: `dtype` is torch's name without the prefix, `shape` the full (unsharded) shape."""
+    """One tensor as it travels: `dtype` is torch's name without the prefix, `shape` the full (unsharded) shape.
+
+    Two tensors with the same `adapts` are the adapter of the weight W [out, in] of that name: A [r, in], then B
+    [out, r], so scaled that W + B A is what the policy computes with.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    adapts: str | None = None
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -50,8 +55,33 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Part of a tensor and the memory of the model it belongs in.
+
+    The part is the strided view (`size`, `stride`, `offset`, in elements) of the flat tensor; `target` has `size`.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target: torch.Tensor
+
+    def is_flat(self, dtype: torch.dtype) -> bool:
+        """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.target.dtype == dtype and self.target.is_contiguous()
+
+
+@dataclass(frozen=True)
 class PackLayout:
-    """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size."""
+    """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size.
+
+    Adapters come last and in buckets of their own, so that they can be sent without the weights before them.
+    """
 
     tensors: tuple[TensorMeta, ...]
     bucket_bytes: int
@@ -62,7 +92,8 @@ class PackLayout:
         """Place tensors in order, `bucket_bytes` (rounded up to `ALIGNMENT`) at most per bucket.
 
         A tensor larger than a bucket starts a bucket of its own and goes on in the following ones; a smaller one is
-        never split. ValueError for a bucket size below 1 and for a name that comes twice.
+        never split. ValueError for a bucket size below 1, for a name that comes twice, and for adapters that are not
+        pairs behind the weights they belong to.
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
@@ -72,11 +103,12 @@ class PackLayout:
             seen: set[str] = set()
             twice = sorted({m.name for m in tensors if m.name in seen or seen.add(m.name)})
             raise ValueError(f"tensor names must be unique, these come twice: {twice}")
+        num_weights = _count_weights(tensors)
         capacity = _align(bucket_bytes)
         buckets: list[list[Piece]] = [[]]
         used = 0
         for index, nbytes in enumerate(meta.nbytes for meta in tensors):
-            if used + nbytes > capacity and used:
+            if (used + nbytes > capacity and used) or (index == num_weights and index > 0):
                 buckets.append([])
                 used = 0
             start = 0
@@ -94,9 +126,24 @@ class PackLayout:
         return NUM_HALVES * self.bucket_bytes
 
     @property
+    def weights(self) -> tuple[TensorMeta, ...]:
+        """The tensors that are no adapters, which come first."""
+        return tuple(meta for meta in self.tensors if meta.adapts is None)
+
+    @property
+    def num_base_buckets(self) -> int:
+        """The first buckets, which need not be sent again: weights that adapters are added to; 0 without adapters."""
+        adapters = (i for i, pieces in enumerate(self.buckets) for p in pieces if self.tensors[p.tensor].adapts)
+        return next(adapters, 0)
+
+    def bytes_of(self, buckets: Iterable[int]) -> int:
+        """Bytes in `buckets`, padding left out."""
+        return sum(piece.nbytes for bucket in buckets for piece in self.buckets[bucket])
+
+    @property
     def total_bytes(self) -> int:
         """Bytes of all tensors, padding left out."""
-        return sum(piece.nbytes for bucket in self.buckets for piece in bucket)
+        return self.bytes_of(range(len(self.buckets)))
 
     def half_offset(self, bucket: int) -> int:
         """First byte of a bucket in the buffer."""
@@ -104,12 +151,13 @@ class PackLayout:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; `from_dict` of it is equal."""
-        return {"bucket_bytes": self.bucket_bytes, "tensors": [[m.name, m.dtype, list(m.shape)] for m in self.tensors]}
+        tensors = [[m.name, m.dtype, list(m.shape), m.adapts] for m in self.tensors]
+        return {"bucket_bytes": self.bucket_bytes, "tensors": tensors}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> PackLayout:
         """Inverse of `to_dict`."""
-        metas = (TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in fields["tensors"])
+        metas = (TensorMeta(name, dtype, tuple(shape), adapts) for name, dtype, shape, adapts in fields["tensors"])
         return cls.build(metas, fields["bucket_bytes"])
 
     def digest(self) -> str:
@@ -121,6 +169,16 @@ def choose_bucket_bytes(metas: Sequence[TensorMeta]) -> int:
     """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call."""
     total = sum(_align(meta.nbytes) for meta in metas)
     return max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, total // 16))
+
+
+def _count_weights(tensors: Sequence[TensorMeta]) -> int:
+    """How many tensors are no adapters. ValueError when the adapters behind them are not in order."""
+    count = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
+    weights = {meta.name for meta in tensors[:count]}
+    adapted = [meta.adapts for meta in tensors[count:]]
+    if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
+        raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
+    return count
 
 
 def _align(nbytes: int) -> int:

@@ -10,6 +10,9 @@ the receiver empties the other.
 
 Every byte enters a fingerprint: at the sender it is taken of the source tensor (after the cast to the wire dtype), at
 the receiver of the bytes it hands to the model.
+
+Where the layout has adapters, the first sync sends the base weights and the adapters, and later ones may begin at the
+first bucket of adapters: the receiver adds them to the base weights it has kept.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from typing import Any, Literal
 import torch
 import xxhash
 
+from nemo_rl.distributed.adapter_merge import AdapterMerger
 from nemo_rl.distributed.exported_tensor import ExportedTensor
-from nemo_rl.distributed.pack_layout import PackLayout, Piece, TensorMeta, choose_bucket_bytes
+from nemo_rl.distributed.pack_layout import PackLayout, Piece, Segment, TensorMeta, choose_bucket_bytes
 from nemo_rl.distributed.transfer_buffers import (
     CudaIpcBuffer,
     SharedMemoryBuffer,
@@ -79,7 +83,8 @@ class WeightSender:
     a collective. One tensor at a time is gathered, and one
     that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
     CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
-    name), a shard before its gather. `bucket_bytes` is an upper limit: small models get smaller buckets.
+    name), a shard before its gather; adapters travel in float32. `bucket_bytes` is an upper limit: small models get
+    smaller buckets.
     """
 
     def __init__(
@@ -97,7 +102,7 @@ class WeightSender:
         self._wire_dtype = TensorMeta("", wire_dtype, ()).torch_dtype
         self._rank = rank
         self._transport: Transport = transport
-        metas = [TensorMeta(w.name, str(self._wire(w.dtype)).removeprefix("torch."), w.shape) for w in weights]
+        metas = [TensorMeta(w.name, str(self._wire(w)).removeprefix("torch."), w.shape, w.adapts) for w in weights]
         preferred = choose_bucket_bytes(metas)
         self.layout = PackLayout.build(metas, preferred if bucket_bytes is None else min(preferred, bucket_bytes))
         sends = transport == "packed_ipc" or local_rank == 0
@@ -122,13 +127,13 @@ class WeightSender:
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
-        """Fill bucket number `bucket`; buckets come in order, and 0 begins a new sync.
+        """Fill bucket number `bucket`; buckets come in order, and 0 or the first of adapters begins a new sync.
 
         The receiver must have done with bucket - 2, which lay in the same half. Returns the seconds it took, from a
         rank that copies a digest of the fingerprints, and from rank 0 the fingerprints (uint64, one per piece).
         """
-        if bucket == 0:
-            self._next_bucket = 0
+        if bucket in (0, self.layout.num_base_buckets):
+            self._next_bucket = bucket
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
         self._gather_s, started = 0.0, time.perf_counter()
@@ -158,8 +163,10 @@ class WeightSender:
             self._buffer.close()
             self._buffer = None
 
-    def _wire(self, dtype: torch.dtype) -> torch.dtype:
-        return self._wire_dtype if dtype.is_floating_point else dtype
+    def _wire(self, weight: ExportedTensor) -> torch.dtype:
+        if weight.adapts is not None:
+            return torch.float32
+        return self._wire_dtype if weight.dtype.is_floating_point else weight.dtype
 
     def _advance(self, index: int) -> None:
         before = time.perf_counter()
@@ -197,28 +204,6 @@ def _host_values(digests: Sequence[torch.Tensor]) -> list[int]:
 
 
 # -- receiver
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Part of a tensor and the memory of the model it belongs in.
-
-    The part is the strided view (`size`, `stride`, `offset`, in elements) of the flat tensor; `target` has `size`.
-    """
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    target: torch.Tensor
-
-    def is_flat(self, dtype: torch.dtype) -> bool:
-        """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
-        expected = 1
-        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.target.dtype == dtype and self.target.is_contiguous()
 
 
 LoadFn = Callable[[list[tuple[str, torch.Tensor]]], None]
@@ -260,6 +245,8 @@ class WeightReceiver:
     Either straight into the model's memory (`targets`: the segments of each tensor) or through a function that loads
     named tensors (`load`), which gets copies of its own and may keep them. One of the two per sync. After a RefitError
     the model may hold parts of both versions and must not be used until a later sync has gone through.
+
+    Adapters are added to weights that lie in `targets`, which has no entries for the adapters themselves.
     """
 
     def __init__(self, layout: PackLayout, transport: Transport, buffer: TransferBuffer) -> None:
@@ -272,19 +259,29 @@ class WeightReceiver:
         self._received: set[int] = set()
         self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes so far, how many are missing)
         self._version = -1
+        self._merger = AdapterMerger()
+        self._halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of half its adapter
+        self._weights = {meta.name: index for index, meta in enumerate(layout.weights)}
 
     def begin(self, version: int, *, targets: Sequence[Sequence[Segment]] | None, load: LoadFn | None) -> None:
         """A new sync. `targets` must be the same object as last time for the prepared copies to be used again."""
         assert (targets is None) != (load is None)
+        assert load is None or not self.layout.num_base_buckets, "adapters need the place of their weights"
         if targets is not self._targets or load is not None:
             self._jobs.clear()
         self._targets, self._load, self._version = targets, load, version
         self._received.clear()
         self._assembly.clear()
+        self._halves.clear()
 
     def receive(self, bucket: int, fingerprints: bytes) -> None:
-        """Take one bucket; any order, each once. RefitError naming the first tensor whose bytes differ."""
+        """Take one bucket; any order, each once, but weights before adapters.
+
+        RefitError naming the first tensor whose bytes differ.
+        """
         assert bucket not in self._received, f"bucket {bucket} came twice"
+        if bucket < self.layout.num_base_buckets:
+            self._merger.forget()
         if bucket not in self._jobs:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
         jobs, expected = self._jobs[bucket], unpack_fingerprints(fingerprints)
@@ -307,16 +304,19 @@ class WeightReceiver:
         self._received.add(bucket)
 
     def finish(self) -> None:
-        """End of a sync. RefitError when something did not arrive."""
-        missing = [b for b in range(len(self.layout.buckets)) if b not in self._received]
+        """End of a sync, of all buckets or of all adapters. RefitError when something did not arrive."""
+        num_base = self.layout.num_base_buckets
+        first = 0 if any(bucket < num_base for bucket in self._received) else num_base
+        missing = [b for b in range(first, len(self.layout.buckets)) if b not in self._received]
         if missing:
             names = sorted({self.layout.tensors[p.tensor].name for b in missing for p in self.layout.buckets[b]})
             raise RefitError(f"{self._where(missing[0])}: never arrived; its tensors: {', '.join(names[:10])}")
-        assert not self._assembly
+        assert not self._assembly and not self._halves
 
     def close(self) -> None:
         """Let go of the buffer and of the model's memory."""
         self._jobs.clear()
+        self._merger.forget()
         self._targets = None
         self._buffer.close()
 
@@ -326,8 +326,9 @@ class WeightReceiver:
     def _job(self, bucket: int, piece: Piece) -> _Job:
         position = self.layout.half_offset(bucket) + piece.offset
         source = self._buffer.bytes[position : position + piece.nbytes]
-        dtype = self.layout.tensors[piece.tensor].torch_dtype
-        if self._targets is None or not all(s.is_flat(dtype) for s in self._targets[piece.tensor]):
+        meta = self.layout.tensors[piece.tensor]
+        dtype = meta.torch_dtype
+        if self._targets is None or meta.adapts or not all(s.is_flat(dtype) for s in self._targets[piece.tensor]):
             return _Job(piece, source, None)
         copies = []
         for segment in self._targets[piece.tensor]:
@@ -373,7 +374,34 @@ class WeightReceiver:
         if self._targets is None:
             whole.append((meta.name, tensor.view(meta.shape)))
             return
+        if meta.adapts is not None:
+            self._add_adapter(self._weights[meta.adapts], piece.tensor, tensor.view(meta.shape))
+            return
         for segment in self._targets[piece.tensor]:
             segment.target.copy_(
                 tensor.as_strided(segment.size, segment.stride, tensor.storage_offset() + segment.offset)
             )
+
+    def _add_adapter(self, weight: int, tensor: int, values: torch.Tensor) -> None:
+        """Keep one matrix of an adapter until the other is there, then add the adapter to its weight."""
+        assert self._targets is not None
+        if weight not in self._halves:
+            self._halves[weight] = (tensor, values.clone())
+            return
+        halves = [self._halves.pop(weight), (tensor, values)]
+        (_, lora_a), (_, lora_b) = sorted(halves, key=lambda half: half[0])
+        segments, name = self._targets[weight], self.layout.tensors[weight].name
+        if weight not in self._merger:
+            if not self._received.issuperset(range(self.layout.num_base_buckets)):
+                raise RefitError(
+                    f"{self._transport}, version {self._version}: adapters came, and the weights they belong to "
+                    f"({name} and others) have not been received in whole"
+                )
+            self._merger.keep(weight, segments)
+        try:
+            self._merger.merge(weight, segments, lora_a, lora_b)
+        except ValueError as error:
+            raise RefitError(
+                f"{self._transport}, version {self._version}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work "
+                f"for {name}: {error}; set it to merged"
+            ) from error

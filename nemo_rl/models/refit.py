@@ -51,6 +51,7 @@ class Refit:
         self.wire_dtype = wire_dtype
         self.bucket_bytes = bucket_bytes
         self.layout: PackLayout | None = None
+        self._hold_base: list[Any] = []  # the engines that have received what is sent once
 
     def prepare(self) -> None:
         """Once, and again after workers of either side were replaced: agree on the layout and hand out the buffers.
@@ -70,6 +71,7 @@ class Refit:
                     raise RefitError(f"{self.transport}: two policy ranks send from the same place {key}")
                 endpoints[key] = endpoint
         self.layout = PackLayout.from_dict(layouts[0])
+        self._hold_base = []
         try:
             self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
         except (RuntimeError, ValueError, OSError) as error:
@@ -84,10 +86,14 @@ class Refit:
             len(self.layout.buckets),
             self.layout.bucket_bytes / 2**20,
         )
+        if num_base := self.layout.num_base_buckets:
+            repeated = self.layout.bytes_of(range(num_base, len(self.layout.buckets)))
+            logger.info("after the first sync the adapters alone: %.1f MiB", repeated / 2**20)
 
     def sync(self, version: int) -> dict[str, float]:
         """Generation samples from the policy's present weights when this returns, and stamps samples with `version`.
 
+        Adapters that are sent by themselves are all that is sent, unless an engine is new or the last sync failed.
         Returns seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes` and `num_buckets`.
         RefitError when anything failed: generation must then not be used before a later sync has gone through. When a
         worker died, its WorkerDied comes through as it is.
@@ -95,27 +101,31 @@ class Refit:
         if self.layout is None:
             self.prepare()
         assert self.layout is not None
+        buckets = range(len(self.layout.buckets))
+        if self._hold_base == self.generation.workers:
+            buckets = buckets[self.layout.num_base_buckets :]
         started = time.perf_counter()
         with self.accelerator.hold(TENANT):
-            packed = self._transfer(self.layout, version)
+            packed = self._transfer(self.layout, buckets, version)
         self.accelerator.acquire(GENERATION)  # whoever comes next takes the device from generation as a whole
         return {
             "sync_s": time.perf_counter() - started,
             "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),
             "pack_s": sum(max(result["pack_s"] for result in results) for results in packed),
-            "bytes": float(self.layout.total_bytes),
-            "num_buckets": float(len(self.layout.buckets)),
+            "bytes": float(self.layout.bytes_of(buckets)),
+            "num_buckets": float(len(buckets)),
         }
 
-    def _transfer(self, layout: PackLayout, version: int) -> list[list[dict[str, Any]]]:
-        bucket = 0
+    def _transfer(self, layout: PackLayout, buckets: range, version: int) -> list[list[dict[str, Any]]]:
+        self._hold_base = []
+        bucket = buckets.start
         packed: list[list[dict[str, Any]]] = []
         loading: list[Sequence[Any]] = []
         try:
             self.generation.start_weight_update()
-            for bucket in range(len(layout.buckets)):
-                if bucket >= NUM_HALVES:  # the half is free when the engines have emptied it
-                    self.generation.wait(loading[bucket - NUM_HALVES])
+            for bucket in buckets:
+                if len(loading) >= NUM_HALVES:  # the half is free when the engines have emptied it
+                    self.generation.wait(loading[-NUM_HALVES])
                 results = self.policy.finish_pack(self.policy.start_pack(bucket))
                 packed.append(results)
                 info = {"version": version, "bucket": bucket, "fingerprints": _agreed_fingerprints(results)}
@@ -127,6 +137,7 @@ class Refit:
             if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
                 raise  # not a matter of weights: whoever can replace the worker handles it
             raise RefitError(self._failure(layout, version, bucket, error)) from error
+        self._hold_base = list(self.generation.workers)
         return packed
 
     def _failure(self, layout: PackLayout, version: int, bucket: int, error: Exception) -> str:

@@ -105,7 +105,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
                 self._addresses = addresses
         if self._why_reload is not None and self._receiver.layout.num_base_buckets:
             raise RefitError(
-                f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that keeps its weights as "
+                f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
                 f"they are loaded, and {self._why_reload}; set it to merged"
             )
         if self._why_reload is not None:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from nemo_rl.distributed.adapter_merge import merge
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.weight_loading import hf_name, local_index
 
@@ -265,13 +266,8 @@ def _only(placement: Placement, dim: int) -> Placement:
     return placement if is_shard and placement.dim == dim else Replicate()
 
 
-def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
-    """W [out, in] + scale B [out, r] A [r, in], computed in float32, in the dtype of W."""
-    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale).to(weight.dtype)
-
-
 def adapter_tensors(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT's name, parameter or DTensor) of every adapter, in the model's order: what an adapter-only refit sends."""
+    """(PEFT's name, parameter or DTensor) of every adapter, in the model's order."""
     for name, module in adapters(hf):
         yield f"base_model.model.{name}.lora_A.weight", module.lora_A.detach()
         yield f"base_model.model.{name}.lora_B.weight", module.lora_B.detach()

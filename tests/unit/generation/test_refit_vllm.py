@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.exported_tensor import exported
+from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.weight_transfer import RefitError, WeightSender
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.policy import lora
+from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.refit import TENANT, Refit
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
@@ -34,13 +38,15 @@ class OneRankPolicy:
         self.damage: Callable[[int, WeightSender], None] = lambda bucket, sender: None
         self.sender: WeightSender
 
-    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    def weights(self) -> list[ExportedTensor]:
         names = [name for name, _ in self.model.named_parameters() if name not in self.leave_out]
-        weights = [
+        return [
             exported(name, lambda name=name: self.model.get_parameter(name))
             for name in (names[::-1] if self.backwards else names)
         ]
-        self.sender = WeightSender(weights, device=torch.device("cpu"), rank=0, local_rank=0, **settings)
+
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        self.sender = WeightSender(self.weights(), device=torch.device("cpu"), rank=0, local_rank=0, **settings)
         return [self.sender.describe()]
 
     def start_pack(self, bucket: int) -> list[dict[str, Any]]:
@@ -50,6 +56,29 @@ class OneRankPolicy:
 
     def finish_pack(self, future: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return future
+
+
+class AdapterPolicy(OneRankPolicy):
+    """The same with adapters, sent by themselves or merged."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
+        cfg = LoRAConfig(enabled=True, dim=4, alpha=6.0)
+        lora.apply_lora(model, cfg)
+        lora.init_adapters(model, cfg, seed=0)
+        self.merged = False
+
+    def weights(self) -> list[ExportedTensor]:
+        mesh: Any = SimpleNamespace(pipeline=None)
+        return export_weights([self.model], mesh, torch.device("cpu"), merged=self.merged)
+
+    def train(self, seed: int) -> int:
+        """Give the adapters other values; returns their bytes in float32."""
+        generator = torch.Generator().manual_seed(seed)
+        parts = [tensor for _, tensor in lora.adapter_tensors(self.model)]
+        for tensor in parts:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        return sum(4 * tensor.numel() for tensor in parts)
 
 
 def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
@@ -74,16 +103,20 @@ def make_model(directory: Path, *, tied: bool, dtype: str) -> PreTrainedModel:
 
 
 @contextmanager
-def refit_into_engine(directory: Path, *, tied: bool, dtype: str) -> Iterator[tuple[OneRankPolicy, Any, Refit]]:
+def refit_into_engine(
+    directory: Path, *, tied: bool, dtype: str, kind: type[OneRankPolicy] = OneRankPolicy, tensor_parallel_size: int = 1
+) -> Iterator[tuple[Any, Any, Refit]]:
     from nemo_rl.data.tiny_model import build_tiny_tokenizer
 
-    policy = OneRankPolicy(make_model(directory, tied=tied, dtype=dtype))
+    policy = kind(make_model(directory, tied=tied, dtype=dtype))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
     accelerator.register(TENANT, lambda: None, lambda: None)
     config = generation_config()
-    config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update={"precision": dtype})})
-    with RayVirtualCluster([1], use_gpus=False, name=f"refit-{tied}-{dtype}") as cluster:
+    changes = {"precision": dtype, "tensor_parallel_size": tensor_parallel_size}
+    config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update=changes)})
+    name = f"refit-{kind.__name__}-{tied}-{dtype}"
+    with RayVirtualCluster([tensor_parallel_size], use_gpus=False, name=name) as cluster:
         generation = VllmGeneration(
             cluster,
             config,
@@ -194,3 +227,50 @@ def test_repacked_layers_are_reloaded(ray_local: None, tmp_path: Path) -> None:
             assert logprob_difference(policy.model, generation, version) < 0.2
         change(policy.model, 2)
         assert logprob_difference(policy.model, generation, 1) > 0.6, "this test would see stale weights"
+
+        refit.policy = AdapterPolicy(policy.model)  # type: ignore[assignment]
+        refit.prepare()
+        with pytest.raises(
+            RefitError, match=r"refit=adapter needs .* and model\.\S+ keeps a repacked copy .*to merged"
+        ):
+            refit.sync(3)
+
+
+def sampled(generation: VllmGeneration) -> list[tuple[list[int], list[float]]]:
+    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
+    calls = [generation.workers[0].call.remote("generate", [5, 6, 7, i], sampling, i) for i in range(4)]
+    return [(list(c.token_ids), list(c.logprobs)) for c in ray.get(calls, timeout=60)]
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_adapters_alone_make_the_engine_sample_as_merged_weights_do(ray_local: None, tmp_path: Path, size: int) -> None:
+    """Each rank of a tensor-parallel engine adds its own part."""
+    parts = refit_into_engine(tmp_path, tied=True, dtype="float32", kind=AdapterPolicy, tensor_parallel_size=size)
+    with parts as (policy, generation, refit):
+        adapter_bytes = policy.train(0)
+        assert refit.sync(0)["bytes"] == adapter_bytes + sum(
+            parameter.nbytes for name, parameter in policy.model.named_parameters() if not lora.is_adapter(name)
+        )
+        assert logprob_difference(policy.model, generation, 0) < 1e-5
+        for version in (1, 2):
+            policy.train(version)
+            assert logprob_difference(policy.model, generation, version - 1) > 0.05, "this test would see stale weights"
+            assert refit.sync(version)["bytes"] == adapter_bytes
+            assert logprob_difference(policy.model, generation, version) < 1e-5
+        from_adapters = sampled(generation)
+        policy.merged = True
+        refit.prepare()
+        refit.sync(3)
+        for (ids, logprobs), (merged_ids, merged_logprobs) in zip(from_adapters, sampled(generation), strict=True):
+            assert ids == merged_ids and logprobs == pytest.approx(merged_logprobs, abs=1e-5)
+
+        policy.merged = False
+        refit.prepare()
+        refit.sync(4)
+        generation.restart_worker(0)
+        assert refit.layout is not None
+        policy.train(5)
+        assert refit.sync(5)["bytes"] == refit.layout.total_bytes, "a new engine has no base weights"
+        policy.train(6)
+        assert refit.sync(6)["bytes"] == adapter_bytes
+        assert logprob_difference(policy.model, generation, 6) < 1e-5
