@@ -242,9 +242,18 @@ def identity(
     config: GRPOMasterConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup
 ) -> dict[str, Any]:
     """What a checkpoint must share with a run that continues it."""
-    grpo = config.grpo
+    grpo, lora_cfg = config.grpo, config.policy.dtensor_cfg.lora_cfg
+    adapters = {
+        "enabled": True,
+        "dim": lora_cfg.dim,
+        "alpha": lora_cfg.alpha,
+        "target_modules": "all" if lora_cfg.match_all_linear else sorted(lora_cfg.target_modules),
+        "exclude_modules": sorted(lora_cfg.exclude_modules),
+        "adapter_path": lora_cfg.adapter_path,
+    }
     return {
         "policy.model": {"name": config.policy.model_name, "config_hash": digest(model.to_json_string())},
+        "policy.dtensor_cfg.lora_cfg": adapters if lora_cfg.enabled else {},
         "policy.tokenizer": {
             "vocabulary_hash": digest(repr(sorted(tokenizer.get_vocab().items()))),
             "chat_template_hash": digest(str(tokenizer.chat_template)),

@@ -68,7 +68,7 @@ class SchedulerConfig(StrictModel):
 
 
 class LoRAConfig(StrictModel):
-    """Low-rank adapters on linear layers (Hu et al. 2021, arXiv 2106.09685); the model's own weights stay as they are."""
+    """Low-rank adapters on linear layers (Hu et al. 2021, arXiv 2106.09685); the model's own weights are frozen."""
 
     enabled: bool = False
     """Train adapters instead of the model."""
@@ -96,7 +96,13 @@ class LoRAConfig(StrictModel):
     deviation of 1 / dim."""
 
     refit: Literal["merged", "adapter"] = "merged"
-    """What generation receives: whole merged weights, or the adapters alone on top of the base weights it keeps."""
+    """What generation receives: whole merged weights at every sync, or, after the first one, the adapters alone, which
+    it adds to a copy of the adapted weights in host memory. The latter is for engines that neither quantise nor repack
+    weights."""
+
+    adapter_path: str | None = None
+    """Directory of an adapter in PEFT's format, as `policy/adapter` of a checkpoint, that training begins with and that
+    is part of the reference policy; null: a new adapter, which changes nothing at first."""
 
     not_yet: ClassVar = (
         NotYet("dropout_position", one_of("post", "pre"), harmless=True),
@@ -104,6 +110,8 @@ class LoRAConfig(StrictModel):
     )
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.adapter_path is not None and not self.enabled:
+            yield "adapter_path", "is an adapter to begin with; set enabled=true to train it, or adapter_path=null"
         if self.enabled and self.match_all_linear and self.target_modules:
             yield "target_modules", "all linear layers are adapted; set match_all_linear=false to name some"
         if self.enabled and not self.match_all_linear and not self.target_modules:

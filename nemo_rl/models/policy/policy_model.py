@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -14,6 +15,7 @@ from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.expert_parallel import apply_expert_parallel
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.peft_format import load_peft
 from nemo_rl.models.policy.row_layout import RowLayout
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
 from nemo_rl.types import SamplingParams
@@ -45,6 +47,15 @@ def build_stages(
         parallelize.materialize(stage, torch.device("cpu") if config.dtensor_cfg.cpu_offload else device)
         _fill(stage, config, model_path, seed)
         stages.append(stage)
+    if config.dtensor_cfg.lora_cfg.adapter_path is not None:
+        group = mesh.pipeline.get_group() if mesh.pipeline is not None else None
+        load_peft(
+            [stage.hf for stage in stages],
+            config.dtensor_cfg.lora_cfg,
+            Path(config.dtensor_cfg.lora_cfg.adapter_path),
+            config.model_name,
+            pipeline=group,
+        )
     return stages
 
 
