@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,29 @@ def whole_weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
     return {t.name: t.gather(None).clone() for t in export_weights(parts, worker.mesh, worker.device)}
 
 
-def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+def logprobs_of(worker: DTensorPolicyWorker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
+    found = {}
+    for row in worker.rows.values():
+        assert row.prev_logprobs is not None and row.reference_policy_logprobs is not None
+        found[row.sample_id] = (row.prev_logprobs, row.reference_policy_logprobs)
+    return found
+
+
+@dataclass(kw_only=True)
+class Step:
+    """What a step came to on one rank."""
+
+    result: TrainResult
+    weights: dict[str, torch.Tensor]  # all of the model's, whole
+    logprobs: dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
     worker = make_worker(path, config)
     load_step(worker, config)
     worker.compute_logprobs()
     worker.compute_reference_logprobs()
+    logprobs = logprobs_of(worker)
     result = worker.train(ClippedPGLoss(LOSS))
-    return result, whole_weights(worker)
+    return Step(result=result, weights=whole_weights(worker), logprobs=logprobs)

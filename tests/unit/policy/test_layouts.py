@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import (
     DTensorConfig,
@@ -15,12 +16,9 @@ from nemo_rl.models.policy.config import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from nemo_rl.types import TrainResult
-from tests.unit.policy.models import save_random_model
-from tests.unit.policy.steps import one_step, policy_config
+from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
+from tests.unit.policy.steps import Step, one_step, policy_config
 from tests.worlds import run_world
-
-Step = tuple[TrainResult, dict[str, torch.Tensor]]
 
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 DYNAMIC = {
@@ -65,30 +63,100 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("llama")
-    save_random_model("llama", path)
-    return path
+# What other families have that Llama has not, cut: experts, tied embeddings, windows, fused matrices, norms of heads.
+EP = "expert_parallel_size"
+OF_FAMILIES = {
+    "moe-packed": ("qwen3-moe", 1, PACKED),
+    "moe-dp2": ("qwen3-moe", 2, PACKED),
+    "moe-ep": ("qwen3-moe", 2, PACKED | cut(**{EP: 2})),
+    "moe-ep-fsdp": ("qwen3-moe", 4, PADDED | cut(**{EP: 2})),
+    "moe-ep-hsdp-recompute": (
+        "qwen3-moe",
+        4,
+        PACKED | cut(**{EP: 2}, dp_replicate_size=2, activation_checkpointing=True),
+    ),
+    "moe-ep-tp": ("qwen3-moe", 4, PACKED | cut(**{EP: 2, TP: 2, SP: True})),
+    "moe-ep-cp": ("qwen3-moe", 2, PACKED | cut(**{EP: 2, CP: 2})),
+    "moe-pp-ep": ("qwen3-moe", 4, PACKED | cut(**{PP: 2, EP: 2})),
+    "gemma3-packed": ("gemma3", 1, PACKED),
+    "gemma3-tp-cp": ("gemma3", 4, PACKED | cut(**{TP: 2, CP: 2})),
+    "gemma3-tp-sp-padded": ("gemma3", 2, PADDED | cut(**{TP: 2, SP: True})),
+    "phi3-tp": ("phi3", 2, PACKED | cut(**{TP: 2})),
+    "phi3-cp": ("phi3", 2, PADDED | cut(**{CP: 2})),
+    "qwen2-tied-tp-cp": ("qwen2-tied", 4, PACKED | cut(**{TP: 2, SP: True, CP: 2})),
+    "mistral-pp-cp": ("mistral", 4, PACKED | cut(**{PP: 2, CP: 2})),
+    "deep-interleaved": ("deep", 2, PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
+    "deep-interleaved-padded-dp2": ("deep", 4, PADDED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
+}
+
+
+def save_model(family: str, path: Path) -> None:
+    if family in ALL_FAMILIES:
+        return save_random_model(family, path)
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if family == "deep":
+        config = LlamaConfig(**shape, num_hidden_layers=4)
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**shape, **experts, num_hidden_layers=2, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return None
+
+
+class Alone:
+    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._steps: dict[str, Step] = {}
+
+    def path(self, family: str) -> Path:
+        self.step(family)
+        return self.directory / family
+
+    def step(self, family: str) -> Step:
+        if family not in self._steps:
+            save_model(family, self.directory / family)
+            config = policy_config(train_micro_batch_size=8, **PADDED)
+            self._steps[family] = run_world(one_step, 1, self.directory / family, config)[0]
+        return self._steps[family]
 
 
 @pytest.fixture(scope="module")
-def alone(llama: Path) -> Step:
-    """One rank, one padded micro-batch per optimizer step: nothing was cut."""
-    return run_world(one_step, 1, llama, policy_config(train_micro_batch_size=8, **PADDED))[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    return Alone(tmp_path_factory.mktemp("models"))
 
 
 def assert_same(got: Step, want: Step) -> None:
-    result, weights = got
-    expected, expected_weights = want
+    result, expected = got.result, want.result
     assert result.losses == pytest.approx(expected.losses, abs=1e-6)
     assert result.grad_norms == pytest.approx(expected.grad_norms, rel=2e-6)
     assert result.metrics.keys() == expected.metrics.keys()
     for name, value in expected.metrics.items():
         assert result.metrics[name] == pytest.approx(value, rel=5e-6, abs=2e-6), name
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        assert (weight - expected_weights[name]).abs().max() < 2e-6, name
+    assert got.weights.keys() == want.weights.keys()
+    for name, weight in got.weights.items():
+        assert (weight - want.weights[name]).abs().max() < 2e-6, name
+    assert got.logprobs
+    for name, kinds in got.logprobs.items():
+        for logprobs, others in zip(kinds, want.logprobs[name], strict=True):
+            assert (logprobs - others).abs().max() < 4e-6, name  # of numbers up to 16, which float32 holds to 1e-6
 
 
 def settings_of(changes: dict[str, Any]) -> PolicyConfig:
@@ -96,7 +164,14 @@ def settings_of(changes: dict[str, Any]) -> PolicyConfig:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_step_does_not_depend_on_the_layout(llama: Path, alone: Step, name: str) -> None:
+def test_a_step_does_not_depend_on_the_layout(alone: Alone, name: str) -> None:
     world, changes = LAYOUTS[name]
-    for step in run_world(one_step, world, llama, settings_of(changes)):
-        assert_same(step, alone)
+    for step in run_world(one_step, world, alone.path("llama"), settings_of(changes)):
+        assert_same(step, alone.step("llama"))
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
+def test_nor_does_it_for_other_families(alone: Alone, name: str) -> None:
+    family, world, changes = OF_FAMILIES[name]
+    for step in run_world(one_step, world, alone.path(family), settings_of(changes)):
+        assert_same(step, alone.step(family))

@@ -20,7 +20,16 @@ from nemo_rl.types import (
     TrainResult,
 )
 from tests.unit.policy.models import save_random_model
-from tests.unit.policy.steps import LOSS, load_step, make_groups, make_worker, one_step, policy_config, whole_weights
+from tests.unit.policy.steps import (
+    LOSS,
+    Step,
+    load_step,
+    make_groups,
+    make_worker,
+    one_step,
+    policy_config,
+    whole_weights,
+)
 from tests.worlds import run_world
 
 
@@ -32,7 +41,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(model_path: Path) -> tuple[TrainResult, dict[str, torch.Tensor]]:
+def alone(model_path: Path) -> Step:
     """One rank, one micro-batch per optimizer step: nothing was split."""
     return run_world(one_step, 1, model_path, policy_config(train_micro_batch_size=8))[0]
 
@@ -41,8 +50,9 @@ def alone(model_path: Path) -> tuple[TrainResult, dict[str, torch.Tensor]]:
 def test_loss_gradient_metrics_and_update_do_not_depend_on_the_split(model_path, alone, world, micro_batch):
     config = policy_config(train_micro_batch_size=micro_batch)
     results = run_world(one_step, world, model_path, config)
-    want, want_weights = alone
-    for result, weights in results:
+    want, want_weights = alone.result, alone.weights
+    for step in results:
+        result, weights = step.result, step.weights
         assert result.losses == pytest.approx(want.losses, abs=1e-6)  # a sum of terms of size 1 that cancel
         assert result.grad_norms == pytest.approx(want.grad_norms, rel=1e-6)
         assert result.metrics.keys() == want.metrics.keys()
@@ -98,8 +108,9 @@ def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(m
 @pytest.mark.parametrize(("precision", "master"), [("bfloat16", "float32"), ("bfloat16", "bfloat16")])
 def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(model_path, alone, precision, master):
     config = policy_config(precision=precision, master_precision=master, train_micro_batch_size=4)
-    (result, weights), _ = run_world(one_step, 2, model_path, config)
-    want, want_weights = alone
+    step = run_world(one_step, 2, model_path, config)[0]
+    result, weights = step.result, step.weights
+    want, want_weights = alone.result, alone.weights
     assert result.losses == pytest.approx(want.losses, rel=0.1, abs=0.02)
     assert result.grad_norms == pytest.approx(want.grad_norms, rel=0.1)
     assert {weight.dtype for weight in weights.values()} == {DTYPES[master]}
