@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from nemo_rl.models.policy.config import (
     SequencePackingConfig,
 )
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
-from tests.unit.policy.steps import Step, one_step, policy_config
+from tests.unit.policy.steps import Step, load_step, logprobs_of, make_groups, make_worker, one_step, policy_config
 from tests.worlds import run_world
 
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
@@ -175,3 +177,50 @@ def test_nor_does_it_for_other_families(alone: Alone, name: str) -> None:
     family, world, changes = OF_FAMILIES[name]
     for step in run_world(one_step, world, alone.path(family), settings_of(changes)):
         assert_same(step, alone.step(family))
+
+
+def plain_logprobs(path: Path, temperature: float) -> dict[str, torch.Tensor]:
+    """By sample, in one process by transformers alone: log_softmax of all logits, one sequence at a time."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    found = {}
+    for group in make_groups()[1]:
+        for sample in group.samples:
+            ids = torch.from_numpy(sample.token_ids)
+            with torch.no_grad():
+                logits = model(input_ids=ids[None]).logits[0, :-1] / temperature
+            scored = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            found[sample.meta.sample_id] = torch.cat([torch.zeros(1), scored]) * torch.from_numpy(sample.token_mask)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(
+    alone: Alone, family: str
+) -> None:
+    experts = {EP: 2} if family == "qwen3-moe" else {}
+    config = settings_of(PACKED | cut(**{TP: 2, CP: 2}, **experts))
+
+    def on_rank(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        worker = make_worker(alone.path(family), config)
+        load_step(worker, config)
+        worker.compute_logprobs()
+        worker.compute_reference_logprobs()
+        return logprobs_of(worker)
+
+    expected = plain_logprobs(alone.path(family), temperature=0.8)
+    for found in run_world(on_rank, 4):
+        assert found.keys() == expected.keys()
+        for name, kinds in found.items():
+            assert max(float((logprobs - expected[name]).abs().max()) for logprobs in kinds) < 1e-5
+
+
+def test_overrides_of_the_models_configuration_reach_every_stage(alone: Alone, tmp_path: Path) -> None:
+    overrides = {"rms_norm_eps": 0.05, "rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+    shutil.copytree(alone.path("llama"), tmp_path / "changed")
+    config_file = tmp_path / "changed" / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | overrides))
+    want = run_world(one_step, 1, tmp_path / "changed", policy_config(train_micro_batch_size=8, **PADDED))[0]
+    assert abs(want.result.losses[0] - alone.step("llama").result.losses[0]) > 1e-3
+    changes = PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
+    for step in run_world(one_step, 2, alone.path("llama"), settings_of(changes)):
+        assert_same(step, want)
