@@ -49,6 +49,14 @@ TRAIN_METRICS = frozenset(
         "failed_sample_rate",
         "num_prompts_too_long",
         "num_skipped_steps",
+        "packing/fill",
+        "packing/num_logprob_micro_batches",
+        "packing/num_micro_batches",
+        "packing/padding_fraction",
+        "packing/samples_per_micro_batch",
+        "packing/token_imbalance",
+        "packing/wait_imbalance",
+        "packing/work_imbalance",
         "weight_version_lag/mean",
         "weight_version_lag/max",
         "probs_ratio",
@@ -79,6 +87,10 @@ DYNAMIC_SAMPLING_METRICS = frozenset(
         "dynamic_sampling_num_discarded_valid_samples",
     }
 )
+MOE_METRICS = frozenset(
+    {"moe/load_max_over_mean", "moe/load_min_over_mean", "moe/dead_expert_fraction", "moe/router_entropy"}
+)
+"""Of models with experts only, which the configuration does not know: `preflight` does."""
 LOGPROB_ERROR_METRICS = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
 
 
@@ -121,6 +133,12 @@ def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
 
 
 def check_layout(cfg: GRPOMasterConfig) -> Problems:
+    if cfg.policy.sequence_packing.enabled and cfg.policy.padding_free is False:
+        yield (
+            "policy.padding_free",
+            "packed sequences lie end to end; set it to null, or policy.sequence_packing.enabled=false and "
+            "policy.dynamic_batching.enabled=true",
+        )
     for policy_key, message in layout_problems(cfg.policy.dtensor_cfg, cfg.cluster.num_workers):
         yield f"policy.dtensor_cfg.{policy_key}", message
     tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
@@ -230,7 +248,7 @@ def validation_metric_names(cfg: GRPOMasterConfig) -> list[str]:
 
 
 def train_metric_names(cfg: GRPOMasterConfig) -> list[str]:
-    names = set(TRAIN_METRICS)
+    names = set(TRAIN_METRICS) | MOE_METRICS
     if cfg.grpo.use_dynamic_sampling:
         names |= DYNAMIC_SAMPLING_METRICS
     if cfg.grpo.seq_logprob_error_threshold is not None:

@@ -65,14 +65,15 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The candidate most likely meant by the dotted `key`, or None when nothing is close.
 
     A key of the same name in another section counts before a similar spelling, and a similar spelling counts more in
-    the section where it was looked for: `grpo.ratio_clip_min` gives `loss_fn.ratio_clip_min`.
+    the section where it was looked for: `grpo.ratio_clip_min` gives `loss_fn.ratio_clip_min`. In other sections it has
+    to be much the same, or chance would find something.
     """
     section, _, name = key.rpartition(".")
     best, best_score = None, 0.0
     for candidate in candidates:
         candidate_section, _, candidate_name = candidate.rpartition(".")
         similarity = SequenceMatcher(a=name, b=candidate_name, autojunk=False).ratio()
-        if similarity < 0.6:
+        if similarity < (0.6 if candidate_section == section else 0.8):
             continue
         place = 1.0 if candidate_section == section else SequenceMatcher(a=section, b=candidate_section).ratio()
         score = similarity + 0.25 * place
@@ -82,7 +83,12 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
 
 
 def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:
-    """The problem of a key that does not exist."""
+    """The problem of a key that does not exist, with the one that may have been meant, else those of its section."""
+    candidates = list(candidates)
     nearest = nearest_key(dotted(path), candidates)
-    hint = f"; the nearest valid key is {nearest}" if nearest else ""
+    section = dotted(path[:-1])
+    keys = [name for owner, _, name in (candidate.rpartition(".") for candidate in candidates) if owner == section]
+    hint = f"; {section or 'a configuration'} has {', '.join(keys)}" if keys else ""
+    if nearest:
+        hint = f"; the nearest valid key is {nearest}"
     return Problem(path, f"unknown key{hint}", location)

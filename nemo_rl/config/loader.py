@@ -68,7 +68,7 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     except ValidationError as error:
         reported = {problem.path for problem in problems}
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
-        problems += [problem for problem in found if problem.path not in reported]
+        problems += [problem for problem in _alternatives_joined(found) if problem.path not in reported]
         raise ConfigError(_without_echoes(problems, unresolved, tree)) from None
     if problems:
         raise ConfigError(_without_echoes(problems, unresolved, tree))
@@ -218,10 +218,27 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     return [Problem(path, message, location)]
 
 
+def _alternatives_joined(problems: list[Problem]) -> list[Problem]:
+    """One problem for a value that fits none of several types: `must be 'full' or 'selective', or a boolean`."""
+    joined: dict[KeyPath, Problem] = {}
+    for problem in problems:
+        first = joined.get(problem.path)
+        if first is None:
+            joined[problem.path] = problem
+        elif first.message.startswith("must be") and problem.message.startswith("must be"):
+            head, mark, got = first.message.rpartition(" (got ")
+            other = problem.message.removeprefix("must be ").rpartition(" (got ")[0]
+            joined[problem.path] = Problem(problem.path, f"{head}, or {other}{mark}{got}", problem.location)
+    others = [problem for problem in problems if not problem.message.startswith("must be")]
+    return [*dict.fromkeys([*joined.values(), *others])]
+
+
 def _path_in_tree(loc: tuple[str | int, ...], values: Any) -> KeyPath:
     """Pydantic's location without what is not in the tree: tags of unions, the index of a single item."""
     path: list[str | int] = []
     for position, part in enumerate(loc):
+        if path and not isinstance(values, dict | list):
+            break
         try:
             values = entry_of(values, part)
         except KeyError:

@@ -93,14 +93,7 @@ def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[st
     """(key of `policy.dtensor_cfg`, what would work) when the sizes do not fit `world_size` ranks."""
     model_parallel = config.model_parallel_size
     if world_size % model_parallel:
-        sizes = {
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "context_parallel_size": config.context_parallel_size,
-            "pipeline_parallel_size": config.pipeline_parallel_size,
-        }
-        product = " x ".join(f"{key}={size}" for key, size in sizes.items() if size > 1)
-        largest = max(sizes, key=lambda key: sizes[key])
-        yield largest, f"{product} does not divide the {world_size} training ranks; the product must be a divisor of it"
+        yield _not_dividing(config, world_size)
         return
     data_parallel = world_size // model_parallel
     if data_parallel % config.dp_replicate_size:
@@ -117,6 +110,24 @@ def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[st
             f"{config.expert_parallel_size} does not divide the {shards} ranks that shard the parameters (data x "
             f"context parallel); these would: {_divisors(shards)}",
         )
+
+
+def _not_dividing(config: DTensorConfig, world_size: int) -> tuple[str, str]:
+    sizes = {
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "context_parallel_size": config.context_parallel_size,
+        "pipeline_parallel_size": config.pipeline_parallel_size,
+    }
+    used = {key: size for key, size in sizes.items() if size > 1}
+    key = max(used, key=lambda key: used[key])
+    works = _divisors(world_size)
+    if len(used) == 1:
+        return key, f"{used[key]} does not divide the {world_size} training ranks; these would: {works}"
+    product = " x ".join(f"{name}={size}" for name, size in used.items())
+    return key, (
+        f"{product} = {config.model_parallel_size} does not divide the {world_size} training ranks; the product may be "
+        f"{works}"
+    )
 
 
 def _divisors(number: int) -> str:

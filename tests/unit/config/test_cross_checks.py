@@ -61,6 +61,93 @@ def test_the_minimal_run_is_fine() -> None:
             "policy.generation.vllm_cfg.tensor_parallel_size",
             "not supported yet: an engine of 3 spans nodes of 2 GPUs",
         ),
+        (
+            ("policy.dtensor_cfg.tensor_parallel_size=3", "cluster.gpus_per_node=8"),
+            "policy.dtensor_cfg.tensor_parallel_size",
+            "3 does not divide the 8 training ranks; these would: 1, 2, 4, 8",
+        ),
+        (
+            (
+                "policy.dtensor_cfg.tensor_parallel_size=4",
+                "policy.dtensor_cfg.context_parallel_size=2",
+                "policy.dtensor_cfg.pipeline_parallel_size=2",
+                "cluster.gpus_per_node=8",
+            ),
+            "policy.dtensor_cfg.tensor_parallel_size",
+            "tensor_parallel_size=4 x context_parallel_size=2 x pipeline_parallel_size=2 = 16 does not divide the 8 "
+            "training ranks; the product may be 1, 2, 4, 8",
+        ),
+        (
+            ("policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"),
+            "policy.dtensor_cfg.dp_replicate_size",
+            "3 does not divide the 8 data-parallel ranks; these would: 1, 2, 4, 8",
+        ),
+        (
+            (
+                "policy.dtensor_cfg.dp_replicate_size=2",
+                "policy.dtensor_cfg.expert_parallel_size=8",
+                "cluster.gpus_per_node=8",
+            ),
+            "policy.dtensor_cfg.expert_parallel_size",
+            "8 does not divide the 4 ranks that shard the parameters (data x context parallel); these would: 1, 2, 4",
+        ),
+        (
+            ("policy.dtensor_cfg.sequence_parallel=true",),
+            "policy.dtensor_cfg.sequence_parallel",
+            "set tensor_parallel_size above 1 or switch it off",
+        ),
+        (
+            ("policy.dtensor_cfg.custom_parallel_plan=my.plans:plan",),
+            "policy.dtensor_cfg.custom_parallel_plan",
+            "set tensor_parallel_size above 1",
+        ),
+        (
+            ("policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b}",),
+            "policy.dtensor_cfg.pipeline.stages_per_rank",
+            "2 is usual there",
+        ),
+        (
+            ("policy.dtensor_cfg.activation_checkpointing=some",),
+            "policy.dtensor_cfg.activation_checkpointing",
+            "must be 'full' or 'selective', or a valid boolean (got some)",
+        ),
+        # token budgets
+        (
+            ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
+            "policy.dynamic_batching.enabled",
+            "excludes policy.sequence_packing.enabled",
+        ),
+        (
+            ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=500"),
+            "policy.sequence_packing.train_mb_tokens",
+            "500 is less than policy.max_total_sequence_length=512",
+        ),
+        (
+            ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=500"),
+            "policy.dynamic_batching.logprob_mb_tokens",
+            "500 is less than policy.max_total_sequence_length=512",
+        ),
+        (
+            ("policy.sequence_packing.enabled=true", "policy.padding_free=false"),
+            "policy.padding_free",
+            "packed sequences lie end to end; set it to null",
+        ),
+        # adapters
+        (
+            ("policy.dtensor_cfg.lora_cfg={enabled: true, target_modules: [q_proj]}",),
+            "policy.dtensor_cfg.lora_cfg.target_modules",
+            "set match_all_linear=false to name some",
+        ),
+        (
+            ("policy.dtensor_cfg.lora_cfg={enabled: true, match_all_linear: false}",),
+            "policy.dtensor_cfg.lora_cfg.target_modules",
+            "for example [q_proj, v_proj]",
+        ),
+        (
+            ("policy.dtensor_cfg.lora_cfg.adapter_path=there",),
+            "policy.dtensor_cfg.lora_cfg.adapter_path",
+            "set enabled=true to train it",
+        ),
         # lengths
         (
             ("policy.generation.vllm_cfg.max_model_len=1024",),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key
+from nemo_rl.config.schema import known_keys
+from tests.unit.config.run_configs import build
 
 KEYS = [
     "grpo.seed",
@@ -16,6 +19,7 @@ KEYS = [
     "policy.generation.val_temperature",
     "checkpointing.enabled",
     "cluster.num_nodes",
+    "data.train",
 ]
 
 
@@ -29,10 +33,17 @@ KEYS = [
         ("checkpoint.enabled", "checkpointing.enabled"),
         ("grpo.num_nodes", "cluster.num_nodes"),
         ("grpo.zzz", None),
+        ("policy.generation.rank", None),  # of the letters of data.train, and nothing of its meaning
     ],
 )
 def test_nearest_key(key: str, nearest: str | None) -> None:
     assert nearest_key(key, KEYS) == nearest
+
+
+def test_a_key_like_no_other_is_answered_with_those_of_its_section() -> None:
+    problem = unknown_key(("loss_fn", "zzz"), KEYS, None)
+    assert str(problem) == "loss_fn.zzz: unknown key; loss_fn has ratio_clip_min, ratio_clip_max"
+    assert str(unknown_key(("nowhere", "zzz"), KEYS, None)) == "nowhere.zzz: unknown key"
 
 
 def test_problems_come_in_reading_order_and_once() -> None:
@@ -45,3 +56,13 @@ def test_problems_come_in_reading_order_and_once() -> None:
         "  b: bad",
     ]
     assert str(ConfigError([early])) == "f.yaml:2: a.2: bad"
+
+
+def test_a_letter_left_out_of_any_key_of_the_training_backend_is_found() -> None:
+    config = build()
+    keys = known_keys(GRPOMasterConfig, config.model_dump())
+    sections = ("policy.dtensor_cfg.", "policy.sequence_packing.", "policy.dynamic_batching.")
+    asked = [key for key in keys if key.startswith(sections) and len(key.rpartition(".")[2]) > 3]
+    assert len(asked) > 30
+    missed = {key: typo for key in asked if nearest_key(typo := key[:-2] + key[-1], keys) != key}
+    assert not missed
