@@ -18,8 +18,10 @@ from nemo_rl.algorithms.grpo import GRPOTrainer, NonFiniteLoss, TooManyFailures
 from nemo_rl.algorithms.preflight import (
     check_checkpoint_dir,
     check_environments,
+    check_metric_name,
     check_optimizer,
     check_prompts,
+    check_saved_weights,
     check_writable,
 )
 from nemo_rl.algorithms.rollout_parts import rollout_settings, sampling_params
@@ -111,6 +113,7 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
     tokenizer = get_tokenizer(config.policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(config.policy, model, tokenizer)
     check_layout(config.policy, model)
+    check_metric_name(config.checkpointing, model)
     check_optimizer(config)
     data = setup_data(config.data, config.env)
     check_environments(config, data)
@@ -123,6 +126,7 @@ def prepare(config: GRPOMasterConfig) -> Inputs:
         check_prompts(process, data.validation, "validation")
     who = identity(config, model, tokenizer, data)
     check_checkpoint_dir(config.checkpointing, who)
+    check_saved_weights(config, model)
     check_writable(Path(config.logger.log_dir), "logger.log_dir")
     return Inputs(
         model_path=model_path,

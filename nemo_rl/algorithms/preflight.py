@@ -5,6 +5,8 @@ Each check raises ValueError with what to change.
 
 from __future__ import annotations
 
+import copy
+import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,15 +14,23 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.data.dataloader import PromptDataset
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.environments.registry import find_env_class
+from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
+from nemo_rl.models.policy.checkpoint_metadata import DamagedTensorsError, check_checkpoint_fits
+from nemo_rl.models.policy.lora import apply_lora
+from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.parallelize import build_on_meta
 from nemo_rl.utils.checkpoint import CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.config import CheckpointingConfig
+
+logger = logging.getLogger(__name__)
 
 NUM_TRIED_PROMPTS = 32
 
@@ -68,6 +78,40 @@ def check_checkpoint_dir(config: CheckpointingConfig, identity: Mapping[str, Any
         check_identity(info["identity"], identity)
         require_optimizer(latest)
     check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
+
+
+def check_metric_name(config: CheckpointingConfig, model: PretrainedConfig) -> None:
+    """Whether `checkpointing.metric_name` is a metric of this kind of model."""
+    name = config.metric_name or ""
+    if config.enabled and name.startswith("train:moe/") and num_experts(model) == 0:
+        raise ValueError(
+            f"checkpointing.metric_name={name}: {model.model_type!r} is a dense model and has no experts to report of; "
+            "set it to val:accuracy, train:reward or null"
+        )
+
+
+def check_saved_weights(config: GRPOMasterConfig, model: PretrainedConfig) -> None:
+    """Whether the weights of the newest checkpoint are those that this run trains, by their headers.
+
+    Damaged ones are left to the resuming run, which falls back to an older checkpoint.
+
+    Raises:
+        CheckpointError: with the missing, the unexpected and the differently shaped tensors.
+    """
+    latest = CheckpointManager(config.checkpointing).latest_finished() if config.checkpointing.enabled else None
+    if latest is None:
+        return
+    weights, _ = CheckpointManager.get_resume_paths(latest)
+    assert weights is not None
+    lora_cfg = config.policy.dtensor_cfg.lora_cfg
+    hf = build_on_meta(copy.deepcopy(model), torch.float32)
+    if lora_cfg.enabled:
+        apply_lora(hf, lora_cfg)
+    tensors = policy_tensors([hf], trained_only=lora_cfg.enabled)
+    try:
+        check_checkpoint_fits(weights, names_and_shapes(tensors))
+    except DamagedTensorsError as error:
+        logger.warning("%s", error)
 
 
 def check_writable(directory: Path, key: str) -> None:

@@ -41,10 +41,11 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     reason = attention.supports_segments(model)
     if reason is None:
         return
+    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
     if config.padding_free:
-        raise ValueError(f"policy.padding_free=true: {config.model_name!r} {reason}; set it to null or false")
+        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
     if config.sequence_packing.enabled:
         raise ValueError(
-            f"policy.sequence_packing.enabled=true: {config.model_name!r} {reason}; set "
-            "policy.sequence_packing.enabled=false and policy.dynamic_batching.enabled=true"
+            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
+            "policy.dynamic_batching.enabled=true"
         )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.parallelize import build_on_meta
+from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -15,6 +21,8 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+INDEX_FILE = "model.safetensors.index.json"
+MAX_LISTED = 4
 
 
 def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig:
@@ -44,13 +52,71 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         raise ValueError(f"policy.model_name: {name!r} is a {model.model_type!r} model, not a causal language model")
     if directory.is_dir() and not any((directory / file).is_file() for file in WEIGHT_FILES):
         raise ValueError(f"policy.model_name: {name!r} has no weights: none of {', '.join(WEIGHT_FILES)} is there")
-    for file in sorted(directory.glob("*.safetensors")) if directory.is_dir() else ():
+    if directory.is_dir():
+        _check_files(name, directory)
+        _check_tensors(name, model_path, model)
+    return model
+
+
+def _check_files(name: str, directory: Path) -> None:
+    """Whether every safetensors file of a model directory is there and as long as its header says."""
+    if (directory / INDEX_FILE).is_file():
+        try:
+            files = set(json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"policy.model_name: {name!r}: {INDEX_FILE} is damaged ({error}); copy it anew") from error
+        absent = sorted(file for file in files if not (directory / file).is_file())
+        if absent:
+            raise ValueError(
+                f"policy.model_name: {name!r} is not whole: {INDEX_FILE} names {len(files)} files, of which "
+                f"{len(absent)} are missing: {_some(absent)}; copy them too"
+            )
+    for file in sorted(directory.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):  # reads the header, which knows the size of the file
                 pass
         except SafetensorError as error:
             raise ValueError(f"policy.model_name: {name!r}: {file.name} is damaged ({error}); copy it anew") from error
-    return model
+
+
+def _check_tensors(name: str, model_path: str, config: PretrainedConfig) -> None:
+    """Whether the headers in a model directory name the tensors of the model of `config`, in its shapes.
+
+    A directory whose names are all foreign is left to transformers, which knows the names of older models.
+    """
+    try:
+        model = build_on_meta(copy.deepcopy(config), torch.bfloat16)
+    except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"policy.model_name: no model can be built of the config.json of {name!r} (with "
+            f"policy.hf_config_overrides): {type(error).__name__}: {error}"
+        ) from error
+    names = ExpertNames(config.get_text_config().model_type)
+    missing, differing, num_found = [], [], 0
+    with StoredModel(model_path) as stored:
+        if stored.names is None:
+            return
+        for parameter_name, tensor in named_tensors(model):
+            whole = [(parameter_name, tuple(tensor.shape))]
+            for source, shape in whole if parameter_name in stored.names else names.split_meta(*whole[0]):
+                if source not in stored.names:
+                    missing.append(source)
+                    continue
+                num_found += 1
+                found = tuple(stored.tensor(source).get_shape())
+                if found != shape:
+                    differing.append(f"{source} {list(found)} instead of {list(shape)}")
+    if num_found and (missing or differing):
+        lists = {"missing": missing, "of another shape": differing}
+        raise ValueError(
+            f"policy.model_name: the weights of {name!r} are not those of its config.json (with "
+            "policy.hf_config_overrides):\n"
+            + "\n".join(f"  {len(found)} tensors {what}: {_some(found)}" for what, found in lists.items() if found)
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MAX_LISTED]) + (", ..." if len(names) > MAX_LISTED else "")
 
 
 def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
