@@ -11,11 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTJConfig,
+    GPTJForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.grpo_setup import USER_ERRORS, Inputs, prepare
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointIdentityError, CheckpointManager
 from nemo_rl.utils.checkpoint_manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
@@ -116,6 +127,20 @@ def cut_in_half(model: Path) -> None:
     (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
 
 
+def shard_missing(model: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def without_tensor(name: str) -> Callable[[Path], None]:
+    def edit(model: Path) -> None:
+        tensors = load_file(model / "model.safetensors")
+        del tensors[name]
+        save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+    return edit
+
+
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
@@ -124,7 +149,17 @@ def cut_in_half(model: Path) -> None:
         (cut_in_half, r"model\.safetensors is damaged"),
         (without("chat_template.jinja"), "no chat template: set policy.tokenizer.chat_template"),
         (edited("config.json", model_type="vit"), "a 'vit' model, not a causal language model"),
-        (edited("config.json", vocab_size=100), "has 264 tokens, more than the 100 of"),
+        (edited("config.json", vocab_size=100), r"model\.embed_tokens\.weight \[264, 128\] instead of \[100, 128\]"),
+        (
+            edited("config.json", intermediate_size=192),
+            r"6 tensors of another shape: .*gate_proj.* \[256, 128\] instead ",
+        ),
+        (
+            edited("config.json", num_hidden_layers=3),
+            r"contradicts itself: .*\n.*num_hidden_layers. \(3\) must be equal",
+        ),
+        (without_tensor("model.norm.weight"), r"not those of its config\.json .*\n  1 tensors missing: model\.norm\."),
+        (shard_missing, "names 1 files, of which 1 are missing: model-00002-of-00002.safetensors; copy them too"),
         (edited("tokenizer_config.json", pad_token=None), r"does not know .* tokenizer_config\.json does not name"),
     ],
 )
@@ -137,12 +172,170 @@ def test_model_directories(tmp_path, spoil, told):
         prepared(f"policy.model_name={model}")
 
 
+# -- layouts, packing and adapters, by what the model is
+
+
+FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
+    "gemma2": lambda **shape: Gemma2ForCausalLM(Gemma2Config(**shape, head_dim=16)),
+    "gptj": lambda **shape: GPTJForCausalLM(GPTJConfig(**shape, n_positions=64, rotary_dim=16)),
+    "narrow": lambda **shape: Qwen2ForCausalLM(Qwen2Config(**shape | {"vocab_size": 100})),
+    "untied": lambda **shape: Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False)),
+}
+D = "policy.dtensor_cfg"
+LORA = f"{D}.lora_cfg.enabled=true"
+NAMED = f"{D}.lora_cfg.match_all_linear=false"
+PACKED = "policy.sequence_packing.enabled=true"
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory) -> Path:
+    """A folder of small models, each under the name of its family, with the tiny tokenizer."""
+    folder = tmp_path_factory.mktemp("families")
+    tokenizer = build_tiny_tokenizer()
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    models = {name: make(**shape) for name, make in FAMILIES.items()}
+    models["moe"] = build_untrained_model(RECIPES["arithmetic-moe"], tokenizer)
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def ranks(number: int) -> tuple[str, ...]:
+    return (f"cluster.cpu_workers_per_node={number}", "policy.train_micro_batch_size=32")
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "told"),
+    [
+        ("narrow", (), r"policy\.tokenizer\.name: .* has 264 tokens, more than the 100 of '.*narrow'"),
+        # tensor parallel
+        (
+            "gptj",
+            (*ranks(2), f"{D}.tensor_parallel_size=2"),
+            r"no tensor-parallel plan is known for GPTJ.*write one and ",
+        ),
+        (None, (*ranks(4), f"{D}.tensor_parallel_size=4"), r"not divide the 2 key/value heads .* these would: 1, 2"),
+        (
+            None,
+            (*ranks(2), f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=nowhere.plans:plan"),
+            "nowhere.plans cannot be imported .* importable where the job is started and on every node",
+        ),
+        # context parallel, packing
+        ("gemma2", (*ranks(2), f"{D}.context_parallel_size=2"), "cannot be cut over ranks, because .* soft-capped"),
+        ("gemma2", (PACKED,), r"cannot lie end to end, because .* soft-capped.*dynamic_batching\.enabled=true"),
+        ("gemma2", ("policy.padding_free=true",), r"policy\.padding_free=true: .* set it to null or false"),
+        # pipeline
+        (
+            None,
+            (*ranks(2), f"{D}.pipeline_parallel_size=2"),
+            "shares one matrix between its embeddings .* and its head",
+        ),
+        ("untied", (*ranks(4), f"{D}.pipeline_parallel_size=4"), "has 2 layers; use at most 2 stages"),
+        # experts
+        (None, (*ranks(2), f"{D}.expert_parallel_size=2"), "dense model and has no experts to spread; set it to 1"),
+        ("moe", (*ranks(8), f"{D}.expert_parallel_size=8"), "not divide the 4 experts .* these would: 1, 2, 4"),
+        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no experts to repor"),
+        # adapters
+        (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_projj]"), "matches no linear .* mean 'q_proj'"),
+        (None, (LORA, f"{D}.lora_cfg.exclude_modules=['*.attn.*']"), r"exclude_modules: '\*\.attn\.\*' matches no"),
+        (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[lm_head]"), "the output head, which cannot be adapted"),
+        (
+            None,
+            (LORA, f"{D}.lora_cfg.dim=100"),
+            r"dim=100 is more than the full rank 64 of k_proj, v_proj; set .*dim=64",
+        ),
+        (None, (LORA, f"{D}.lora_cfg.adapter_path=nowhere"), "nowhere is no adapter in PEFT's format: adapter_config"),
+    ],
+)
+def test_layouts_and_adapters_that_the_model_cannot_have(families, family, overrides, told):
+    model = () if family is None else (f"policy.model_name={families / family}",)
+    with pytest.raises(ValueError, match=told):
+        prepared(*model, *overrides)
+
+
+def save_adapter(directory: Path, **changes: object) -> None:
+    """An adapter of rank 8 on the query projections of tiny:arithmetic, as PEFT writes it."""
+    directory.mkdir()
+    layers = [f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(2)]
+    tensors = {f"{layer}.lora_A.weight": torch.zeros(8, 128) for layer in layers}
+    tensors |= {f"{layer}.lora_B.weight": torch.zeros(128, 8) for layer in layers}
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 32, "target_modules": ["q_proj"], "peft_version": "0.21.2"}
+    (directory / "adapter_config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"peft_version": "1.0.0"}, r"peft_version=1\.0\.0 is newer than the format known here"),
+        ({"use_dora": True}, "use_dora=True is not implemented"),
+        ({"r": 16}, r"rank 16, policy\.dtensor_cfg\.lora_cfg\.dim=8"),
+        ({"lora_alpha": 8}, r"alpha 8, policy\.dtensor_cfg\.lora_cfg\.alpha=32"),
+        ({"base_model_name_or_path": "org/other"}, r"base model 'org/other', policy\.model_name='tiny:arithmetic'"),
+    ],
+)
+def test_adapters_of_another_run_or_another_peft(tmp_path, changes, told):
+    named = (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_proj]")
+    for name, differences in (("good", {}), ("bad", changes)):
+        save_adapter(tmp_path / name, **differences)
+    prepared(*named, f"{D}.lora_cfg.adapter_path=good")
+    with pytest.raises(ValueError, match=told):
+        prepared(*named, f"{D}.lora_cfg.adapter_path=bad")
+    with pytest.raises(ValueError, match=r"12 layers without an adapter there: model\.layers\.0\.mlp\.down_proj, "):
+        prepared(LORA, f"{D}.lora_cfg.adapter_path=good")
+
+
+@pytest.mark.parametrize(
+    ("saved", "overrides", "told"),
+    [
+        (
+            {"model.norm.weight": (64,)},
+            (),
+            r"(?s)another architecture:.*25 missing there.*model\.norm\.weight \[64\] inst",
+        ),
+        ({"transformer.wte.weight": (8, 8)}, (), r"1 unknown to the model: transformer\.wte\.weight"),
+        (
+            {"model.norm.weight": (128,)},
+            (LORA,),
+            r"(?s)28 missing there: .*lora_A.*1 unknown to the model: model\.norm",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_architecture(saved, overrides, told):
+    """Its identity says that it is of this run, its weights are not."""
+    config = load_config(GRPOMasterConfig, CPU_CONFIG, list(overrides))
+
+    def write(directory: Path) -> None:
+        (directory / "policy" / "optimizer").mkdir(parents=True)
+        (directory / "policy" / "weights").mkdir()
+        save_file(
+            {name: torch.zeros(shape) for name, shape in saved.items()},
+            directory / "policy" / "weights" / "model.safetensors",
+        )
+
+    CheckpointManager(config.checkpointing).save(10, write, {"identity": prepare(config).identity}, "", {})
+    with pytest.raises(CheckpointError, match=told):
+        prepared(*overrides)
+
+
 def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
     config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
     info = {"identity": prepare(config).identity}
 
     def write(directory: Path) -> None:
         (directory / "policy" / "optimizer").mkdir(parents=True)
+        shutil.copytree(resolve_model("tiny:arithmetic"), directory / "policy" / "weights")
 
     written = CheckpointManager(config.checkpointing).save(10, write, info, "", {})
     prepared()
@@ -171,6 +364,13 @@ def test_a_checkpoint_without_its_optimizer_is_not_continued_in_silence(tmp_path
         (
             ("--config", str(CPU_CONFIG), "policy.model_name=nobody/nothing"),
             "ERROR policy.model_name: 'nobody/nothing'",
+        ),
+        (
+            (
+                *("--config", str(CPU_CONFIG), "cluster.cpu_workers_per_node=2"),
+                "policy.dtensor_cfg.pipeline_parallel_size=2",
+            ),
+            "ERROR policy.dtensor_cfg.pipeline_parallel_size=2: this qwen2 model shares one matrix",
         ),
     ],
 )

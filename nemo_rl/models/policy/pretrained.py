@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
@@ -43,6 +44,11 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         )
     try:
         model = AutoConfig.from_pretrained(model_path, **config.hf_config_overrides)
+    except StrictDataclassError as error:
+        raise ValueError(
+            f"policy.model_name: the config.json of {name!r} (with policy.hf_config_overrides) contradicts itself: "
+            f"{error}"
+        ) from error
     except (OSError, ValueError) as error:
         raise ValueError(
             f"policy.model_name: {name!r} cannot be loaded: {error}\nGive a Hugging Face name, the directory of a "

@@ -1,0 +1,108 @@
+"""Whole runs of the real command line with the model cut in every direction: they learn, agree and change layout."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_rl.data.tiny_model import RECIPES, ensure_tiny_model
+from tests.functional.cli import SMALL, Finished, run, run_until
+from tests.functional.test_grpo_run import comparable
+
+pytestmark = pytest.mark.timeout(600)
+
+TWO_RANKS = "cluster.cpu_workers_per_node=2"
+PACKED = "policy.sequence_packing={enabled: true, train_mb_tokens: 128, logprob_mb_tokens: 256}"
+TENSOR = ("policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true")
+EXPERTS = "policy.dtensor_cfg.expert_parallel_size=2"
+LORA = "policy.dtensor_cfg.lora_cfg={enabled: true, dim: 16, alpha: 32}"
+
+
+def steps_of(finished: Finished) -> list[dict[str, Any]]:
+    assert finished.status == 0, finished.output[-4000:]
+    return [row for row in finished.metrics if row["step"] > 0]
+
+
+def assert_learned(finished: Finished) -> None:
+    steps = steps_of(finished)
+    accuracy = [row["validation/accuracy"] for row in finished.metrics if "validation/accuracy" in row]
+    assert accuracy[-1] > 0.8 and accuracy[-1] - accuracy[0] >= 0.3, accuracy
+    rewards = [row["train/reward"] for row in steps]
+    fifth = len(rewards) // 5
+    assert sum(rewards[-fifth:]) > sum(rewards[:fifth]) + 0.1 * fifth, rewards
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
+    assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
+
+
+def adapters(step: Path) -> dict[str, torch.Tensor]:
+    return load_file(next(step.rglob("adapter_model.safetensors")))
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path):
+    """A mixture of experts, packed: tensor and sequence parallel at first, then with its experts spread over ranks."""
+    model = ensure_tiny_model(tmp_path / "moe", replace(RECIPES["arithmetic-moe"], num_clean_steps=60))
+    common = (*SMALL, TWO_RANKS, PACKED, f"policy.model_name={model}")
+    rows = steps_of(run(tmp_path, *common, *TENSOR, "grpo.max_num_steps=2"))
+    spread = run(tmp_path, *common, EXPERTS, "grpo.max_num_steps=3")
+    rows += steps_of(spread)
+    assert "step_2 after step 2" in spread.output
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for row in rows:
+        assert row["train/token_mult_prob_error"] <= 1.0001
+        assert 0 < row["train/packing/fill"] <= 1 and row["train/packing/num_micro_batches"] >= 2
+        assert row["train/moe/load_max_over_mean"] >= 1 >= row["train/moe/load_min_over_mean"]
+        assert 0 < row["train/moe/router_entropy"] < 1.39  # log 4
+        assert row["performance/train_flops_per_gpu"] > 0
+    assert any(row["train/grad_norm"] > 0 for row in rows[:2])
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_packed_policy_learns(tmp_path):
+    budgets = "policy.sequence_packing={enabled: true, train_mb_tokens: 1024, logprob_mb_tokens: 2048}"
+    assert_learned(run(tmp_path, TWO_RANKS, *TENSOR, budgets))
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_spread_over_ranks_learns(tmp_path):
+    assert_learned(run(tmp_path, TWO_RANKS, EXPERTS, "policy.model_name=tiny:arithmetic-moe"))
+
+
+@pytest.mark.slow
+def test_adapters_learn_and_a_killed_run_continues_bit_for_bit(tmp_path):
+    """Merged into the weights that generation receives; kill -9 of the driver between two checkpoints."""
+    overrides = (LORA, "policy.optimizer.kwargs.lr=3e-3", "grpo.max_num_steps=20")
+    whole = run(tmp_path / "whole", *overrides)
+    rewards = [row["train/reward"] for row in steps_of(whole)]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
+    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps_of(whole))
+    process = run_until(tmp_path / "killed", "step 13/20", *overrides)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = run(tmp_path / "killed", *overrides)
+    assert "step_10 after step 10" in again.output
+    assert comparable(steps_of(again)) == [row for row in comparable(steps_of(whole)) if row["step"] > 10]
+    want, got = (adapters(tmp_path / name / "results" / "grpo_cpu" / "step_20") for name in ("whole", "killed"))
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+
+
+@pytest.mark.slow
+def test_every_layout_takes_the_same_step(tmp_path):
+    """Two steps on one rank, then with sequences, layers and experts cut in two."""
+    small = (*SMALL, "grpo.max_num_steps=2", "grpo.val_period=0", "checkpointing.enabled=false", PACKED)
+    small += ("policy.model_name=tiny:arithmetic-moe",)
+    want = steps_of(run(tmp_path / "one", *small))
+    for layout in ("context_parallel_size=2", "pipeline_parallel_size=2", "expert_parallel_size=2"):
+        got = steps_of(run(tmp_path / layout, *small, TWO_RANKS, f"policy.dtensor_cfg.{layout}"))
+        for one, two in zip(want, got, strict=True):
+            assert two["train/token_mult_prob_error"] <= 1.0001
+            for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/global_valid_toks"):
+                assert one[name] == two[name], (layout, name)
+            assert two["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5), layout
+            assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4), layout
