@@ -196,7 +196,6 @@ def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, grou
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        model.set_gradient_divide_factor(1.0) if hasattr(model, "set_gradient_divide_factor") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     rows = [np.stack([groups[s.group].samples[0].token_ids for s in batch]) for batch in plan.train[0]]
     batches = [torch.from_numpy(row) for row in rows]
@@ -210,7 +209,7 @@ def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, grou
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             ratio = (logprobs - logprobs.detach()).exp()
-            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum() / num_tokens * args.ranks
+            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum() / num_tokens * args.ranks  # FSDP averages over ranks
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -133,12 +133,7 @@ class DTensorPolicyWorker:
         self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
 
     def _model_batches(self, micro_batches: Sequence[Sequence[Row]]) -> list[ModelBatch]:
-        sequences = [scored_sequences(rows) for rows in micro_batches]
-        # The stages of a pipeline exchange hidden states of one shape.
-        width = None
-        if self.mesh.pipeline is not None:
-            width = max(self.layout.width([len(ids) for ids, _ in rows]) for rows in sequences)
-        batches = [self.layout.build(rows, width=width) for rows in sequences]
+        batches = [self.layout.build(scored_sequences(rows)) for rows in micro_batches]
         return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
 
     def _score(self, *, filtered: bool) -> Iterator[tuple[Row, torch.Tensor]]:

@@ -29,8 +29,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         )
     if settings.context_parallel_size > 1:
         context_parallel.check_context_parallel(model, settings.context_parallel_size)
-    if settings.pipeline_parallel_size > 1:
-        pipeline.check_pipeline(model, settings)
+    pipeline.check_pipeline(model, settings)
     if settings.expert_parallel_size > 1:
         moe.check_experts(model, settings.expert_parallel_size)
     if settings.lora_cfg.enabled:
