@@ -56,7 +56,7 @@ def test_a_run_goes_on_in_another_layout(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
         assert row["train/token_mult_prob_error"] <= 1.0001
-        assert 0 < row["train/packing/fill"] <= 1 and row["train/packing/num_micro_batches"] >= 2
+        assert 0 < row["train/packing/fill"] <= 1 <= row["train/packing/num_micro_batches"]
         assert row["train/moe/load_max_over_mean"] >= 1 >= row["train/moe/load_min_over_mean"]
         assert 0 < row["train/moe/router_entropy"] < 1.39  # log 4
         assert row["performance/train_flops_per_gpu"] > 0

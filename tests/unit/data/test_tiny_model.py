@@ -113,3 +113,16 @@ def test_sampled_answers_are_right_in_a_third_to_a_half_of_the_problems(tiny_mod
     texts = tokenizer.batch_decode(sampled[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     correct = [text == f"\\boxed{{{value}}}" for text, (_, value) in zip(texts, space, strict=True)]
     assert 0.3 < sum(correct) / len(correct) < 0.55
+
+
+def test_the_mixture_of_experts_loads_with_the_same_tokenizer(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = ensure_tiny_model(tmp_path / "moe", replace(SHORT, num_experts=4))
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    assert model.config.model_type == "qwen3_moe"
+    assert (model.config.num_experts, model.config.num_experts_per_tok) == (4, 2)
+    assert sum(p.numel() for p in model.parameters()) < 1_000_000
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    text = "<|user|>5+7<eos>\\boxed{1}"
+    assert AutoTokenizer.from_pretrained(directory)(text)["input_ids"] == build_tiny_tokenizer()(text)["input_ids"]
