@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from nemo_rl.models.policy.config import (
     DTensorConfig,
     DynamicBatchingConfig,
+    LoRAConfig,
     PipelineConfig,
     PolicyConfig,
     SequencePackingConfig,
@@ -67,6 +68,7 @@ LAYOUTS = {
 
 # What other families have that Llama has not, cut: experts, tied embeddings, windows, fused matrices, norms of heads.
 EP = "expert_parallel_size"
+ADAPTERS = LoRAConfig(enabled=True, dim=4, alpha=8.0)
 OF_FAMILIES = {
     "moe-packed": ("qwen3-moe", 1, PACKED),
     "moe-dp2": ("qwen3-moe", 2, PACKED),
@@ -88,6 +90,13 @@ OF_FAMILIES = {
     "qwen2-tied-tp-cp": ("qwen2-tied", 4, PACKED | cut(**{TP: 2, SP: True, CP: 2})),
     "mistral-pp-cp": ("mistral", 4, PACKED | cut(**{PP: 2, CP: 2})),
     "deep-interleaved": ("deep", 2, PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
+    "gemma3-lora-tp-cp": ("gemma3+lora", 4, PACKED | cut(**{TP: 2, CP: 2}, lora_cfg=ADAPTERS)),
+    "moe-lora-ep": ("qwen3-moe+lora", 2, PACKED | cut(**{EP: 2}, lora_cfg=ADAPTERS)),
+    "deep-lora-interleaved": (
+        "deep+lora",
+        2,
+        PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2), lora_cfg=ADAPTERS),
+    ),
     "deep-interleaved-padded-dp2": ("deep", 4, PADDED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
 }
 
@@ -122,21 +131,23 @@ def save_model(family: str, path: Path) -> None:
 
 
 class Alone:
-    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut."""
+    """Steps on one rank with one padded micro-batch per optimizer step: nothing was cut. `family` may end in +lora."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._steps: dict[str, Step] = {}
 
     def path(self, family: str) -> Path:
-        self.step(family)
-        return self.directory / family
+        name = family.removesuffix("+lora")
+        if not (self.directory / name).exists():
+            save_model(name, self.directory / name)
+        return self.directory / name
 
     def step(self, family: str) -> Step:
         if family not in self._steps:
-            save_model(family, self.directory / family)
-            config = policy_config(train_micro_batch_size=8, **PADDED)
-            self._steps[family] = run_world(one_step, 1, self.directory / family, config)[0]
+            changes = cut(lora_cfg=ADAPTERS) if family.endswith("+lora") else {}
+            config = policy_config(train_micro_batch_size=8, **PADDED, **changes)
+            self._steps[family] = run_world(one_step, 1, self.path(family), config)[0]
         return self._steps[family]
 
 
