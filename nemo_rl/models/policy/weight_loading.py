@@ -152,7 +152,10 @@ def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
 def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str) -> None:
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
-        whole = dict(AutoModelForCausalLM.from_pretrained(model_path, dtype="auto").state_dict())
+        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", output_loading_info=True)
+        model, loading = loaded
+        drawn = loading["missing_keys"]  # at random, because they are not there
+        whole = {name: tensor for name, tensor in model.state_dict().items() if name not in drawn}
     described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]]
     dist.broadcast_object_list(described, src=0)
     for name, shape, dtype in described[0]:

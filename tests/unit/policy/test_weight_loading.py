@@ -1,0 +1,48 @@
+"""Weights under names of their own: transformers finds them, and nothing is drawn at random in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from nemo_rl.models.policy.parallelize import build_on_meta, materialize
+from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
+from tests.unit.policy.models import save_random_model
+from tests.worlds import run_world
+
+
+def save_under_the_names_of_the_base_model(directory: Path, *, without: str | None = None) -> dict[str, torch.Tensor]:
+    """As `model.base_model.save_pretrained` writes it. Returns the tensors by their names in the whole model."""
+    save_random_model("qwen2-tied", directory)
+    tensors = load_file(directory / "model.safetensors")
+    others = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != without}
+    save_file(others, directory / "model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def load(directory: Path) -> dict[str, torch.Tensor]:
+    def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        model = build_on_meta(AutoConfig.from_pretrained(directory), torch.float32)
+        materialize(model, torch.device("cpu"))
+        load_weights(dict(named_tensors(model)), str(directory), lambda name, tensor, stored: False)
+        return {name: tensor.detach().clone() for name, tensor in named_tensors(model)}
+
+    return run_world(on_rank, 2)[1]
+
+
+def test_weights_of_the_base_model_are_found(tmp_path):
+    want = save_under_the_names_of_the_base_model(tmp_path)
+    got = load(tmp_path)
+    assert all(torch.equal(tensor, got[name]) for name, tensor in want.items())
+
+
+def test_a_missing_weight_is_named_and_not_drawn(tmp_path):
+    save_under_the_names_of_the_base_model(tmp_path, without="model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(
+        ValueError, match=r"has no weights for model\.layers\.1\.mlp\.up_proj\.weight; it is not the mod"
+    ):
+        load(tmp_path)
