@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.distributed.pack_layout import Segment
+from nemo_rl.distributed.weight_transfer import WeightReceiver, WeightSender, attach_buffer
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.export import export_weights
+from nemo_rl.models.policy.layout_checks import check_layout
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
@@ -31,6 +37,11 @@ def settings_of(rest: dict[str, Any] | None = None, **directions: Any) -> Policy
         optimizer=OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 1.0}),
         **{"train_micro_batch_size": 2} | (rest or {}),
     )
+
+
+def beginning_with(adapter: Path, config: PolicyConfig) -> PolicyConfig:
+    lora_cfg = config.dtensor_cfg.lora_cfg.model_copy(update={"adapter_path": str(adapter)})
+    return config.model_copy(update={"dtensor_cfg": config.dtensor_cfg.model_copy(update={"lora_cfg": lora_cfg})})
 
 
 LAYOUTS = {
@@ -55,10 +66,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     """Four optimizer steps: after the first, both matrices of an adapter have gradients."""
     worker = make_worker(path, config)
     for _ in range(2):
-        load_step(worker, config)
-        worker.compute_logprobs()
-        worker.compute_reference_logprobs()
-        result = worker.train(ClippedPGLoss(LOSS))
+        result = train(worker, config)
     if directory is not None:
         directory.mkdir(exist_ok=True)
         worker.save_checkpoint(directory, save_optimizer=True, save_consolidated=False, model_save_format="safetensors")
@@ -115,23 +123,104 @@ def test_the_reference_is_the_base_model(llama: Path) -> None:
     assert (policy - after).abs().max() > 1e-3
 
 
+@pytest.fixture(scope="module")
+def step(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run cut in two directions saves after the steps of `alone`."""
+    directory = tmp_path_factory.mktemp("saved") / "step"
+    run_world(two_calls, 4, llama, settings_of(PACKED, **{PP: 2, TP: 2}), directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapter(step: Path) -> Path:
+    return step / "policy" / "adapter"
+
+
 def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_and_for_peft(
-    llama: Path, alone: Step, tmp_path: Path
+    llama: Path, alone: Step, step: Path, adapter: Path
 ) -> None:
-    run_world(two_calls, 4, llama, settings_of(PACKED, **{PP: 2, TP: 2}), tmp_path / "step")
     base = sum(file.stat().st_size for file in llama.glob("*.safetensors"))
-    written = sum(file.stat().st_size for file in (tmp_path / "step").rglob("*") if file.is_file())
+    written = sum(file.stat().st_size for file in step.rglob("*") if file.is_file())
     assert written < base
-    merged = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(llama), str(tmp_path / "step" / "policy" / "adapter")
-    ).merge_and_unload()
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(llama), str(adapter)).merge_and_unload()
     for name, tensor in merged.state_dict().items():
         assert (tensor - alone[1][name]).abs().max() < 3e-6, name
 
     def resumed(rank: int, world: int) -> dict[str, torch.Tensor]:
         worker = make_worker(llama, settings_of(PACKED))
-        worker.load_checkpoint(tmp_path / "step", load_optimizer=True)
+        worker.load_checkpoint(step, load_optimizer=True)
         return whole_weights(worker)
 
     for name, tensor in run_world(resumed, 2)[0].items():
         assert (tensor - alone[1][name]).abs().max() < 3e-6, name
+
+
+@pytest.mark.parametrize("name", ["hsdp-packed", "pp-tp-packed"])
+def test_training_begins_with_a_given_adapter(llama: Path, alone: Step, adapter: Path, name: str) -> None:
+    world, config = LAYOUTS[name]
+
+    def built(rank: int, world: int) -> dict[str, torch.Tensor]:
+        return whole_weights(make_worker(llama, beginning_with(adapter, config)))
+
+    for weights in run_world(built, world):
+        for weight, value in weights.items():
+            assert (value - alone[1][weight]).abs().max() < 3e-6, weight
+
+
+def test_an_adapter_of_another_run_is_refused_before_any_worker_starts(llama: Path, adapter: Path) -> None:
+    model = AutoConfig.from_pretrained(llama)
+    check_layout(beginning_with(adapter, settings_of()), model)
+    with pytest.raises(ValueError, match=r"nowhere is no adapter in PEFT's format"):
+        check_layout(beginning_with(adapter.parent / "nowhere", settings_of()), model)
+    file = adapter / "adapter_config.json"
+    written = file.read_text()
+    for change, message in (
+        ({"r": 2}, r"rank 2, policy\.dtensor_cfg\.lora_cfg\.dim=4"),
+        ({"peft_version": "1.2.0"}, r"peft_version=1\.2\.0 is newer than the format known here"),
+    ):
+        file.write_text(json.dumps(json.loads(written) | change))
+        with pytest.raises(ValueError, match=message):
+            check_layout(beginning_with(adapter, settings_of()), model)
+    file.write_text(written)
+
+
+@pytest.mark.parametrize("name", ["pp-tp-packed", "offloaded"])
+def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama: Path, name: str) -> None:
+    """After the first sync the adapters alone are packed, whatever the layout."""
+    world, config = LAYOUTS[name]
+
+    def synced(rank: int, world: int) -> None:
+        worker = make_worker(llama, config)
+        weights = export_weights([stage.hf for stage in worker.stages], worker.mesh, worker.device, merged=False)
+        settings: dict[str, Any] = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
+        sender = WeightSender(weights, device=worker.device, rank=rank, local_rank=rank, **settings)
+        description, own, receiver = sender.describe(), {}, None
+        if rank == 0:
+            buffer = attach_buffer("packed_shm", description["endpoints"], worker.device)
+            receiver = WeightReceiver(sender.layout, "packed_shm", buffer)
+            own = {meta.name: torch.zeros(meta.shape) for meta in sender.layout.weights}
+        targets = [[Segment(tuple(tensor.shape), tensor.stride(), 0, tensor)] for tensor in own.values()]
+        for first in (0, sender.layout.num_base_buckets):
+            train(worker, config)
+            if receiver is not None:
+                receiver.begin(first, targets=targets, load=None)
+            for bucket in range(first, len(sender.layout.buckets)):
+                packed = sender.pack(bucket)
+                if receiver is not None:
+                    receiver.receive(bucket, packed["fingerprints"])
+            merged = whole_weights(worker)
+            if receiver is not None:
+                receiver.finish()
+                assert own.keys() == merged.keys()
+                for weight, value in own.items():
+                    assert (value - merged[weight]).abs().max() < 1e-6, weight
+        sender.close()
+
+    run_world(synced, world)
+
+
+def train(worker: DTensorPolicyWorker, config: PolicyConfig) -> TrainResult:
+    load_step(worker, config)
+    worker.compute_logprobs()
+    worker.compute_reference_logprobs()
+    return worker.train(ClippedPGLoss(LOSS))
