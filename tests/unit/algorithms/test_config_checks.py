@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from transformers import Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.config_checks import TRAIN_METRICS, validation_metric_names
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.metrics import rollout_metrics, validation_metrics
+from nemo_rl.algorithms.preflight import check_metric_name
+from nemo_rl.algorithms.rollout_batch import Batching, packing_metrics, plan_batch
 from nemo_rl.types import GroupHandle, LossInputs, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 
@@ -37,6 +41,22 @@ def test_validation_metrics() -> None:
 
 def test_rollout_metrics() -> None:
     assert set(rollout_metrics([one_group(2)], current_weight_version=0)) <= TRAIN_METRICS
+
+
+@pytest.mark.parametrize("section", [None, "sequence_packing", "dynamic_batching"])
+def test_packing_metrics(section: str | None) -> None:
+    switch = () if section is None else (f"policy.{section}.enabled=true",)
+    batching = Batching.of(build(*switch).policy, quadratic_weight=1e-4)
+    plan = plan_batch([one_group(4)], [[0.0] * 4], [[1.0] * 4], num_ranks=1, global_batch_size=4, batching=batching)
+    assert set(packing_metrics(plan, batching)) <= TRAIN_METRICS
+
+
+def test_a_metric_of_experts_may_be_named_and_is_refused_for_a_dense_model() -> None:
+    checkpointing = build("checkpointing.metric_name=train:moe/router_entropy").checkpointing
+    check_metric_name(checkpointing, Qwen3MoeConfig())
+    with pytest.raises(ValueError, match="'qwen2' is a dense model"):
+        check_metric_name(checkpointing, Qwen2Config())
+    check_metric_name(build().checkpointing, Qwen2Config())
 
 
 def test_loss_metrics() -> None:
