@@ -85,8 +85,9 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
 def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:
     """The problem of a key that does not exist, with the one that may have been meant, else those of its section."""
     candidates = list(candidates)
-    nearest = nearest_key(dotted(path), candidates)
-    section = dotted(path[:-1])
+    names = [part for part in path if isinstance(part, str)]  # candidates leave out the index of a list's item
+    nearest = nearest_key(dotted(names), candidates)
+    section = dotted(names[:-1])
     keys = [name for owner, _, name in (candidate.rpartition(".") for candidate in candidates) if owner == section]
     hint = f"; {section or 'a configuration'} has {', '.join(keys)}" if keys else ""
     if nearest:

@@ -44,6 +44,8 @@ def test_a_key_like_no_other_is_answered_with_those_of_its_section() -> None:
     problem = unknown_key(("loss_fn", "zzz"), KEYS, None)
     assert str(problem) == "loss_fn.zzz: unknown key; loss_fn has ratio_clip_min, ratio_clip_max"
     assert str(unknown_key(("nowhere", "zzz"), KEYS, None)) == "nowhere.zzz: unknown key"
+    item = unknown_key(("data", "train", 0, "zzz"), ["data.train", "data.train.split", "data.train.seed"], None)
+    assert str(item) == "data.train.0.zzz: unknown key; data.train has split, seed"
 
 
 def test_problems_come_in_reading_order_and_once() -> None:
