@@ -65,8 +65,18 @@ class LoRALinear(nn.Linear):
         output = F.linear(input, self.weight, self.bias)
         if not self.adapter_active:
             return output
-        dropped = F.dropout(input, self.dropout) if self.dropout_active else input
+        dropped = _dropout(input, self.dropout) if self.dropout_active else input
         return output + F.linear(F.linear(dropped, self.lora_A) * self.scale, self.lora_B)
+
+
+def _dropout(input: torch.Tensor, p: float) -> torch.Tensor:
+    """Each rank draws for its own part: ranks with one seed agree on what they all hold.
+
+    DTensor's own dropout would give all ranks of the world the generator state of rank 0, by a broadcast at first use.
+    """
+    if not isinstance(input, DTensor):
+        return F.dropout(input, p)
+    return DTensor.from_local(F.dropout(input.to_local(), p), input.device_mesh, input.placements, run_check=False)
 
 
 # -- which layers
