@@ -71,7 +71,7 @@ class DTensorPolicyWorker:
         self.config = config
         self.settings = settings
         self.device = torch.device("cuda", torch.cuda.current_device()) if settings.use_gpu else torch.device("cpu")
-        if not settings.use_gpu:
+        if not settings.use_gpu or config.dtensor_cfg.cpu_offload:  # Ray gives an actor one thread
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.workers_per_node))
         if config.deterministic:
             make_deterministic()
@@ -368,9 +368,10 @@ class DTensorPolicyWorker:
 
     def offload(self) -> None:
         """Weights and optimizer state to host memory; frees the device for generation."""
+        for stage in self.stages:
+            stage.reshard()
         if not self.config.dtensor_cfg.cpu_offload:
             for stage in self.stages:
-                stage.reshard()
                 stage.to("cpu")
             self._move_optimizer("cpu")
         torch.cuda.empty_cache()

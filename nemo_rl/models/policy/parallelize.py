@@ -99,6 +99,8 @@ _PRODUCTS = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
     }
 )
 
@@ -132,12 +134,16 @@ def shard(
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate the local shards on `device`; buffers keep their values."""
+def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
+    """Allocate the local shards on `device`; buffers keep their values, on `buffer_device` (None: `device`).
+
+    FSDP brings parameters that live on the host to the device that computes with them, but no buffers.
+    """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
-    for name, buffer in model.named_buffers():
-        buffer.copy_(buffers[name])
+    for name in [name for name, _ in model.named_buffers()]:
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._buffers[attribute] = buffers[name].to(buffer_device or device)
 
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:

@@ -44,7 +44,8 @@ def build_stages(
     stages = []
     for part in parts:
         stage = _cut(part, config, mesh, sampling)
-        parallelize.materialize(stage, torch.device("cpu") if config.dtensor_cfg.cpu_offload else device)
+        host = torch.device("cpu")
+        parallelize.materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
         _fill(stage, config, model_path, seed)
         stages.append(stage)
     if config.dtensor_cfg.lora_cfg.adapter_path is not None:
