@@ -75,12 +75,16 @@ def loss_inputs(rows: Sequence[Row], device: torch.device) -> LossInputs:
     ) -> torch.Tensor:
         values = [getattr(row, name) for row in rows]
         values = [torch.zeros(len(row.token_ids)) if v is None else v for row, v in zip(rows, values, strict=True)]
-        return pad(values, width).to(device, non_blocking=True)
+        return moved(pad(values, width))
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        # From pageable memory the copy would wait for the forward pass that is under way.
+        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
     return LossInputs(
-        input_ids=pad([row.token_ids for row in rows], width).to(device, non_blocking=True),
-        token_mask=pad([row.token_mask for row in rows], width).float().to(device, non_blocking=True),
-        sample_mask=torch.tensor([row.mask for row in rows]).to(device, non_blocking=True),
+        input_ids=moved(pad([row.token_ids for row in rows], width)),
+        token_mask=moved(pad([row.token_mask for row in rows], width).float()),
+        sample_mask=moved(torch.tensor([row.mask for row in rows])),
         advantages=padded("advantages"),
         prev_logprobs=padded("prev_logprobs"),
         generation_logprobs=padded("generation_logprobs"),
