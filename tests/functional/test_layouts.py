@@ -77,11 +77,9 @@ def test_a_mixture_of_experts_spread_over_ranks_learns(tmp_path):
 @pytest.mark.slow
 def test_adapters_learn_and_a_killed_run_continues_bit_for_bit(tmp_path):
     """Merged into the weights that generation receives; kill -9 of the driver between two checkpoints."""
-    overrides = (LORA, "policy.optimizer.kwargs.lr=3e-3", "grpo.max_num_steps=20")
+    overrides = (LORA, "policy.optimizer.kwargs.lr=2e-3", "grpo.max_num_steps=20")
     whole = run(tmp_path / "whole", *overrides)
-    rewards = [row["train/reward"] for row in steps_of(whole)]
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
-    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps_of(whole))
+    assert_learned(whole)
     process = run_until(tmp_path / "killed", "step 13/20", *overrides)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
