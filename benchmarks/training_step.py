@@ -209,7 +209,8 @@ def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, grou
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             ratio = (logprobs - logprobs.detach()).exp()
-            loss = -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum() / num_tokens * args.ranks  # FSDP averages over ranks
+            surrogate = torch.minimum(ratio, ratio.clamp(0.8, 1.2)).sum()
+            loss = -surrogate / num_tokens * args.ranks  # FSDP averages over ranks
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

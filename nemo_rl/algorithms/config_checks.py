@@ -177,6 +177,12 @@ def check_loss(cfg: GRPOMasterConfig) -> Problems:
             "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
             "the reference; set it to 0, or top_p=1 and top_k=null",
         )
+    if cfg.policy.deterministic and cfg.cluster.use_gpus and generation.top_p < 1:
+        yield (
+            "policy.deterministic",
+            "cannot be had with policy.generation.top_p on GPUs, whose cumulative sums come in any order; set top_p=1 "
+            "or deterministic=false",
+        )
     num_updates = grpo.num_samples_per_step / cfg.policy.train_global_batch_size
     if loss.force_on_policy_ratio and num_updates != 1:
         yield (

@@ -174,6 +174,10 @@ class DTensorConfig(StrictModel):
     torch_compile: bool = False
     """Compile each transformer block (about a minute at the first step)."""
 
+    defer_fsdp_grad_sync: bool | None = None
+    """Reduce gradients once per optimizer step instead of after every micro-batch: less traffic, but whole float32
+    gradients on every rank until then. null: where these take at most a tenth of its memory. A pipeline always does."""
+
     clear_cache_every_n_steps: int | None = Field(default=None, ge=1)
     """Return unused memory to the device after every so many micro-batches; null: never."""
 
@@ -185,7 +189,6 @@ class DTensorConfig(StrictModel):
 
     not_yet: ClassVar = (
         NotYet("_v2", one_of(True, False, None)),
-        NotYet("defer_fsdp_grad_sync", one_of(True, None), harmless=True),
         NotYet("moe_parallelizer", one_of({}, None)),
         NotYet("automodel_kwargs", one_of({}, None)),
     )
@@ -242,8 +245,8 @@ class SequencePackingConfig(StrictModel):
     """Fill micro-batches by tokens; excludes dynamic_batching."""
 
     train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward and backward pass of a rank; null: those of `train_micro_batch_size` samples of the greatest
-    length."""
+    """Tokens of one forward and backward pass of a rank; null: those of `train_micro_batch_size` samples of
+    the greatest length."""
 
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
     """Tokens of one forward pass when logprobs are recomputed; null: those of `logprob_batch_size` samples of the

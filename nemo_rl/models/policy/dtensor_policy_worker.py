@@ -50,6 +50,9 @@ from nemo_rl.types import (
 )
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state, seed_everything
 
+WHOLE_GRADIENT_SHARE = 0.1
+"""Part of a device's memory that gradients may take while they wait to be reduced."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyWorkerSettings:
@@ -118,7 +121,25 @@ class DTensorPolicyWorker:
             stages = [stage for stage in self.stages if isinstance(stage, PipelineStageModel)]
             compute_dtype = DTYPES[self.config.precision]
             return PipelineRunner(stages, self.mesh.pipeline, self.device, settings, compute_dtype)
-        return SequentialRunner(self.stages[0], self.device, clear_cache_every=settings.clear_cache_every_n_steps)
+        return SequentialRunner(
+            self.stages[0],
+            self.device,
+            defer_reduction=self._defers_reduction(),
+            clear_cache_every=settings.clear_cache_every_n_steps,
+        )
+
+    def _defers_reduction(self) -> bool:
+        """See `defer_fsdp_grad_sync`."""
+        wanted = self.config.dtensor_cfg.defer_fsdp_grad_sync
+        if wanted is not None:
+            return wanted
+        ranks = self.mesh.fsdp.size(self.mesh.fsdp.ndim - 1)
+        whole = sum(parameter.to_local().numel() for parameter in trainable(self.stages)) * ranks  # pyright: ignore[reportAttributeAccessIssue]
+        if self.settings.use_gpu:
+            memory = torch.cuda.get_device_properties(self.device).total_memory
+        else:
+            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.settings.workers_per_node
+        return whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory
 
     def _reference_policy(self) -> ReferencePolicy:
         if self.config.dtensor_cfg.lora_cfg.enabled:

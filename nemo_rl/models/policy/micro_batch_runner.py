@@ -30,11 +30,18 @@ class MicroBatchRunner(Protocol):
 
 
 class SequentialRunner:
-    """Every micro-batch goes through the whole model before the next. Waits for the device nowhere."""
+    """Every micro-batch goes through the whole model before the next. Waits for the device nowhere.
 
-    def __init__(self, model: LogprobModel, device: torch.device, *, clear_cache_every: int | None) -> None:
+    `defer_reduction`: gradients stay whole on every rank until the last micro-batch, instead of being reduced to shards
+    after each: less traffic, more memory.
+    """
+
+    def __init__(
+        self, model: LogprobModel, device: torch.device, *, defer_reduction: bool, clear_cache_every: int | None
+    ) -> None:
         self.model = model
         self.device = device
+        self.defer_reduction = defer_reduction
         self.clear_cache_every = clear_cache_every
 
     def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
@@ -44,7 +51,11 @@ class SequentialRunner:
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
         for number, batch in enumerate(self._prefetched(batches)):
-            self.model.set_requires_gradient_sync(number == len(batches) - 1)
+            is_last = number == len(batches) - 1
+            if self.defer_reduction:
+                self.model.set_requires_gradient_sync(is_last)
+            else:  # shards of the gradient every time; between copies of the model (HSDP) once
+                self.model.set_requires_all_reduce(is_last)
             loss(number, self.model(batch)).backward()
 
     def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:

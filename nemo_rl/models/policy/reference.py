@@ -38,7 +38,7 @@ class SwappedReference:
 
     def __init__(self, stages: Sequence[LogprobModel]) -> None:
         self.stages = stages
-        self.shards = [local.detach().to("cpu", copy=True) for local in self._local_shards()]
+        self.shards = [_on_host(local.detach()) for local in self._local_shards()]
 
     def _local_shards(self) -> Iterator[torch.Tensor]:
         for stage in self.stages:
@@ -60,6 +60,14 @@ class SwappedReference:
         for stage in self.stages:
             stage.reshard()
         for local, other in zip(self._local_shards(), self.shards, strict=True):
-            current = local.to("cpu", copy=True)
-            local.copy_(other)
-            other.copy_(current)
+            current = local.clone()
+            local.copy_(other, non_blocking=True)
+            other.copy_(current, non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the copies to the host are read by the next exchange
+
+
+def _on_host(shard: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, page-locked where the shard is on a device."""
+    copy = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+    return copy.copy_(shard)
