@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
@@ -18,10 +19,40 @@ from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyC
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.export import export_weights
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
-from tests.unit.policy.models import VOCAB
+from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 
 NUM_GROUPS, NUM_GENERATIONS = 4, 4
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
+
+
+def save_model(family: str, path: Path) -> None:
+    """A random model of `ALL_FAMILIES`, or `deep`, a Llama of 4 layers, or `qwen3-moe`, 2 layers of 4 experts."""
+    if family in ALL_FAMILIES:
+        return save_random_model(family, path)
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+    }
+    if family == "deep":
+        config = LlamaConfig(**shape, num_hidden_layers=4)
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        config = Qwen3MoeConfig(**shape, **experts, num_hidden_layers=2, head_dim=16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+    return None
 
 
 def policy_config(**changes: Any) -> PolicyConfig:

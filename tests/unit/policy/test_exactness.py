@@ -39,12 +39,13 @@ from tests.unit.policy.exact_cases import (
     masks_of,
 )
 from tests.unit.policy.models import save_random_model
-from tests.unit.policy.steps import make_worker, policy_config
+from tests.unit.policy.steps import make_worker, policy_config, save_model
 from tests.worlds import run_world
 
 TOLERANCE = 1e-6
 
 TP, SP, CP, PP = "tensor_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_parallel_size"
+EP = "expert_parallel_size"
 
 UNCUT = "one rank"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -68,6 +69,15 @@ MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp-sp-cp": (4, {TP: 2, SP: True, CP: 2}),
     "recompute": (2, {"activation_checkpointing": True}),
 }
+OF_FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "moe-ep": ("qwen3-moe", 4, {EP: 4}),
+    "moe-ep-hsdp": ("qwen3-moe", 4, {EP: 2, "dp_replicate_size": 2}),
+    "moe-ep-cp": ("qwen3-moe", 4, {EP: 2, CP: 2}),
+    "moe-ep-tp": ("qwen3-moe", 4, {EP: 2, TP: 2, SP: True}),
+    "moe-pp-ep": ("qwen3-moe", 4, {PP: 2, EP: 2}),
+    "gemma3-tp-cp": ("gemma3", 4, {TP: 2, CP: 2}),
+    "gemma3-dp": ("gemma3", 4, {}),
+}
 CUT = [name for name in LAYOUTS if name != UNCUT]
 
 
@@ -84,14 +94,15 @@ CASES = {loss: draw_case(loss, 0) for loss in LOSSES}
 
 
 def dealt(layout: str) -> list[tuple[str, str]]:
-    """(loss, batching) of a layout: the losses go round the cut layouts twice, each time with another batching."""
+    """(loss, batching) of a layout: losses go round the cut layouts, and once more round the fast ones."""
     draw = random.Random(layout)
-    if layout == UNCUT:
-        losses = draw.sample(list(LOSSES), 8)
-    else:
-        place = CUT.index(layout)
-        losses = [loss for number, loss in enumerate([*LOSSES, *reversed(LOSSES)]) if number % len(CUT) == place]
+    losses = draw.sample(list(LOSSES), 8) if layout == UNCUT else _share(list(LOSSES), CUT, layout)
+    losses += _share(list(reversed(LOSSES)), [name for name in CUT if TP not in LAYOUTS[name][1]], layout)
     return [(loss, draw.choice(list(BATCHINGS))) for loss in losses]
+
+
+def _share(losses: list[str], layouts: list[str], layout: str) -> list[str]:
+    return losses[layouts.index(layout) :: len(layouts)] if layout in layouts else []
 
 
 def make_bench(path: Path, **settings: Any) -> Bench:
@@ -126,7 +137,7 @@ class Expected:
         self, layout: str, draws: list[tuple[Case, str]], **changes: Any
     ) -> dict[tuple[Case, str], dict[str, float]]:
         """Of every case and batching in `draws`: the worst rank's of `layout`. `changes` go to `Bench.step`."""
-        world, settings = (LAYOUTS | MORE_LAYOUTS)[layout]
+        world, settings = _size_and_settings(layout)
 
         def on_rank(rank: int, world: int) -> tuple[list[dict[str, float]], set[str]]:
             bench = make_bench(self.path, **settings)
@@ -141,6 +152,10 @@ class Expected:
         found = zip(*(found for found, _ in ranks), strict=True)
         worst = [{kind: max(each[kind] for each in of_ranks) for kind in of_ranks[0]} for of_ranks in found]
         return dict(zip(draws, worst, strict=True))
+
+
+def _size_and_settings(layout: str) -> tuple[int, dict[str, Any]]:
+    return OF_FAMILIES[layout][1:] if layout in OF_FAMILIES else (LAYOUTS | MORE_LAYOUTS)[layout]
 
 
 def assert_equal(found: dict[tuple[Case, str], dict[str, float]]) -> None:
@@ -229,6 +244,19 @@ def test_samples_with_little_or_nothing_to_score(odd: Expected, layout: str) -> 
     assert_equal(odd.distances(layout, list(zip(odd.outcomes, batchings, strict=True))))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", OF_FAMILIES)
+def test_nor_does_anything_of_other_families(tmp_path: Path, layout: str) -> None:
+    save_model(OF_FAMILIES[layout][0], tmp_path)
+    cases = [
+        Case(loss=loss, sampling=sampling, samples_per_step=samples, max_grad_norm=1.0)
+        for loss, sampling, samples in (("grpo", 2, 4), ("gspo", 0, 4), ("kl-in-reward", 1, 8), ("k3-unclamped", 0, 8))
+    ]
+    for kinds in (ORDINARY, *ODD.values()):
+        draws = list(zip(cases, ["one by one", "packed", "threes padded", "packed alike"], strict=True))
+        assert_equal(Expected.of(tmp_path, cases, kinds).distances(layout, draws))
+
+
 # -- what everything is compared with is right
 
 
@@ -270,8 +298,12 @@ def test_one_rank_computes_what_transformers_does_sample_by_sample(llama: Path) 
         for loss, sampling in (("grpo", 0), ("gspo", 1), ("k3-unclamped", 2), ("tis", 3), ("reinforce", 4))
     ]
     expected = Expected.of(llama, cases)
-    for case, got in expected.outcomes.items():
-        loss, gradients = plain_step(llama, case, expected.rollouts[case.sampling])
+
+    def plain(rank: int, world: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
+        return [plain_step(llama, case, expected.rollouts[case.sampling]) for case in cases]
+
+    for case, (loss, gradients) in zip(cases, run_world(plain, 1)[0], strict=True):
+        got = expected.outcomes[case]
         assert got.losses == pytest.approx([loss], abs=TOLERANCE), case
         assert got.gradients[0].keys() == gradients.keys()
         for name, gradient in gradients.items():

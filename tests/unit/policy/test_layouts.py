@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.policy.config import (
     DTensorConfig,
@@ -21,8 +21,16 @@ from nemo_rl.models.policy.config import (
     SequencePackingConfig,
 )
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
-from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
-from tests.unit.policy.steps import Step, load_step, logprobs_of, make_groups, make_worker, one_step, policy_config
+from tests.unit.policy.steps import (
+    Step,
+    load_step,
+    logprobs_of,
+    make_groups,
+    make_worker,
+    one_step,
+    policy_config,
+    save_model,
+)
 from tests.worlds import run_world
 
 TOLERANCE = 1e-6
@@ -52,6 +60,7 @@ LAYOUTS = {
     "dynamic": (2, DYNAMIC | PADDED),
     "packed-dp2": (2, PACKED),
     "hsdp-packed": (4, PACKED | cut(dp_replicate_size=2)),
+    "hsdp-reduced-every-time": (4, PACKED | cut(dp_replicate_size=2, defer_fsdp_grad_sync=False)),
     "tp": (2, cut(**{TP: 2})),
     "tp-packed": (2, PACKED | cut(**{TP: 2})),
     "tp-sp-packed": (2, PACKED | cut(**{TP: 2, SP: True})),
@@ -110,35 +119,6 @@ SLOW = {"tp", "tp-sp-packed", "gemma3-tp-sp-padded", "gemma3-lora-tp-cp", "qwen2
 
 def marked(layouts: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in layouts]
-
-
-def save_model(family: str, path: Path) -> None:
-    if family in ALL_FAMILIES:
-        return save_random_model(family, path)
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "tie_word_embeddings": False,
-    }
-    if family == "deep":
-        config = LlamaConfig(**shape, num_hidden_layers=4)
-    else:
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-        config = Qwen3MoeConfig(**shape, **experts, num_hidden_layers=2, head_dim=16)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(path)
-    return None
 
 
 class Alone:
