@@ -56,7 +56,7 @@ def config_of(settings: dict[str, Any], **changes: Any) -> PolicyConfig:
         deterministic=True,
         dtensor_cfg=DTensorConfig(**settings),
         sequence_packing=SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70),
-        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.005, "weight_decay": 0.1}),
+        optimizer=OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 5e-4, "weight_decay": 0.1}),
         scheduler=[SchedulerConfig(name="torch.optim.lr_scheduler.LinearLR", kwargs={"total_iters": 6})],
         **changes,
     )
