@@ -291,7 +291,8 @@ class GRPOTrainer(Trainer):
         throughput["average_token_imbalance"] = token_imbalance(plan)
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
-        train_flops = self.flops.train(sample.length for sample in trained)
+        is_frozen = self.config.policy.dtensor_cfg.lora_cfg.enabled
+        train_flops = self.flops.train((sample.length for sample in trained), is_frozen=is_frozen)
         throughput |= flops_metrics(train_flops, seconds["policy_training"], workers, self.policy.peak_flops)
         self.record("performance", throughput)
 

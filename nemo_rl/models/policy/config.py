@@ -211,6 +211,8 @@ class DTensorConfig(StrictModel):
                 "sequence_parallel",
                 "splits over tensor-parallel ranks; set tensor_parallel_size above 1 or switch it off",
             )
+        if self.pipeline_parallel_size > 1 and self.defer_fsdp_grad_sync is False:
+            yield "defer_fsdp_grad_sync", "a pipeline reduces gradients once per optimizer step; set it to null"
         if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
             yield "custom_parallel_plan", "is a plan for tensor-parallel ranks; set tensor_parallel_size above 1"
 

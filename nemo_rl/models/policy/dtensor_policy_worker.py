@@ -142,7 +142,8 @@ class DTensorPolicyWorker:
         return whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory
 
     def _reference_policy(self) -> ReferencePolicy:
-        if self.config.dtensor_cfg.lora_cfg.enabled:
+        lora_cfg = self.config.dtensor_cfg.lora_cfg
+        if lora_cfg.enabled and lora_cfg.adapter_path is None:
             return BaseModelReference(self.stages)
         return SwappedReference(self.stages)
 
@@ -372,8 +373,9 @@ class DTensorPolicyWorker:
 
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Build the sender; returns its layout and buffer handles."""
+        merged = self.config.dtensor_cfg.lora_cfg.refit == "merged"
         self.sender = WeightSender(
-            export_weights([stage.hf for stage in self.stages], self.mesh, self.device),
+            export_weights([stage.hf for stage in self.stages], self.mesh, self.device, merged=merged),
             device=self.device,
             rank=self.rank,
             local_rank=int(os.environ["LOCAL_RANK"]),

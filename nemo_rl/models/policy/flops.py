@@ -63,15 +63,14 @@ class ModelFlops:
         """Count the layers of the model that `config` describes. Nothing is allocated."""
         text = config.get_text_config()
         model = build_on_meta(text, torch.float32)
-        settings = text.to_dict()
         weights = 0.0
         for module in model.modules():
             for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
                 if parameter.ndim == 2:
                     weights += parameter.numel()
                 elif parameter.ndim == 3:  # experts, fused as [experts, out, in]
-                    weights += parameter.numel() * settings["num_experts_per_tok"] / len(parameter)
-        return cls(per_token=2.0 * weights, attention=tuple(_attention_layers(settings)))
+                    weights += parameter.numel() * text.num_experts_per_tok / len(parameter)
+        return cls(per_token=2.0 * weights, attention=tuple(_attention_layers(text)))
 
     @property
     def quadratic_weight(self) -> float:
@@ -84,22 +83,28 @@ class ModelFlops:
         pairs = {window: _pairs(length, window) for window in {layer.window for layer in self.attention}}
         return self.per_token * length + sum(layer.per_pair * pairs[layer.window] for layer in self.attention)
 
-    def train(self, lengths: Iterable[int]) -> float:
-        """Operations of forward and backward passes over sequences of these lengths."""
-        return (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
+    def train(self, lengths: Iterable[int], *, is_frozen: bool = False) -> float:
+        """Operations of forward and backward passes over sequences of these lengths.
+
+        `is_frozen`: the model's own weights get no gradient (LoRA), which saves one product of each layer.
+        """
+        lengths = list(lengths)
+        whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
+        return whole - (self.per_token * sum(lengths) if is_frozen else 0.0)
 
 
-def _attention_layers(settings: dict[str, object]) -> Iterable[AttentionCost]:
-    heads, num_layers = settings["num_attention_heads"], settings["num_hidden_layers"]
-    assert isinstance(heads, int) and isinstance(num_layers, int)
+def _attention_layers(text: PretrainedConfig) -> Iterable[AttentionCost]:
+    # Every architecture calls these three by its own name, which transformers knows.
+    heads, num_layers, hidden = text.num_attention_heads, text.num_hidden_layers, text.hidden_size
+    settings = text.to_dict()
     if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values
-        width = settings["qk_head_dim"] + settings["v_head_dim"]  # type: ignore[operator]
+        width = settings["qk_head_dim"] + settings["v_head_dim"]
     else:
-        width = 2 * (settings.get("head_dim") or settings["hidden_size"] // heads)  # type: ignore[operator]
+        width = 2 * (settings.get("head_dim") or hidden // heads)
     window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
-    for kind in kinds:  # type: ignore[union-attr]
-        yield AttentionCost(2.0 * heads * width, window if kind == "sliding_attention" else None)  # type: ignore[arg-type]
+    for kind in kinds:
+        yield AttentionCost(2.0 * heads * width, window if kind == "sliding_attention" else None)
 
 
 def _pairs(length: int, window: int | None) -> float:

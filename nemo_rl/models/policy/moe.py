@@ -28,7 +28,7 @@ from nemo_rl.models.policy.mesh import ParallelMesh
 GROUPED = "nemo_rl_grouped"
 """Name of `grouped_experts` among transformers' implementations of experts."""
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PARAMETERS = {"gate_up_proj", "down_proj"}
 
 
@@ -226,7 +226,9 @@ class RouterLoad:
         self._counts: dict[int, torch.Tensor] = {}  # by layer: float64 [E + 2], then tokens and their summed entropy
         self._num_layers = 0
         for name, _ in expert_modules(root):
-            router = root.get_submodule(name.rpartition(".")[0]).get_submodule("gate")
+            router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
+            if router is None:  # not laid out as those whose outputs are known here
+                continue
             router.register_forward_hook(self._hook(self._num_layers))
             self._num_layers += 1
 
@@ -277,5 +279,7 @@ class RouterLoad:
             dist.all_reduce(sums, group=mesh.pipeline.get_group())
         self._counts.clear()
         *totals, num_layers = sums.tolist()
+        if num_layers == 0:
+            return {}
         names = ("load_max_over_mean", "load_min_over_mean", "dead_expert_fraction", "router_entropy")
         return {f"moe/{name}": total / num_layers for name, total in zip(names, totals, strict=True)}

@@ -20,7 +20,7 @@ class ReferencePolicy(Protocol):
 
 
 class BaseModelReference:
-    """Under LoRA the reference is the model without its adapters."""
+    """Under LoRA the reference is the model without its adapters, unless training began with a given one."""
 
     def __init__(self, stages: Sequence[LogprobModel]) -> None:
         self.stages = stages
@@ -34,7 +34,10 @@ class BaseModelReference:
 
 
 class SwappedReference:
-    """The shards of the first weights in host memory, exchanged with the present ones while they are needed."""
+    """The shards of the first weights in host memory, exchanged with the present ones while they are needed.
+
+    Frozen weights stay where they are.
+    """
 
     def __init__(self, stages: Sequence[LogprobModel]) -> None:
         self.stages = stages
@@ -43,8 +46,9 @@ class SwappedReference:
     def _local_shards(self) -> Iterator[torch.Tensor]:
         for stage in self.stages:
             for parameter in stage.parameters():
-                assert isinstance(parameter, DTensor)
-                yield parameter.to_local()
+                if parameter.requires_grad:
+                    assert isinstance(parameter, DTensor)
+                    yield parameter.to_local()
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -63,7 +67,7 @@ class SwappedReference:
             current = local.clone()
             local.copy_(other, non_blocking=True)
             other.copy_(current, non_blocking=True)
-        if torch.cuda.is_available():
+        if any(shard.is_pinned() for shard in self.shards):
             torch.cuda.synchronize()  # the copies to the host are read by the next exchange
 
 

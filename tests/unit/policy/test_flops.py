@@ -7,9 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    Ernie4_5_MoeConfig,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
+    PhimoeConfig,
     PretrainedConfig,
     Qwen3MoeConfig,
 )
@@ -86,6 +90,16 @@ def test_the_weight_of_a_squared_token() -> None:
     length = 4096
     approximation = flops.per_token * (length + flops.quadratic_weight * length**2)
     assert flops.forward(length) == pytest.approx(approximation, rel=1e-3)
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    flops = ModelFlops.of(LlamaConfig(**SHAPE))
+    assert flops.train([3, 5]) - flops.train([3, 5], is_frozen=True) == 8 * flops.per_token
+
+
+@pytest.mark.parametrize("kind", [GPT2Config, Ernie4_5_MoeConfig, PhimoeConfig, DeepseekV3Config])
+def test_architectures_that_have_names_of_their_own(kind: type[PretrainedConfig]) -> None:
+    assert ModelFlops.of(kind()).train([8]) > 0
 
 
 def test_devices() -> None:

@@ -114,7 +114,11 @@ OF_FAMILIES = {
 }
 
 
-SLOW = {"tp", "tp-sp-packed", "gemma3-tp-sp-padded", "gemma3-lora-tp-cp", "qwen2-tied-tp-cp"}
+SLOW = {  # the same as others together, or covered by the random draws of test_exactness.py
+    *("padded", "tp", "tp-packed", "tp-sp-packed", "cp-padded", "cp-packed", "pp-packed", "pp-tp-packed", "recompute"),
+    *("moe-packed", "moe-dp2", "moe-ep-fsdp", "moe-ep-hsdp-recompute", "moe-ep-cp"),
+    *("gemma3-packed", "gemma3-tp-sp-padded", "gemma3-lora-tp-cp", "qwen2-tied-tp-cp"),
+}
 
 
 def marked(layouts: Iterable[str]) -> list[Any]:
@@ -198,7 +202,9 @@ def plain_logprobs(path: Path, temperature: float) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gemma3"))]
+)
 def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(
     alone: Alone, family: str
 ) -> None:

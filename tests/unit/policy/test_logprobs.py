@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -450,15 +450,12 @@ def test_context_parallel_ranks_add_up_their_parts():
     def rank_main(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("context_parallel",))
         here = [slice(0, 5), slice(5, None)][rank]
-        part = ModelBatch(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            segments=batch.segments,
+        part = replace(
+            batch,
             states=batch.states[here],
             targets=batch.targets[here],
             rows=batch.rows[here],
             columns=batch.columns[here],
-            shape=batch.shape,
         )
         return score(part, LogprobModel(model.hf, context=mesh))
 

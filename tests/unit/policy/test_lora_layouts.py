@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.distributed.pack_layout import Segment
-from nemo_rl.distributed.weight_transfer import WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.distributed.weight_transfer import WeightReceiver, attach_buffer
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.layout_checks import check_layout
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
@@ -40,7 +40,11 @@ def settings_of(rest: dict[str, Any] | None = None, **directions: Any) -> Policy
 
 
 def beginning_with(adapter: Path, config: PolicyConfig) -> PolicyConfig:
-    lora_cfg = config.dtensor_cfg.lora_cfg.model_copy(update={"adapter_path": str(adapter)})
+    return changed(config, adapter_path=str(adapter))
+
+
+def changed(config: PolicyConfig, **settings: Any) -> PolicyConfig:
+    lora_cfg = config.dtensor_cfg.lora_cfg.model_copy(update=settings)
     return config.model_copy(update={"dtensor_cfg": config.dtensor_cfg.model_copy(update={"lora_cfg": lora_cfg})})
 
 
@@ -53,6 +57,7 @@ LAYOUTS = {
     "recompute": (2, settings_of(PACKED, activation_checkpointing=True)),
     "offloaded": (2, settings_of(PACKED, cpu_offload=True)),
 }
+QUICK = {"hsdp-packed", "tp-packed"}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +93,9 @@ def test_the_adapted_layers_move_and_nothing_else(llama: Path, alone: Step) -> N
     assert min((weights[name] - base[name]).abs().max() for name in moved) > 1e-4
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_a_step_does_not_depend_on_the_layout(llama: Path, alone: Step, name: str) -> None:
     world, config = LAYOUTS[name]
     expected, expected_weights = alone
@@ -103,10 +110,19 @@ def test_a_step_does_not_depend_on_the_layout(llama: Path, alone: Step, name: st
 
 
 def test_the_reference_is_the_base_model(llama: Path) -> None:
+    assert_reference_of_the_start(llama, settings_of())
+
+
+def test_the_reference_is_the_model_with_the_given_adapter(llama: Path, adapter: Path) -> None:
+    assert_reference_of_the_start(llama, beginning_with(adapter, settings_of()))
+
+
+def assert_reference_of_the_start(llama: Path, config: PolicyConfig) -> None:
     def logprobs(rank: int, world: int) -> list[Any]:
-        config = settings_of()
         worker = make_worker(llama, config)
-        seen: list[Any] = []
+        load_step(worker, config)
+        worker.compute_logprobs()
+        seen = [row.prev_logprobs for row in worker.rows.values()]
         for _ in range(2):
             load_step(worker, config)
             worker.compute_reference_logprobs()
@@ -118,8 +134,10 @@ def test_the_reference_is_the_base_model(llama: Path) -> None:
         return seen
 
     seen = run_world(logprobs, 1)[0]
-    before, after, policy = (torch.cat(seen[part * len(seen) // 3 : (part + 1) * len(seen) // 3]) for part in range(3))
+    size = len(seen) // 4
+    start, before, after, policy = (torch.cat(seen[part * size : (part + 1) * size]) for part in range(4))
     assert torch.equal(before, after)
+    assert (before - start).abs().max() < 1e-6
     assert (policy - after).abs().max() > 1e-3
 
 
@@ -155,7 +173,7 @@ def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_and_for_peft(
         assert (tensor - alone[1][name]).abs().max() < 3e-6, name
 
 
-@pytest.mark.parametrize("name", ["hsdp-packed", "pp-tp-packed"])
+@pytest.mark.parametrize("name", ["hsdp-packed", pytest.param("pp-tp-packed", marks=pytest.mark.slow)])
 def test_training_begins_with_a_given_adapter(llama: Path, alone: Step, adapter: Path, name: str) -> None:
     world, config = LAYOUTS[name]
 
@@ -184,17 +202,18 @@ def test_an_adapter_of_another_run_is_refused_before_any_worker_starts(llama: Pa
     file.write_text(written)
 
 
-@pytest.mark.parametrize("name", ["pp-tp-packed", "offloaded"])
+@pytest.mark.parametrize("name", [pytest.param("pp-tp-packed", marks=pytest.mark.slow), "offloaded"])
 def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama: Path, name: str) -> None:
     """After the first sync the adapters alone are packed, whatever the layout."""
     world, config = LAYOUTS[name]
 
     def synced(rank: int, world: int) -> None:
-        worker = make_worker(llama, config)
-        weights = export_weights([stage.hf for stage in worker.stages], worker.mesh, worker.device, merged=False)
-        settings: dict[str, Any] = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
-        sender = WeightSender(weights, device=worker.device, rank=rank, local_rank=rank, **settings)
-        description, own, receiver = sender.describe(), {}, None
+        os.environ["LOCAL_RANK"] = str(rank)
+        worker = make_worker(llama, changed(config, refit="adapter"))
+        settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 4096}
+        description, own, receiver = worker.prepare_refit(settings), {}, None
+        sender = worker.sender
+        assert sender is not None and sender.layout.num_base_buckets > 0
         if rank == 0:
             buffer = attach_buffer("packed_shm", description["endpoints"], worker.device)
             receiver = WeightReceiver(sender.layout, "packed_shm", buffer)
@@ -205,7 +224,7 @@ def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama: Pat
             if receiver is not None:
                 receiver.begin(first, targets=targets, load=None)
             for bucket in range(first, len(sender.layout.buckets)):
-                packed = sender.pack(bucket)
+                packed = worker.pack(bucket)
                 if receiver is not None:
                     receiver.receive(bucket, packed["fingerprints"])
             merged = whole_weights(worker)
@@ -214,7 +233,6 @@ def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama: Pat
                 assert own.keys() == merged.keys()
                 for weight, value in own.items():
                     assert (value - merged[weight]).abs().max() < 1e-6, weight
-        sender.close()
 
     run_world(synced, world)
 

@@ -186,7 +186,9 @@ def assert_equal(parts: list[Outcome], whole: Outcome) -> None:
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3", "qwen3_moe"))]
+)
 def test_two_pipeline_ranks_give_the_losses_logprobs_and_gradients_of_one_process(family):
     model = whole_model(family)
     # 5 is no multiple for the interleaved schedule, 1 is less than there are stages

@@ -128,9 +128,9 @@ def resumes(rank: int, world: int, directory: Path, tp: int, options: dict[str, 
     [  # (ranks, of which tensor parallel)
         ((4, 1), (2, 1), "torch_save"),
         ((4, 2), (2, 1), "safetensors"),
-        ((4, 2), (2, 2), "torch_save"),
-        ((2, 1), (4, 2), "torch_save"),
-        ((4, 2), (1, 1), "torch_save"),
+        pytest.param((4, 2), (2, 2), "torch_save", marks=pytest.mark.slow),
+        pytest.param((2, 1), (4, 2), "torch_save", marks=pytest.mark.slow),
+        pytest.param((4, 2), (1, 1), "torch_save", marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_resumes_on_other_ranks_with_the_same_losses(tmp_path, saved_on, resumed_on, save_format):

@@ -89,7 +89,7 @@ def assert_bitwise(got: Run, want: Run) -> None:
     assert all(torch.equal(weight, want[1][name]) for name, weight in got[1].items())
 
 
-SLOW = ("cp", "lora with dropout, tp")
+SLOW = ("tp-sp", "cp", "pp", "lora with dropout, tp")
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in LAYOUTS])
@@ -111,7 +111,7 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal(llama: Path, tmp_path: Pat
     [
         pytest.param((4, {}), (2, {}), id="4 ranks to 2"),
         pytest.param((2, {}), (2, {TP: 2}), id="dp to tp"),
-        pytest.param((2, {TP: 2}), (2, {PP: 2}), id="tp to pp"),
+        pytest.param((2, {TP: 2}), (2, {PP: 2}), id="tp to pp", marks=pytest.mark.slow),
         pytest.param((2, {PP: 2}), (4, {CP: 2}), id="pp to cp and dp", marks=pytest.mark.slow),
     ],
 )
