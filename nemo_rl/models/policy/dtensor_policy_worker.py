@@ -8,6 +8,7 @@ A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked p
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -78,6 +79,8 @@ class DTensorPolicyWorker:
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.workers_per_node))
         if config.deterministic:
             make_deterministic()
+        # It warns of every gather over two axes, which is what exporting and saving sharded weights is made of.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()

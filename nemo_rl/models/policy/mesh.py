@@ -62,10 +62,6 @@ class ParallelMesh:
         return self.world[name] if self.world[name].size() > 1 else None
 
     @property
-    def tensor_rank(self) -> int:
-        return self.world["tensor_parallel"].get_local_rank()
-
-    @property
     def context_rank(self) -> int:
         return self.world["context_parallel"].get_local_rank()
 

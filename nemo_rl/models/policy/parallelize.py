@@ -6,6 +6,7 @@ meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel 
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedMod
     """
     implementation = attention.attention_implementation(config)
     with parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+        # A copy: transformers writes the dtype and more into the configuration of a model it builds.
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
     model.tie_weights()  # left out by transformers where weights are not initialised
     model.config.use_cache = False
     return model

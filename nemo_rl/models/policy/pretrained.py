@@ -43,7 +43,7 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "*.safetensors and the tokenizer's files, as save_pretrained writes them"
         )
     try:
-        model = AutoConfig.from_pretrained(model_path, **config.hf_config_overrides)
+        model, ignored = AutoConfig.from_pretrained(model_path, return_unused_kwargs=True, **config.hf_config_overrides)
     except StrictDataclassError as error:
         raise ValueError(
             f"policy.model_name: the config.json of {name!r} (with policy.hf_config_overrides) contradicts itself: "
@@ -54,6 +54,12 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             f"policy.model_name: {name!r} cannot be loaded: {error}\nGive a Hugging Face name, the directory of a "
             "model, or tiny:arithmetic; without a network the model must be in the Hugging Face cache already"
         ) from error
+    if ignored:
+        raise ValueError(
+            f"policy.hf_config_overrides: the config.json of {name!r} has no {', '.join(sorted(ignored))}, so it would "
+            "change nothing in training; rope_theta and its like stand in "
+            "rope_parameters: {rope_type: default, rope_theta: ...}"
+        )
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"policy.model_name: {name!r} is a {model.model_type!r} model, not a causal language model")
     if directory.is_dir() and not any((directory / file).is_file() for file in WEIGHT_FILES):

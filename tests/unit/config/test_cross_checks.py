@@ -111,6 +111,20 @@ def test_the_minimal_run_is_fine() -> None:
             "policy.dtensor_cfg.activation_checkpointing",
             "must be 'full' or 'selective', or a valid boolean (got some)",
         ),
+        (
+            (
+                "policy.dtensor_cfg.pipeline_parallel_size=2",
+                "policy.dtensor_cfg.defer_fsdp_grad_sync=false",
+                "cluster.gpus_per_node=8",
+            ),
+            "policy.dtensor_cfg.defer_fsdp_grad_sync",
+            "a pipeline reduces gradients once per optimizer step; set it to null",
+        ),
+        (
+            ("policy.deterministic=true", "policy.generation.top_p=0.9", "loss_fn.reference_policy_kl_penalty=0"),
+            "policy.deterministic",
+            "set top_p=1 or deterministic=false",
+        ),
         # token budgets
         (
             ("policy.sequence_packing.enabled=true", "policy.dynamic_batching.enabled=true"),
