@@ -97,9 +97,18 @@ def test_frozen_weights_need_no_gradient() -> None:
     assert flops.train([3, 5]) - flops.train([3, 5], is_frozen=True) == 8 * flops.per_token
 
 
-@pytest.mark.parametrize("kind", [GPT2Config, Ernie4_5_MoeConfig, PhimoeConfig, DeepseekV3Config])
-def test_architectures_that_have_names_of_their_own(kind: type[PretrainedConfig]) -> None:
-    assert ModelFlops.of(kind()).train([8]) > 0
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64),
+        Ernie4_5_MoeConfig(**SHAPE, moe_intermediate_size=16, moe_num_experts=4, moe_k=2),
+        PhimoeConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
+        DeepseekV3Config(**SHAPE, moe_intermediate_size=16, n_routed_experts=8, num_experts_per_tok=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_architectures_that_have_names_of_their_own(config: PretrainedConfig) -> None:
+    assert ModelFlops.of(config).train([8]) > 0
 
 
 def test_devices() -> None:
