@@ -140,6 +140,7 @@ def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
     assert not list((tmp_path / "results" / "grpo_cpu").glob("tmp_*"))
 
 
+@pytest.mark.slow
 def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path):
     """An environment that raises on some conversations and once never returns; then a learning rate beyond reason."""
     (tmp_path / "unsteady.py").write_text(UNSTEADY)

@@ -64,6 +64,7 @@ def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
+@pytest.mark.slow
 def test_two_ranks_and_two_engines_draw_the_same_samples_and_resume(tmp_path):
     """The first step's samples do not depend on how many workers made them; later ones follow the weights."""
     one = run(tmp_path / "one", *SMALL, "grpo.max_num_steps=1", "grpo.val_period=0", "checkpointing.enabled=false")

@@ -46,7 +46,7 @@ class OneRankPolicy:
         return future
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral")])
 def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path: Path, family: str):
     torch.manual_seed(0)
     config = moe_config(family, 4)
