@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -43,7 +44,8 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             "*.safetensors and the tokenizer's files, as save_pretrained writes them"
         )
     try:
-        model, ignored = AutoConfig.from_pretrained(model_path, return_unused_kwargs=True, **config.hf_config_overrides)
+        loaded: Any = AutoConfig.from_pretrained(model_path, return_unused_kwargs=True, **config.hf_config_overrides)
+        model, ignored = loaded
     except StrictDataclassError as error:
         raise ValueError(
             f"policy.model_name: the config.json of {name!r} (with policy.hf_config_overrides) contradicts itself: "
