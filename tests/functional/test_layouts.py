@@ -45,6 +45,7 @@ def adapters(step: Path) -> dict[str, torch.Tensor]:
     return load_file(next(step.rglob("adapter_model.safetensors")))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_layout(tmp_path):
     """A mixture of experts, packed: tensor and sequence parallel at first, then with its experts spread over ranks."""
     model = ensure_tiny_model(tmp_path / "moe", replace(RECIPES["arithmetic-moe"], num_clean_steps=60))
