@@ -4,6 +4,8 @@
     -> RolloutGroup (in the object store) + GroupHandle (on the controller)
     -> BatchPlan -> LossInputs -> TrainResult
 
+Where nothing is sampled (SFT, DPO, reward models): Prompt -> Example -> ExampleGroup + ExampleHandle -> BatchPlan.
+
 A worked example with 2 prompts and 2 generations each, `train_global_batch_size` 4, 2 data-parallel ranks:
 2 GroupHandles of 2 SampleMeta; a BatchPlan of 2 RankPlans, each with 1 optimizer step of 2 samples.
 
@@ -126,6 +128,7 @@ class SampleMeta:
     reward: float  # 0.0 when the sample carries none; see `status`
     weight_version: int
     failure: str | None = None  # what went wrong, for FAILED
+    answer: str | None = None  # what the environment extracted from it, for majority votes
 
     @property
     def has_reward(self) -> bool:
@@ -141,6 +144,10 @@ class Sample:
     token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
     generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
     messages: list[dict[str, str]] = field(default_factory=list)  # role and content, for people
+
+    @property
+    def sample_id(self) -> str:
+        return self.meta.sample_id
 
 
 @dataclass(kw_only=True)
@@ -163,15 +170,73 @@ class GroupHandle:
     samples: list[SampleMeta]
 
 
+@dataclass(kw_only=True)
+class Example:
+    """One tokenised sequence of a dataset. Arrays have length T."""
+
+    sample_id: str  # the id of its prompt; of a pair "<prompt id>/chosen" and "<prompt id>/rejected"
+    token_ids: np.ndarray  # int32 [T]
+    token_mask: np.ndarray  # bool [T]; True on tokens that carry loss
+    margin: float = 0.0  # of a pair, on its chosen sequence: by how much more it is liked; see `rm.use_margin`
+
+
+@dataclass(kw_only=True)
+class ExampleGroup:
+    """Tokenised rows that lie together: one object in the object store. The sequences of a pair are neighbours."""
+
+    samples: list[Example]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleMeta:
+    """What the controller knows of one row: where it lies, how long it is, whether it can be trained on."""
+
+    prompt_id: str
+    index: int  # of its first sequence in the ExampleGroup
+    lengths: tuple[int, ...]  # tokens of its sequence, or of chosen and rejected
+    num_loss_tokens: int
+    problem: str | None = None  # why it is left out, naming row and column; its sequences are then short stubs
+    problem_kind: str = ""  # the metric that counts it: "too_long", "identical_answers", "empty_answer", ...
+
+
+MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
+"""Tokenises one row: its sequence, or chosen and rejected, and what the controller is told (`index` 0). Picklable.
+
+Raises ValueError, naming row and column, for what no later row can make good: a column that is not there, a role that
+the chat template refuses. What is wrong with a single row is said by `ExampleMeta.problem`.
+"""
+
+
+@dataclass(kw_only=True)
+class ExampleHandle:
+    """The controller's view of an ExampleGroup."""
+
+    ref: Any  # ray.ObjectRef of the ExampleGroup
+    rows: list[ExampleMeta]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedSample:
-    """Row `index` of group number `group` of the plan, with what the controller decided about it."""
+    """What stays together in a micro-batch, with what the controller decided about it.
+
+    It is sample `index` of group number `group` of the plan, or, of a pair, samples `index` and `index + 1`.
+    """
 
     group: int
     index: int
-    length: int
+    lengths: tuple[int, ...]  # tokens of each of its sequences
     advantage: float
     mask: float  # 0.0: no gradient (failed, overlong filtered, too long)
+
+    @property
+    def length(self) -> int:
+        """Tokens of all its sequences."""
+        return sum(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of its longest sequence."""
+        return max(self.lengths)
 
 
 MicroBatch = list[PlannedSample]
@@ -195,18 +260,50 @@ class BatchPlan:
 
 @dataclass(kw_only=True)
 class LossInputs:
-    """One micro-batch as a loss sees it. [B, S] float32 unless said; position 0 of every logprob is 0.
+    """One micro-batch as every loss sees it. Float32 unless said.
 
-    Right-padded. `token_mask` is 1 on tokens that carry loss and 0 on prompt, environment and padding tokens.
+    Right-padded. `token_mask` is 1 on tokens that carry loss and 0 on prompt, environment and padding tokens. A loss
+    that needs more states a subclass as its `inputs_type`: the worker fills every further field from the row column of
+    the same name, [B, S] or [B, S, C] where rows have a value per token, [B] where they have one value. Columns a row
+    does not have are zeros.
     """
 
     input_ids: torch.Tensor  # int64 [B, S]
-    token_mask: torch.Tensor
+    token_mask: torch.Tensor  # [B, S]
     sample_mask: torch.Tensor  # [B]
+
+
+@dataclass(kw_only=True)
+class PolicyGradientInputs(LossInputs):
+    """[B, S] each; position 0 of every logprob is 0."""
+
     advantages: torch.Tensor
     prev_logprobs: torch.Tensor
     generation_logprobs: torch.Tensor
     reference_policy_logprobs: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class PreferenceInputs(LossInputs):
+    """Even rows are the chosen, odd rows the rejected sequences of pairs. [B] each."""
+
+    reference_logprob_sum: torch.Tensor  # of the tokens that carry loss, under the reference policy
+    margin: torch.Tensor  # of the chosen row; 0 on rejected ones
+
+
+@dataclass(kw_only=True)
+class ValueInputs(LossInputs):
+    """[B, S] each; the value at position i is that of the state before token i."""
+
+    values: torch.Tensor  # when the samples were scored
+    returns: torch.Tensor
+
+
+@dataclass(kw_only=True)
+class DistillationInputs(LossInputs):
+    """What the teacher says of each token; K largest logits. Zeros where the student's head has done the comparison."""
+
+    teacher_topk_logits: torch.Tensor  # [B, S, K]
 
 
 LossMetrics = dict[str, "torch.Tensor"]
@@ -217,16 +314,24 @@ other value is a part of a sum (already divided by a global count), so micro-bat
 class LossFunction(Protocol):
     """Sum over the valid items of a micro-batch, divided by a global count passed in.
 
-    `logprobs` [B, S] float32 with gradient; `global_valid_seqs` and `global_valid_toks` are 0-d float32 counts over all
-    micro-batches and ranks of the optimizer step. Returns the scalar loss and its metrics, detached.
+    `outputs` float32 with gradient are what the model's head says of each scored token: logprobs [B, S]; of a reward or
+    value model scores [B, S]; in distillation several numbers [B, S, C]. `global_valid_seqs` and `global_valid_toks`
+    are 0-d float32 counts over all micro-batches and ranks of the optimizer step. Returns the scalar loss and its
+    metrics, detached.
     """
+
+    @property
+    def inputs_type(self) -> type[LossInputs]:
+        """What it needs of the rows."""
+        ...
 
     def __call__(
         self,
-        logprobs: torch.Tensor,
-        inputs: LossInputs,
+        outputs: torch.Tensor,
+        inputs: Any,  # of `inputs_type`
         global_valid_seqs: torch.Tensor,
         global_valid_toks: torch.Tensor,
+        /,
     ) -> tuple[torch.Tensor, LossMetrics]: ...
 
 
@@ -236,13 +341,9 @@ class TokenAdvantages(Protocol):
     The workers call `adjust` on every sample, add up `sums` over samples and ranks, then `finish` every sample.
     """
 
-    def adjust(
-        self,
-        advantages: torch.Tensor,
-        logprobs: torch.Tensor,
-        reference_logprobs: torch.Tensor,
-        mask: torch.Tensor,
-    ) -> torch.Tensor: ...
+    def adjust(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        """New columns of a row, `advantages` among them, from those it has (as `advantages` one number repeated)."""
+        ...
 
     def sums(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...
 

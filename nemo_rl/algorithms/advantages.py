@@ -9,7 +9,7 @@ the log-probabilities are: `KLInReward`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -136,17 +136,17 @@ class KLInReward:
         self.loss_cfg = loss_cfg
         self.eps = eps
 
-    def adjust(self, advantages: Tensor, logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """`logprobs` are those of the policy at the start of the step. 0 where masked."""
+    def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        """Charges the KL of the policy at the start of the step. 0 where masked."""
         cfg = self.loss_cfg
         kl = calculate_kl(
-            torch.where(mask > 0, logprobs, 0.0),
-            torch.where(mask > 0, reference_logprobs, 0.0),
+            torch.where(mask > 0, columns["prev_logprobs"], 0.0),
+            torch.where(mask > 0, columns["reference_policy_logprobs"], 0.0),
             cfg.reference_policy_kl_type,
             cfg.kl_input_clamp_value,
             cfg.kl_output_clamp_value,
         )
-        return subtract_kl_to_go(advantages, kl, mask, cfg.reference_policy_kl_penalty)
+        return {"advantages": subtract_kl_to_go(columns["advantages"], kl, mask, cfg.reference_policy_kl_penalty)}
 
     def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
         return whitening_sums(advantages, mask)

@@ -12,7 +12,7 @@ from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, 
 from nemo_rl.data.config import DataConfig
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 
 
@@ -336,7 +336,7 @@ class GRPOMasterConfig(StrictModel):
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     """The clipped policy-gradient loss with its variants."""
 
-    policy: PolicyConfig
+    policy: RolloutPolicyConfig
     """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
 
     data: DataConfig

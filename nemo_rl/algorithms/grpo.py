@@ -24,6 +24,7 @@ from nemo_rl.data.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
@@ -216,7 +217,7 @@ class GRPOTrainer(Trainer):
         if self.needs_previous_logprobs or self.uses_reference:
             with self.phase("policy_and_reference_logprobs"):
                 if self.needs_previous_logprobs:
-                    self.policy.compute_logprobs()
+                    self.policy.compute(Logprobs(), "prev_logprobs")
                 if self.uses_reference:
                     self.policy.compute_reference_logprobs()
         if grpo.seq_logprob_error_threshold is not None:
@@ -228,7 +229,7 @@ class GRPOTrainer(Trainer):
         """The optimizer steps. A loss or gradient that is not finite is written down, then skipped or raised."""
         step = self.state.total_steps + 1
         with self.phase("policy_training"):
-            result = self.policy.train(self.loss_fn)
+            result = self.policy.train(self.loss_fn, Logprobs())
         if result.nonfinite_samples:
             records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
             path = self.tools.logger.log_records(records, f"nonfinite_step_{step}.jsonl")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -29,7 +29,7 @@ class FixedSize:
 
     samples: int
 
-    def sizes(self, longest: Sequence[int], multiple: int) -> list[int]:
+    def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
         """Samples of each micro-batch: their number is the smallest multiple that will do, their sizes are even."""
         count = round_up(-(-len(longest) // self.samples), multiple)
         size, left_over = divmod(len(longest), count)
@@ -37,7 +37,7 @@ class FixedSize:
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
         """Tokens of the micro-batch when it is right-padded."""
-        return len(micro_batch) * _longest(micro_batch)
+        return _num_sequences(micro_batch) * _longest(micro_batch)
 
     def capacity(self, micro_batch: MicroBatch) -> int:
         """Tokens that there is room for."""
@@ -55,22 +55,25 @@ class PaddedTokens:
     length_round: int
     section: ClassVar = "dynamic_batching"
 
-    def padded_length(self, length: int) -> int:
-        """Tokens that a sequence of `length` takes."""
+    def _padded_length(self, length: int) -> int:
         return min(round_up(length, self.length_round), self.tokens)
 
-    def sizes(self, longest: Sequence[int], multiple: int) -> list[int]:
+    def tokens_of(self, sample: PlannedSample) -> int:
+        """Tokens that the sample takes among no longer ones."""
+        return len(sample.lengths) * self._padded_length(sample.longest)
+
+    def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
         """Samples of each micro-batch, of lengths that do not increase: each takes as many as the budget allows.
 
         No other division of the samples has fewer micro-batches, since the longest has to be in one of them.
         """
         sizes, starts, start = [], [], 0
         while start < len(longest):
-            sizes.append(min(self.tokens // self.padded_length(longest[start]), len(longest) - start))
+            sizes.append(min(self.tokens // self.tokens_of(longest[start]), len(longest) - start))
             starts.append(start)
             start += sizes[-1]
         while len(sizes) % multiple:
-            padded = [size * self.padded_length(longest[start]) for size, start in zip(sizes, starts, strict=True)]
+            padded = [size * self.tokens_of(longest[start]) for size, start in zip(sizes, starts, strict=True)]
             k = max((k for k in range(len(sizes)) if sizes[k] > 1), key=lambda k: padded[k])
             half = sizes[k] // 2
             starts[k : k + 1] = [starts[k], starts[k] + half]
@@ -79,7 +82,7 @@ class PaddedTokens:
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
         """Tokens of the micro-batch when it is right-padded."""
-        return len(micro_batch) * self.padded_length(_longest(micro_batch))
+        return _num_sequences(micro_batch) * self._padded_length(_longest(micro_batch))
 
     def capacity(self, micro_batch: MicroBatch) -> int:
         """Tokens that there is room for."""
@@ -98,13 +101,13 @@ class PackedTokens:
     length_multiple: int = 1
     section: ClassVar = "sequence_packing"
 
-    def padded_length(self, length: int) -> int:
-        """Tokens that a sequence of `length` takes."""
-        return round_up(length, self.length_multiple)
+    def tokens_of(self, sample: PlannedSample) -> int:
+        """Tokens that the sample takes."""
+        return sum(round_up(length, self.length_multiple) for length in sample.lengths)
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
         """Tokens of the micro-batch when it is right-padded."""
-        return len(micro_batch) * _longest(micro_batch)
+        return _num_sequences(micro_batch) * _longest(micro_batch)
 
     def capacity(self, micro_batch: MicroBatch) -> int:
         """Tokens that there is room for."""
@@ -152,7 +155,8 @@ class Batching:
 
     def cost(self, micro_batch: Sequence[PlannedSample]) -> float:
         """Work of a micro-batch without its padding, in tokens' worth."""
-        return sum(sequence_cost(sample.length, quadratic_weight=self.quadratic_weight) for sample in micro_batch)
+        weight = self.quadratic_weight
+        return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
 
 
 def token_budgets(policy: PolicyConfig) -> tuple[int, int]:
@@ -173,13 +177,32 @@ def _chunks(policy: PolicyConfig) -> int:
 
 
 def _longest(micro_batch: Sequence[PlannedSample]) -> int:
-    return max(sample.length for sample in micro_batch)
+    return max(sample.longest for sample in micro_batch)
+
+
+def _num_sequences(micro_batch: Sequence[PlannedSample]) -> int:
+    return sum(len(sample.lengths) for sample in micro_batch)
 
 
 def plan_batch(
-    groups: Sequence[GroupHandle],
-    advantages: Sequence[Sequence[float]],
-    masks: Sequence[Sequence[float]],
+    groups: Sequence[GroupHandle], advantages: Sequence[Sequence[float]], masks: Sequence[Sequence[float]], **how: Any
+) -> BatchPlan:
+    """`plan_samples` of finished groups, in the order their samples fill the optimizer steps.
+
+    `advantages` and `masks` are per group and sample; a mask of 0.0 leaves the sample out of the loss, not out of the
+    batch.
+    """
+    samples = [
+        PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
+        for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True))
+        for i, (meta, advantage, mask) in enumerate(zip(group.samples, group_advantages, group_masks, strict=True))
+    ]
+    return plan_samples(samples, [group.ref for group in groups], **how)
+
+
+def plan_samples(
+    samples: Sequence[PlannedSample],
+    groups: Sequence[Any],
     *,
     num_ranks: int,
     global_batch_size: int,
@@ -189,9 +212,8 @@ def plan_batch(
     """Plan one step. O(n log n) in the number of samples, but for the few micro-batches added for a multiple.
 
     Args:
-        groups: finished groups, in the order their samples fill the optimizer steps.
-        advantages: per group and sample.
-        masks: per group and sample; 0.0 leaves the sample out of the loss, not out of the batch.
+        samples: in the order they fill the optimizer steps.
+        groups: ray.ObjectRef of each group that samples name by number.
         num_ranks: data-parallel ranks.
         global_batch_size: samples per optimizer step; the number of samples must be a multiple of it, and it a
             multiple of `num_ranks` x `micro_batch_multiple` (checked when the configuration is read).
@@ -202,11 +224,6 @@ def plan_batch(
     Raises:
         ValueError: a sample is longer than any micro-batch may be.
     """
-    samples = [
-        PlannedSample(group=g, index=i, length=meta.length, advantage=advantage, mask=mask)
-        for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True))
-        for i, (meta, advantage, mask) in enumerate(zip(group.samples, group_advantages, group_masks, strict=True))
-    ]
     assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * micro_batch_multiple) == 0
     _check_lengths(samples, batching)
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
@@ -220,18 +237,18 @@ def plan_batch(
     scored = _fill(owned, batching.logprobs, batching, micro_batch_multiple)
     for plan, micro_batches in zip(ranks, scored, strict=True):
         plan.logprobs = micro_batches
-    return BatchPlan(groups=[group.ref for group in groups], ranks=ranks)
+    return BatchPlan(groups=list(groups), ranks=ranks)
 
 
 def _check_lengths(samples: Sequence[PlannedSample], batching: Batching) -> None:
     for name, rule in (("train_mb_tokens", batching.train), ("logprob_mb_tokens", batching.logprobs)):
         if isinstance(rule, FixedSize):
             continue
-        longest = max((rule.padded_length(sample.length), sample.length) for sample in samples)
-        if max(longest) > rule.tokens:
+        needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
+        if needed > rule.tokens:
             raise ValueError(
-                f"a sample of {longest[1]} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
-                f"policy.{rule.section}.{name} to at least {max(longest)}"
+                f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
+                f"policy.{rule.section}.{name} to at least {needed}"
             )
 
 
@@ -261,7 +278,8 @@ def _fill(
     if isinstance(rule, PackedTokens):
         return _fill_packed(shares, rule, batching, multiple)
     ranks = [sorted((s for piece in share for s in piece), key=_longest_first) for share in shares]
-    sizes = rule.sizes([max(sample.length for sample in lap) for lap in zip(*ranks, strict=True)], multiple)
+    longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
+    sizes = rule.sizes(longest, multiple)
     ends = np.cumsum(sizes).tolist()
     return [[mine[end - size : end] for end, size in zip(ends, sizes, strict=True)] for mine in ranks]
 
@@ -281,7 +299,7 @@ def _fill_packed(
     for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
         micro_batches = share
         if count < num_pieces:
-            lengths = [rule.padded_length(sample.length) for sample in mine]
+            lengths = [rule.tokens_of(sample) for sample in mine]
             micro_batches = _even_out(mine, split_fullest(own_bins, lengths, count), rule, batching)
         filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
     return filled
@@ -289,19 +307,19 @@ def _fill_packed(
 
 def _pack(samples: Sequence[PlannedSample], rule: PackedTokens, bin_count_multiple: int | None = None) -> Bins:
     packer = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=bin_count_multiple)
-    return packer.pack([rule.padded_length(sample.length) for sample in samples])
+    return packer.pack([rule.tokens_of(sample) for sample in samples])
 
 
 def _even_out(
     samples: Sequence[PlannedSample], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
 ) -> list[MicroBatch]:
-    lengths = [rule.padded_length(sample.length) for sample in samples]
+    lengths = [rule.tokens_of(sample) for sample in samples]
     costs = [batching.cost([sample]) for sample in samples]
     return [[samples[i] for i in members] for members in even_out(bins, lengths, costs, rule.tokens, group)]
 
 
 def _longest_first(sample: PlannedSample) -> tuple[int, int, int]:
-    return -sample.length, sample.group, sample.index
+    return -sample.longest, sample.group, sample.index
 
 
 def token_imbalance(plan: BatchPlan) -> float:

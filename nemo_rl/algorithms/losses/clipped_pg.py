@@ -26,7 +26,7 @@ from nemo_rl.algorithms.losses.importance import (
     raw_importance_weights,
 )
 from nemo_rl.algorithms.losses.kl import calculate_kl
-from nemo_rl.types import LossInputs, LossMetrics
+from nemo_rl.types import LossMetrics, PolicyGradientInputs
 
 
 class ClippedPGLoss:
@@ -40,11 +40,13 @@ class ClippedPGLoss:
     unpacks them into rows before the loss: one float per token, nothing next to the logits.
     """
 
+    inputs_type = PolicyGradientInputs
+
     def __init__(self, cfg: ClippedPGLossConfig) -> None:
         self.cfg = cfg
 
     def __call__(
-        self, logprobs: Tensor, inputs: LossInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self, logprobs: Tensor, inputs: PolicyGradientInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
         cfg = self.cfg
         assert logprobs.shape == inputs.token_mask.shape, (logprobs.shape, inputs.token_mask.shape)
@@ -143,7 +145,7 @@ class ClippedPGLoss:
         return kl
 
     def _importance_metrics(
-        self, weights: ImportanceWeights, inputs: LossInputs, mask: Tensor, num_seqs: Tensor, num_toks: Tensor
+        self, weights: ImportanceWeights, inputs: PolicyGradientInputs, mask: Tensor, num_seqs: Tensor, num_toks: Tensor
     ) -> LossMetrics:
         """Mean weight before the bounds, and share of items out of bounds: of sequences where weights are theirs."""
         out_of_bounds = weights.out_of_bounds.to(mask.dtype)

@@ -266,8 +266,19 @@ class SequencePackingConfig(StrictModel):
     )
 
 
+class RewardModelConfig(StrictModel):
+    """A head with one number per sequence or token in place of the language model's."""
+
+    enabled: bool = False
+    """The model is a reward or value model: its head is one linear layer with one output (`score`)."""
+
+    reward_model_type: Literal["bradley_terry", "regression"] = "bradley_terry"
+    """`bradley_terry`: a score for each sequence, from the state of its last token; `regression`: a value for each
+    token, from the state before it."""
+
+
 class PolicyConfig(StrictModel):
-    """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
+    """Policy: model, tokenizer, batch sizes, optimizer, sharding."""
 
     model_name: str = Field(min_length=1)
     """Hugging Face name or folder of the model; `tiny:arithmetic` is made on first use."""
@@ -335,12 +346,11 @@ class PolicyConfig(StrictModel):
     dtensor_cfg: DTensorConfig = DTensorConfig()
     """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism."""
 
-    generation: GenerationConfig
-    """Generation: sampling parameters and the vLLM engine."""
+    reward_model_cfg: RewardModelConfig = RewardModelConfig()
+    """A head with one number per sequence or token in place of the language model's."""
 
     not_yet: ClassVar = (
         NotYet("megatron_cfg", switched_off),
-        NotYet("reward_model_cfg", switched_off),
         NotYet("draft", switched_off),
         NotYet("router_replay", switched_off),
         NotYet("pretrained_checkpoint", one_of({}, None)),
@@ -358,18 +368,6 @@ class PolicyConfig(StrictModel):
                 "dynamic_batching.enabled",
                 "excludes policy.sequence_packing.enabled: both fill micro-batches by tokens",
             )
-        if self.generation.vllm_cfg.max_model_len > self.max_total_sequence_length:
-            yield (
-                "generation.vllm_cfg.max_model_len",
-                f"{self.generation.vllm_cfg.max_model_len} is more than policy.max_total_sequence_length="
-                f"{self.max_total_sequence_length}: training could not take such samples; use at most that",
-            )
-        if self.generation.max_new_tokens > self.max_total_sequence_length:
-            yield (
-                "generation.max_new_tokens",
-                f"{self.generation.max_new_tokens} is more than policy.max_total_sequence_length="
-                f"{self.max_total_sequence_length}, which counts the prompt too",
-            )
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)
@@ -385,3 +383,30 @@ class PolicyConfig(StrictModel):
         for values in milestones:
             if any(later <= earlier for earlier, later in pairwise(values)):
                 yield "scheduler", f"milestones must increase (got {values})"
+
+
+class RolloutPolicyConfig(PolicyConfig):
+    """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
+
+    generation: GenerationConfig
+    """Generation: sampling parameters and the vLLM engine."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from super().cross_checks()
+        if self.reward_model_cfg.enabled:
+            yield (
+                "reward_model_cfg.enabled",
+                "a policy that generates needs the head of a language model; set it to false",
+            )
+        if self.generation.vllm_cfg.max_model_len > self.max_total_sequence_length:
+            yield (
+                "generation.vllm_cfg.max_model_len",
+                f"{self.generation.vllm_cfg.max_model_len} is more than policy.max_total_sequence_length="
+                f"{self.max_total_sequence_length}: training could not take such samples; use at most that",
+            )
+        if self.generation.max_new_tokens > self.max_total_sequence_length:
+            yield (
+                "generation.max_new_tokens",
+                f"{self.generation.max_new_tokens} is more than policy.max_total_sequence_length="
+                f"{self.max_total_sequence_length}, which counts the prompt too",
+            )

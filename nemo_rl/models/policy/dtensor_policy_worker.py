@@ -1,6 +1,6 @@
 """One rank of the policy: a Hugging Face model sharded with FSDP2, its optimizer, and the rows it owns this step.
 
-    load(plan, groups) -> compute_logprobs() -> compute_reference_logprobs() -> train(loss_fn) -> pack(bucket)
+    load(plan, groups) -> compute(task, column) -> compute_reference_logprobs() -> train(loss_fn, task) -> pack(bucket)
 
 A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process.
 """
@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +30,7 @@ from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, Policy
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.grad_norm import clip_grad_norm
+from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchRunner, SequentialRunner
 from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
@@ -40,9 +43,11 @@ from nemo_rl.models.policy.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.policy_model import DTYPES, build_stages, row_layout, trainable
 from nemo_rl.models.policy.reference import BaseModelReference, ReferencePolicy, SwappedReference
 from nemo_rl.types import (
+    ExampleGroup,
     LossFunction,
     LossMetrics,
     MicroBatch,
+    PolicyGradientInputs,
     RankPlan,
     RolloutGroup,
     SamplingParams,
@@ -66,6 +71,7 @@ class PolicyWorkerSettings:
     init_reference_model: bool
     init_optimizer: bool
     seed: int
+    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
 
 
 class DTensorPolicyWorker:
@@ -152,44 +158,69 @@ class DTensorPolicyWorker:
 
     # -- rows of the step
 
-    def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup) -> None:
+    def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
         """Take over the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
         self.plan = plan
         self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
 
-    def _model_batches(self, micro_batches: Sequence[Sequence[Row]]) -> list[ModelBatch]:
-        batches = [self.layout.build(scored_sequences(rows)) for rows in micro_batches]
+    def _model_batches(self, micro_batches: Sequence[Sequence[Row]], task: HeadTask) -> list[ModelBatch]:
+        batches = [
+            self.layout.build(
+                scored_sequences(rows, last_token_only=self.layout.own_states),
+                {name: [row.columns[name] for row in rows] for name in task.columns},
+            )
+            for rows in micro_batches
+        ]
         return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
 
-    def _score(self, *, filtered: bool) -> Iterator[tuple[Row, torch.Tensor]]:
-        """Every row with its logprobs [T], fetched from the device once."""
+    def compute(self, task: HeadTask, column: str) -> None:
+        """Fill `column` of every row with what `task` says of its tokens, [T] or [T, C], under the present weights."""
         batches = [select(self.rows, batch) for batch in self.plan.logprobs]
-        scored = list(self.runner.logprobs(self._model_batches(batches), filtered=filtered))
-        flat = torch.cat([logprobs.flatten() for logprobs in scored]).cpu()
-        parts = flat.split([logprobs.numel() for logprobs in scored])
-        for rows, logprobs, part in zip(batches, scored, parts, strict=True):
-            for row, values in zip(rows, part.view(logprobs.shape), strict=True):
-                yield row, values[: len(row.token_ids)].clone()
-
-    def compute_logprobs(self) -> None:
-        """Fill `prev_logprobs` of every row."""
-        for row, logprobs in self._score(filtered=True):
-            row.prev_logprobs = logprobs
+        scored = list(self.runner.forward(self._model_batches(batches, task), task))
+        flat = torch.cat([values.flatten() for values in scored]).cpu()  # fetched from the device once
+        parts = flat.split([values.numel() for values in scored])
+        for rows, values, part in zip(batches, scored, parts, strict=True):
+            for row, own in zip(rows, part.view(values.shape), strict=True):
+                row.columns[column] = own[: len(row.token_ids)].clone()
 
     def compute_reference_logprobs(self) -> None:
         """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
         assert self.reference is not None, "built without a reference model"
         with self.reference.active():
-            for row, logprobs in self._score(filtered=False):
-                row.reference_policy_logprobs = logprobs
+            self.compute(Logprobs(filtered=False), "reference_policy_logprobs")
+
+    def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        """Fill `total` of every row with the sum of its `column` over the tokens that carry loss; returns the sums.
+
+        Empty on all but one of the ranks that have the same rows.
+        """
+        sums = {}
+        for key, row in self.rows.items():
+            row.columns[total] = (row.columns[column] * row.token_mask).sum()
+            sums[key] = row.columns[total].item()
+        return sums if self.mesh.is_first_of_data_rank else {}
+
+    def share(self, column: str) -> dict[RowKey, Any]:
+        """`column` of every row as an object of the object store, by row, for `attach` on workers of another group.
+
+        Empty on all but one of the ranks that have the same rows.
+        """
+        if not self.mesh.is_first_of_data_rank:
+            return {}
+        return {key: ray.put(row.columns[column].numpy()) for key, row in self.rows.items()}
+
+    def attach(self, column: str, keys: list[RowKey], *values: np.ndarray) -> None:
+        """Fill `column` of the rows `keys` with what another group shared."""
+        for key, value in zip(keys, values, strict=True):
+            self.rows[key].columns[column] = torch.from_numpy(np.array(value))
 
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
         """See `PolicyInterface.mask_mismatched`."""
         worst = torch.zeros(1)
         masked = torch.zeros(1)
         for row in self.rows.values():
-            assert row.prev_logprobs is not None
-            difference = (row.prev_logprobs - row.generation_logprobs).abs()[row.token_mask]
+            difference = row.columns["prev_logprobs"] - row.columns["generation_logprobs"]
+            difference = difference.abs()[row.token_mask]
             if row.mask == 0.0 or len(difference) == 0:
                 continue
             error = difference.exp().mean()
@@ -205,22 +236,22 @@ class DTensorPolicyWorker:
         """See `TokenAdvantages`: the statistics are those of all ranks."""
         sums = torch.zeros(3, dtype=torch.float64)
         for row in self.rows.values():
-            assert row.prev_logprobs is not None and row.reference_policy_logprobs is not None
             mask = row.token_mask * row.mask
-            row.advantages = advantages.adjust(row.advantages, row.prev_logprobs, row.reference_policy_logprobs, mask)
-            sums += advantages.sums(row.advantages, mask)
+            row.columns |= advantages.adjust(row.columns, mask)
+            sums += advantages.sums(row.columns["advantages"], mask)
         dist.all_reduce(sums, group=self.mesh.data_group)
         for row in self.rows.values():
-            row.advantages = advantages.finish(row.advantages, row.token_mask * row.mask, sums)
+            mask = row.token_mask * row.mask
+            row.columns["advantages"] = advantages.finish(row.columns["advantages"], mask, sums)
 
     # -- training
 
-    def train(self, loss_fn: LossFunction) -> TrainResult:
-        """Take the optimizer steps of the loaded plan, in order."""
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        """Take the optimizer steps of the loaded plan, in order. `task` is what the loss gets of each token."""
         result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
         steps = []
         for micro_batches in self.plan.train:
-            steps.append(self._optimizer_step(loss_fn, micro_batches, result))
+            steps.append(self._optimizer_step(loss_fn, task, micro_batches, result))
             # Equal on all ranks, unlike the samples that are accused.
             if result.num_skipped_steps and self.config.nonfinite_action == "stop":
                 break
@@ -229,8 +260,24 @@ class DTensorPolicyWorker:
         result.metrics = loss_metrics.reduce_steps(steps)
         return result
 
+    def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        """Metrics of the loaded plan, which has one optimizer step, without gradients; `loss` is one of them."""
+        (micro_batches,) = self.plan.train
+        batches = [select(self.rows, batch) for batch in micro_batches]
+        seqs, toks = self._global_counts(batches)
+        parts, losses = [], []
+        for rows, outputs in zip(batches, self.runner.forward(self._model_batches(batches, task), task), strict=True):
+            loss, metrics = loss_fn(outputs, loss_inputs(rows, loss_fn.inputs_type, self.device), seqs, toks)
+            losses.append(loss.detach())
+            parts.append(metrics)
+        metrics = loss_metrics.reduce_micro_batches(parts)
+        metrics["loss"] = torch.stack(losses).sum()
+        reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
+        reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
+        return reduced
+
     def _optimizer_step(
-        self, loss_fn: LossFunction, micro_batches: list[MicroBatch], result: TrainResult
+        self, loss_fn: LossFunction, task: HeadTask, micro_batches: list[MicroBatch], result: TrainResult
     ) -> dict[str, float]:
         assert self.optimizer is not None, "built without an optimizer"
         batches = [select(self.rows, batch) for batch in micro_batches]
@@ -238,18 +285,19 @@ class DTensorPolicyWorker:
         parts: list[LossMetrics] = []
         losses: dict[int, torch.Tensor] = {}
 
-        def loss_of(number: int, logprobs: torch.Tensor) -> torch.Tensor:
-            inputs = loss_inputs(batches[number], self.device)
-            if batches[number][0].prev_logprobs is None:  # nothing was updated since: these are the previous logprobs
-                assert len(self.plan.train) == 1, "several optimizer steps need compute_logprobs before the first"
-                inputs.prev_logprobs = logprobs.detach()
-            loss, metrics = loss_fn(logprobs, inputs, seqs, toks)
+        def loss_of(number: int, outputs: torch.Tensor) -> torch.Tensor:
+            inputs = loss_inputs(batches[number], loss_fn.inputs_type, self.device)
+            if isinstance(inputs, PolicyGradientInputs) and "prev_logprobs" not in batches[number][0].columns:
+                # Nothing was updated since: these are the previous logprobs.
+                assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
+                inputs.prev_logprobs = outputs.detach()
+            loss, metrics = loss_fn(outputs, inputs, seqs, toks)
             losses[number] = loss.detach()
             parts.append(metrics)
             return loss
 
         with self._adapter_dropout():
-            self.runner.train(self._model_batches(batches), loss_of)
+            self.runner.train(self._model_batches(batches, task), loss_of, task)
         grad_norm = self._clip()
         reduced = self._reduce(parts, losses)
         if self.router_load is not None:
@@ -330,7 +378,9 @@ class DTensorPolicyWorker:
         self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
     ) -> None:
         """Write this rank's part under `directory/policy`, and its random generators under `directory/rng`."""
-        checkpoint.save_state(self._state(save_optimizer=save_optimizer), directory / "policy", model_save_format)
+        checkpoint.save_state(
+            self._state(save_optimizer=save_optimizer), directory / self.settings.folder, model_save_format
+        )
         self._save_beside(directory, save_consolidated=save_consolidated)
 
     def start_save_checkpoint(
@@ -340,7 +390,9 @@ class DTensorPolicyWorker:
         if self.saver is None:
             self.saver = AsyncSaver()
         self._save_beside(directory, save_consolidated=save_consolidated)
-        self.saver.start(self._state(save_optimizer=save_optimizer), directory / "policy", model_save_format)
+        self.saver.start(
+            self._state(save_optimizer=save_optimizer), directory / self.settings.folder, model_save_format
+        )
 
     async def finish_save_checkpoint(self) -> None:
         """Wait for the save that was started, while the worker does other things. Raises what went wrong in it."""
@@ -349,7 +401,7 @@ class DTensorPolicyWorker:
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         """What is written at once: configuration, random generators, adapters in PEFT's format, a whole model."""
-        policy, lora_cfg = directory / "policy", self.config.dtensor_cfg.lora_cfg
+        policy, lora_cfg = directory / self.settings.folder, self.config.dtensor_cfg.lora_cfg
         parts = [stage.hf for stage in self.stages]
         checkpoint.save_model_files(parts[0], policy)
         if save_consolidated:
@@ -359,16 +411,16 @@ class DTensorPolicyWorker:
             group = self.mesh.pipeline.get_group() if self.mesh.pipeline is not None else None
             save_peft(parts, lora_cfg, policy / "adapter", self.config.model_name, pipeline=group)
         (directory / "rng").mkdir(exist_ok=True)
-        save_rng_state(directory / "rng" / f"policy_{self.rank}.safetensors")
+        save_rng_state(directory / "rng" / f"{self.settings.folder}_{self.rank}.safetensors")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
         tensors = self._named_tensors()
-        checkpoint.load_weights(tensors, directory / "policy")
+        checkpoint.load_weights(tensors, directory / self.settings.folder)
         if load_optimizer:
             assert self.optimizer is not None
-            checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory / "policy")
-        rng = directory / "rng" / f"policy_{self.rank}.safetensors"
+            checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory / self.settings.folder)
+        rng = directory / "rng" / f"{self.settings.folder}_{self.rank}.safetensors"
         if rng.exists():
             load_rng_state(rng)
 

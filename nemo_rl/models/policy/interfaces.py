@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.microbatches import RowKey
 from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import StateWrite
 
@@ -46,15 +49,27 @@ class PolicyInterface(ABC):
         """Every worker fetches the rows it owns from the object store and forgets those of the last plan."""
 
     @abstractmethod
-    def compute_logprobs(self) -> None:
-        """Logprobs of the loaded rows under the current weights, before any update (`prev_logprobs`).
+    def compute(self, task: HeadTask, column: str) -> None:
+        """What `task` says of the loaded rows under the present weights, kept with them as `column`.
 
-        May be left out before a `train` of one optimizer step: its own forward pass gives the same.
+        `prev_logprobs` may be left out before a `train` of one optimizer step: its own forward pass gives the same.
         """
 
     @abstractmethod
     def compute_reference_logprobs(self) -> None:
-        """Logprobs of the loaded rows under the weights the run started from."""
+        """Logprobs of the loaded rows under the weights the run started from, as `reference_policy_logprobs`."""
+
+    @abstractmethod
+    def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        """The sums of a column over the tokens that carry loss, by row, kept with the rows as `total` too."""
+
+    @abstractmethod
+    def share(self, column: str) -> dict[RowKey, Any]:
+        """References to a column of every loaded row, for `attach` at a policy that loaded the same groups."""
+
+    @abstractmethod
+    def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
+        """Every worker fetches the column of the rows it has, which another policy shared."""
 
     @abstractmethod
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
@@ -68,8 +83,12 @@ class PolicyInterface(ABC):
         """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
 
     @abstractmethod
-    def train(self, loss_fn: LossFunction) -> TrainResult:
-        """Take the plan's optimizer steps. Acquires the accelerator."""
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        """Take the plan's optimizer steps; the loss gets what `task` says of each token. Acquires the accelerator."""
+
+    @abstractmethod
+    def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        """Metrics of the loss over the loaded plan, which has one optimizer step, without training; `loss` included."""
 
     @abstractmethod
     def save_checkpoint(

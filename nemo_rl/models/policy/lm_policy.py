@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,14 @@ from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
 from nemo_rl.models.policy.flops import peak_flops
+from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import StateWrite
 
 WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
-TENANT = "policy"
 # Threads that spin while they wait for one another slow each other down twenty times where something else runs too.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -44,7 +46,7 @@ class WorkersWrite:
 class Policy(PolicyInterface):
     """A policy on the bundles of `cluster`, one worker each, arranged by `policy.dtensor_cfg`.
 
-    `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as "policy".
+    `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as `name_prefix`.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Policy(PolicyInterface):
         name_prefix: str = "policy",
         init_optimizer: bool = True,
         init_reference_model: bool = True,
+        checkpoint_folder: str = "policy",
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -75,8 +78,11 @@ class Policy(PolicyInterface):
             init_reference_model=init_reference_model,
             init_optimizer=init_optimizer,
             seed=seed,
+            folder=checkpoint_folder,
         )
-        self._name_prefix = name_prefix
+        self._folder = checkpoint_folder
+        self._name_prefix = self.tenant = name_prefix
+        self._plan: BatchPlan | None = None
         self.sizes = ParallelSizes.of(config.dtensor_cfg, cluster.world_size())
         self._start = partial(
             RayWorkerGroup,
@@ -89,13 +95,13 @@ class Policy(PolicyInterface):
         )
         self.group = self._start()
         self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
-        accelerator.register(TENANT, self.onload, self.offload, on_device=True)
+        accelerator.register(self.tenant, self.onload, self.offload, on_device=True)
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
         self.group.shutdown()
         present = self.accelerator.present
-        if present is not None and present != TENANT:
+        if present is not None and present != self.tenant:
             self.accelerator.release(present)
         self.group = self._start()
 
@@ -133,17 +139,35 @@ class Policy(PolicyInterface):
         for rank_plan in plan.ranks:
             numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
             work.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
-        sharding = self.sizes.sharding()
-        coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
-        self.group.call_each("load", [work[coordinate] for coordinate in coordinates])
+        self._plan = plan
+        self.group.call_each("load", [work[coordinate] for coordinate in self._data_coordinates()])
 
-    def compute_logprobs(self) -> None:
-        with self.accelerator.hold(TENANT):
-            self.group.call_all("compute_logprobs")
+    def _data_coordinates(self) -> list[int]:
+        """The data-parallel coordinate of each worker, which is the number of its `RankPlan`."""
+        sharding = self.sizes.sharding()
+        return [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
+
+    def compute(self, task: HeadTask, column: str) -> None:
+        with self.accelerator.hold(self.tenant):
+            self.group.call_all("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
-        with self.accelerator.hold(TENANT):
+        with self.accelerator.hold(self.tenant):
             self.group.call_all("compute_reference_logprobs")
+
+    def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        return _merged(self.group.call_all("sum_column", column, total))
+
+    def share(self, column: str) -> dict[RowKey, Any]:
+        return _merged(self.group.call_all("share", column))
+
+    def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
+        assert self._plan is not None, "load comes first"
+        work = []
+        for rank_plan in self._plan.ranks:
+            keys = [key for batch in rank_plan.logprobs for planned in batch for key in keys_of(planned)]
+            work.append((column, keys, *(shared[key] for key in keys)))
+        self.group.call_each("attach", [work[coordinate] for coordinate in self._data_coordinates()])
 
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
         return self.group.call_all("mask_mismatched", threshold)[0]
@@ -151,9 +175,13 @@ class Policy(PolicyInterface):
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         self.group.call_all("set_token_advantages", advantages)
 
-    def train(self, loss_fn: LossFunction) -> TrainResult:
-        with self.accelerator.hold(TENANT):
-            results = self.group.call_all("train", loss_fn)
+    def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        with self.accelerator.hold(self.tenant):
+            return self.group.call_all("evaluate", loss_fn, task)[0]
+
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        with self.accelerator.hold(self.tenant):
+            results = self.group.call_all("train", loss_fn, task)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
@@ -177,7 +205,7 @@ class Policy(PolicyInterface):
         save_consolidated: bool,
         model_save_format: ModelSaveFormat,
     ) -> None:
-        with self.accelerator.hold(TENANT):
+        with self.accelerator.hold(self.tenant):
             self.group.call_all(
                 method,
                 directory,
@@ -185,17 +213,17 @@ class Policy(PolicyInterface):
                 save_consolidated=save_consolidated,
                 model_save_format=model_save_format,
             )
-        if not (directory / "policy" / "config.json").is_file():
+        if not (directory / self._folder / "config.json").is_file():
             raise ValueError(
                 f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
-        self.tokenizer.save_pretrained(directory / "policy" / "tokenizer")
+        self.tokenizer.save_pretrained(directory / self._folder / "tokenizer")
         if save_consolidated:
-            self.tokenizer.save_pretrained(directory / "policy" / "weights" / "consolidated")
+            self.tokenizer.save_pretrained(directory / self._folder / "weights" / "consolidated")
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        with self.accelerator.hold(TENANT):
+        with self.accelerator.hold(self.tenant):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -209,3 +237,7 @@ class Policy(PolicyInterface):
 
     def shutdown(self) -> None:
         self.group.shutdown("shutdown")
+
+
+def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:
+    return {key: value for part in parts for key, value in part.items()}

@@ -15,7 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.context_parallel import context_sum
-from nemo_rl.models.policy.linear_logprobs import LogitTransform, OutputHead, linear_logprobs
+from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.linear_logprobs import LogitTransform, OutputHead
 from nemo_rl.models.policy.model_batch import ModelBatch
 
 _SOFTCAPS = {
@@ -143,26 +144,22 @@ class LogprobModel(nn.Module):
             _check_head(hf)
         self.transform = logit_transform(hf.config)
 
-    def forward(self, batch: ModelBatch, *, filtered: bool = True) -> torch.Tensor:
-        """Logprobs float32 [B, S] of the scored tokens of `batch`, 0 elsewhere; see `score`."""
+    def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
+        """What `task` says of the scored tokens of `batch`; see `score`."""
         states = self.hf.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
         ).last_hidden_state
-        return self.score(states, batch, filtered=filtered)
+        return self.score(states, batch, task)
 
-    def score(self, states: torch.Tensor, batch: ModelBatch, *, filtered: bool = True) -> torch.Tensor:
-        """Logprobs float32 [B, S] from the model's last hidden states [R, W, H].
+    def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
+        """`task` of the scored tokens and 0 elsewhere, float32 [B, S] or [B, S, C], from the last hidden states [R, W, H].
 
-        Equal and complete on all tensor- and context-parallel ranks. `filtered=False` leaves out top-k and top-p (for
-        a reference policy, which may give a sampled token no mass at all inside the filter).
+        Equal and complete on all tensor- and context-parallel ranks.
         """
-        top_k, top_p = (self.top_k, self.top_p) if filtered else (None, 1.0)
-        predicting = states.flatten(0, 1).index_select(0, batch.states)
-        scored = linear_logprobs(
-            predicting, self.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=self.chunk_tokens
-        )
-        out = torch.zeros(batch.shape, dtype=scored.dtype, device=scored.device)
-        out = out.index_put((batch.rows, batch.columns), scored)
+        judging = states.flatten(0, 1).index_select(0, batch.states)
+        scored = task(self, judging, batch)
+        out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
+        out = out.index_put((batch.rows, batch.positions), scored)
         return out if self.context is None else context_sum(out, self.context.get_group())
 
     def output_head(self) -> OutputHead:

@@ -68,3 +68,9 @@ class ParallelMesh:
     @property
     def pipeline_rank(self) -> int:
         return self.world["pipeline_parallel"].get_local_rank()
+
+    @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this is the first of the ranks that work on the same samples."""
+        axes = (self.tensor, self.context, self.pipeline)
+        return all(mesh is None or mesh.get_local_rank() == 0 for mesh in axes)

@@ -10,21 +10,22 @@ from typing import Protocol
 
 import torch
 
+from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.model_batch import ModelBatch
 
 MicroBatchLoss = Callable[[int, torch.Tensor], torch.Tensor]
-"""(number of the micro-batch, logprobs float32 [B, S] with gradient) -> scalar loss, a part of the step's sum."""
+"""(number of the micro-batch, what the head says with gradient) -> scalar loss, a part of the step's sum."""
 
 
 class MicroBatchRunner(Protocol):
     """Both methods are collectives over all ranks that work on the same parameters."""
 
-    def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
-        """Logprobs float32 [B, S] of each micro-batch, in order, on the device, without gradients."""
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+        """What `task` says of each micro-batch, in order, float32 [B, S] or [B, S, C] on the device, no gradients."""
         ...
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         """Forward and backward of all micro-batches; gradients add up in the parameters, reduced over ranks once."""
         ...
 
@@ -44,19 +45,19 @@ class SequentialRunner:
         self.defer_reduction = defer_reduction
         self.clear_cache_every = clear_cache_every
 
-    def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         with torch.no_grad():
             for batch in self._prefetched(batches):
-                yield self.model(batch, filtered=filtered)
+                yield self.model(batch, task)
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         for number, batch in enumerate(self._prefetched(batches)):
             is_last = number == len(batches) - 1
             if self.defer_reduction:
                 self.model.set_requires_gradient_sync(is_last)
             else:  # shards of the gradient every time; between copies of the model (HSDP) once
                 self.model.set_requires_all_reduce(is_last)
-            loss(number, self.model(batch)).backward()
+            loss(number, self.model(batch, task)).backward()
 
     def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:
         """Batches on the device; the next one is on its way while the present one is computed on."""

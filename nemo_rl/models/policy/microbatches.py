@@ -1,96 +1,108 @@
 """Rows of the object store -> micro-batches for the model and for the loss.
 
-A `Row` is what a policy worker keeps of one sample during one step: the tokens it fetched and the logprobs it computed.
+A `Row` is what a policy worker keeps of one sample during one step: the tokens it fetched and what it computed of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
 
 import torch
 
-from nemo_rl.types import LossInputs, MicroBatch, PlannedSample, RankPlan, RolloutGroup
+from nemo_rl.types import Example, ExampleGroup, LossInputs, MicroBatch, PlannedSample, RankPlan, RolloutGroup, Sample
+
+InputsT = TypeVar("InputsT", bound=LossInputs)
 
 
 @dataclass(kw_only=True)
 class Row:
-    """One sample on its policy worker. Tensors are CPU, [T]."""
+    """One sequence on its policy worker. Tensors are CPU.
+
+    `columns` hold a number per token [T], several [T, C], or one for the sequence (0-d): float32, or int64 for token
+    ids. Losses name those they need (`LossFunction.inputs_type`).
+    """
 
     sample_id: str
-    token_ids: torch.Tensor  # int64
-    token_mask: torch.Tensor  # bool; True on tokens the policy sampled
-    generation_logprobs: torch.Tensor  # float32
-    advantages: torch.Tensor  # float32; one value per token
+    token_ids: torch.Tensor  # int64 [T]
+    token_mask: torch.Tensor  # bool [T]; True on tokens that carry loss
     mask: float  # 0.0: carries no gradient
-    prev_logprobs: torch.Tensor | None = None
-    reference_policy_logprobs: torch.Tensor | None = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 RowKey = tuple[int, int]
 """(number of the group in the plan, index of the sample in it)."""
 
 
-def key_of(planned: PlannedSample) -> RowKey:
-    return planned.group, planned.index
+def keys_of(planned: PlannedSample) -> list[RowKey]:
+    """The rows of a planned sample: one, or the two of a pair."""
+    return [(planned.group, planned.index + number) for number in range(len(planned.lengths))]
 
 
-def rows_of_plan(plan: RankPlan, groups: dict[int, RolloutGroup]) -> dict[RowKey, Row]:
+def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGroup]) -> dict[RowKey, Row]:
     """The rows this rank owns. `groups`: number in the plan -> fetched group."""
     rows = {}
     for planned in (planned for batch in plan.logprobs for planned in batch):
-        sample = groups[planned.group].samples[planned.index]
-        mask = torch.from_numpy(sample.token_mask.copy())
-        rows[key_of(planned)] = Row(
-            sample_id=sample.meta.sample_id,
-            token_ids=torch.from_numpy(sample.token_ids.copy()),
-            token_mask=mask,
-            generation_logprobs=torch.from_numpy(sample.generation_logprobs.copy()),
-            advantages=torch.full(mask.shape, planned.advantage, dtype=torch.float32),
-            mask=planned.mask,
-        )
+        for group, index in keys_of(planned):
+            sample = groups[group].samples[index]
+            rows[group, index] = Row(
+                sample_id=sample.sample_id,
+                token_ids=torch.from_numpy(sample.token_ids).to(torch.int64, copy=True),
+                token_mask=torch.from_numpy(sample.token_mask.copy()),
+                mask=planned.mask,
+                columns=_first_columns(sample, planned),
+            )
     return rows
 
 
+def _first_columns(sample: Sample | Example, planned: PlannedSample) -> dict[str, torch.Tensor]:
+    if isinstance(sample, Example):
+        return {"margin": torch.tensor(sample.margin)}
+    return {
+        "generation_logprobs": torch.from_numpy(sample.generation_logprobs.copy()),
+        "advantages": torch.full(sample.token_mask.shape, planned.advantage, dtype=torch.float32),
+    }
+
+
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
-    """Right-pad 1-D tensors with zeros to [B, length]."""
-    out = torch.zeros(len(tensors), length, dtype=tensors[0].dtype)
+    """Right-pad tensors [T, ...] with zeros to [B, length, ...]."""
+    out = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
     for row, tensor in enumerate(tensors):
         out[row, : len(tensor)] = tensor
     return out
 
 
-def scored_sequences(rows: Sequence[Row]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def scored_sequences(rows: Sequence[Row], *, last_token_only: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(token ids, mask of the tokens to score) of each row, as a `RowLayout` takes them."""
-    return [(row.token_ids, row.token_mask) for row in rows]
+    if not last_token_only:
+        return [(row.token_ids, row.token_mask) for row in rows]
+    return [(row.token_ids, torch.arange(len(row.token_ids)) == len(row.token_ids) - 1) for row in rows]
 
 
-def loss_inputs(rows: Sequence[Row], device: torch.device) -> LossInputs:
-    """One micro-batch as a loss sees it, [B, longest row]. Logprobs that were not computed are zeros."""
+def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
+    """One micro-batch as a loss sees it, [B, longest row]. A column that no row has is zeros [B, S]."""
     width = max(len(row.token_ids) for row in rows)
 
-    def padded(
-        name: Literal["generation_logprobs", "advantages", "prev_logprobs", "reference_policy_logprobs"],
-    ) -> torch.Tensor:
-        values = [getattr(row, name) for row in rows]
-        values = [torch.zeros(len(row.token_ids)) if v is None else v for row, v in zip(rows, values, strict=True)]
-        return moved(pad(values, width))
+    def column(name: str) -> torch.Tensor:
+        values = [row.columns[name] for row in rows if name in row.columns]
+        if not values:
+            return torch.zeros(len(rows), width)
+        assert len(values) == len(rows), f"some rows have no {name}"
+        return torch.stack(values) if values[0].ndim == 0 else pad(values, width)
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        # From pageable memory the copy would wait for the forward pass that is under way.
-        return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-    return LossInputs(
-        input_ids=moved(pad([row.token_ids for row in rows], width)),
-        token_mask=moved(pad([row.token_mask for row in rows], width).float()),
-        sample_mask=moved(torch.tensor([row.mask for row in rows])),
-        advantages=padded("advantages"),
-        prev_logprobs=padded("prev_logprobs"),
-        generation_logprobs=padded("generation_logprobs"),
-        reference_policy_logprobs=padded("reference_policy_logprobs"),
-    )
+    tensors = {
+        "input_ids": pad([row.token_ids for row in rows], width),
+        "token_mask": pad([row.token_mask for row in rows], width).float(),
+        "sample_mask": torch.tensor([row.mask for row in rows]),
+    }
+    tensors |= {f.name: column(f.name) for f in fields(inputs_type) if f.name not in tensors}
+    # From pageable memory the copy would wait for the forward pass that is under way.
+    is_cuda = device.type == "cuda"
+    moved = {k: (v.pin_memory() if is_cuda else v).to(device, non_blocking=True) for k, v in tensors.items()}
+    return inputs_type(**moved)
 
 
 def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
-    return [rows[key_of(planned)] for planned in batch]
+    """The rows of a micro-batch in order, the two of a pair next to each other."""
+    return [rows[key] for planned in batch for key in keys_of(planned)]

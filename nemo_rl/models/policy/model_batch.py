@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ class ModelBatch:
     position_ids: torch.Tensor  # int64 [R, W]; begins at 0 for every sequence
     is_token: torch.Tensor  # bool [R, W]; False on padding
     segments: Segments | None
-    states: torch.Tensor  # int64 [N]; flat position in R x W whose hidden state predicts the token
+    states: torch.Tensor  # int64 [N]; flat position in R x W of the hidden state that the token is judged from
     targets: torch.Tensor  # int64 [N]; the token
     rows: torch.Tensor  # int64 [N]; where its logprob stands in B x S
-    columns: torch.Tensor  # int64 [N]
+    positions: torch.Tensor  # int64 [N]
     shape: tuple[int, int]  # B, S
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [N, ...]; what a head needs of each scored token
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory it does not wait."""
@@ -40,4 +41,5 @@ class ModelBatch:
     def _moved(self, move: Callable[[Any], Any]) -> ModelBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor | Segments)}
-        return replace(self, **moved)
+        columns = {name: move(value) for name, value in self.columns.items()}
+        return replace(self, **moved, columns=columns)

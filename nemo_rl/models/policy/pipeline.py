@@ -13,6 +13,7 @@ anything a family does between its layers stays as it is. The schedules of train
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy import lora
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
+from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
 from nemo_rl.models.policy.model_batch import ModelBatch
@@ -215,8 +217,8 @@ class PipelineStageModel(LogprobModel):
     def is_last(self) -> bool:
         return self.hf.get_output_embeddings() is not None
 
-    def forward(self, batch: ModelBatch, hidden: torch.Tensor | None = None, *, filtered: bool = True) -> torch.Tensor:
-        """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or logprobs [B, S]."""
+    def forward(self, batch: ModelBatch, task: HeadTask, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or what `task` says."""
         assert (hidden is None) == self.is_first
         begin = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
         out = self.hf.base_model(
@@ -224,7 +226,7 @@ class PipelineStageModel(LogprobModel):
         ).last_hidden_state
         if not self.is_last:
             return out.contiguous()  # gloo sends the memory, not the view
-        return self.score(out, batch, filtered=filtered)
+        return self.score(out, batch, task)
 
 
 class _Stage(PipelineStage):
@@ -256,6 +258,7 @@ class _Stage(PipelineStage):
         self.hand_over = hand_over
         self.clear_cache_every = clear_cache_every
         self.batches: Sequence[ModelBatch] = ()
+        self.task: HeadTask | None = None
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred. The parent would drop gradients that are already there."""
@@ -270,7 +273,8 @@ class _Stage(PipelineStage):
         return out
 
     def forward_maybe_with_nosync(self, *args: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
-        return self.submod(batch, *args)
+        assert self.task is not None
+        return self.submod(batch, self.task, *args)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
@@ -356,7 +360,7 @@ class PipelineRunner:
         self._loss: MicroBatchLoss | None = None
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
-    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss) -> None:
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only.
 
         Gradients add up in the parameters and are reduced over data ranks once, at the end.
@@ -364,7 +368,7 @@ class PipelineRunner:
         stages, schedule = self._schedule(len(batches))
         on_device = [batch.to(self.device) for batch in batches]
         for stage in stages:
-            stage.batches = on_device
+            stage.batches, stage.task = on_device, task
         self._loss = loss
         # The numbers stay on the host, so that reading one does not wait for the device.
         target = torch.arange(len(batches)) if stages[-1].is_last else None
@@ -375,9 +379,9 @@ class PipelineRunner:
             stage.batches = ()
             stage.clear_runtime_states()
 
-    def _loss_of(self, logprobs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def _loss_of(self, outputs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(int(number), logprobs).clone()  # no view: it is to be detached in place
+        return self._loss(int(number), outputs).clone()  # no view: it is to be detached in place
 
     def _schedule(self, count: int) -> tuple[list[_Stage], _Schedule]:
         if count in self._built:
@@ -399,23 +403,25 @@ class PipelineRunner:
         self._built[count] = stages, schedule
         return stages, schedule
 
-    def logprobs(self, batches: Sequence[ModelBatch], *, filtered: bool) -> Iterator[torch.Tensor]:
-        """Logprobs float32 [B, S] of each micro-batch, in order, on all pipeline ranks, without gradients."""
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+        """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
         if not batches:
             return
         with torch.no_grad():
-            scored = self._forward_all([batch.to(self.device) for batch in batches], filtered)
-        sizes = [batch.shape[0] * batch.shape[1] for batch in batches]
+            scored = self._forward_all([batch.to(self.device) for batch in batches], task)
+        trailing = () if task.num_values is None else (task.num_values,)
+        shapes = [(*batch.shape, *trailing) for batch in batches]
+        sizes = [math.prod(shape) for shape in shapes]
         if scored:
-            flat = torch.cat([logprobs.flatten() for logprobs in scored])
+            flat = torch.cat([values.flatten() for values in scored])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
         dist.broadcast(flat, src=dist.get_global_rank(self.group, self.size - 1), group=self.group)
-        for batch, part in zip(batches, flat.split(sizes), strict=True):
-            yield part.view(batch.shape)
+        for shape, part in zip(shapes, flat.split(sizes), strict=True):
+            yield part.view(shape)
 
-    def _forward_all(self, batches: Sequence[ModelBatch], filtered: bool) -> list[torch.Tensor]:
-        """On the last rank the logprobs of all micro-batches, elsewhere nothing.
+    def _forward_all(self, batches: Sequence[ModelBatch], task: HeadTask) -> list[torch.Tensor]:
+        """On the last rank what `task` says of all micro-batches, elsewhere nothing.
 
         All ranks take turns together, and what one sends is used by the next in the following turn: only one message
         is in memory at a time. In turn t rank r does unit t - r; the units go through the stages of a rank in rounds
@@ -429,7 +435,7 @@ class PipelineRunner:
             unit = self._unit(turn - self.rank, len(batches))
             if unit is not None:
                 number, stage = unit
-                out = stage(batches[number], hidden, filtered=filtered)
+                out = stage(batches[number], task, hidden)
                 if stage.is_last:
                     scored.append(out)
                     out = None

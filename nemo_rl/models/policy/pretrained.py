@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.parallelize import build_on_meta
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
@@ -139,12 +139,12 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     Raises:
         ValueError: naming the key to change and what would work.
     """
-    sizes, engine = model.to_dict(), config.generation.vllm_cfg
+    sizes = model.to_dict()
+    engine = config.generation.vllm_cfg if isinstance(config, RolloutPolicyConfig) else None
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
-    asked = {
-        "policy.max_total_sequence_length": config.max_total_sequence_length,
-        "policy.generation.vllm_cfg.max_model_len": engine.max_model_len,
-    }
+    asked = {"policy.max_total_sequence_length": config.max_total_sequence_length}
+    if engine is not None:
+        asked["policy.generation.vllm_cfg.max_model_len"] = engine.max_model_len
     is_stretched = "factor" in (sizes.get("rope_parameters") or {})  # long-context RoPE: more than is written there
     too_long = [f"{key}={value}" for key, value in asked.items() if positions is not None and value > positions]
     if too_long and not is_stretched:
@@ -152,7 +152,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"{' and '.join(too_long)}: more than the {positions} positions of {config.model_name!r} "
             f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
         )
-    if heads is not None and heads % engine.tensor_parallel_size:
+    if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
         works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ class RowLayout:
         padding_free: sequences end to end in one row, instead of one right-padded row each.
         divisible_by: the physical width W is a multiple of it.
         context_group: needed when context_size is above 1.
+        own_states: a scored token is judged from its own state, not from that of the token before (reward models).
     """
 
     padding_free: bool
@@ -31,6 +32,7 @@ class RowLayout:
     context_size: int = 1
     context_rank: int = 0
     context_group: dist.ProcessGroup | None = None
+    own_states: bool = False
 
     @property
     def _chunks(self) -> int:
@@ -47,24 +49,20 @@ class RowLayout:
             return _round_up(sum(local), self.divisible_by)
         return _round_up(max(local), math.lcm(self.divisible_by, min(2, self._chunks)))
 
-    def build(self, sequences: Sequence[tuple[torch.Tensor, torch.Tensor]], *, width: int | None = None) -> ModelBatch:
-        """The batch of sequences (ids int64 [T], mask bool [T]), on the CPU.
+    def build(
+        self,
+        sequences: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        columns: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    ) -> ModelBatch:
+        """The batch of sequences (ids int64 [T], mask bool [T]), on the CPU. Cost is linear in the tokens.
 
-        Scored are the tokens where the mask is True, except a sequence's first, which nothing predicts; of these, the
-        ones whose predicting state is on this rank. `width` forces W. Cost is linear in the tokens.
-
-        Raises:
-            ValueError: `width` is too small, or not even where sequences are cut in two per rank.
+        Scored are the tokens where the mask is True, except, unless `own_states`, a sequence's first, which nothing
+        predicts; of these, the ones whose state is on this rank. `columns` are what the head needs of each token, by
+        name one tensor [T, ...] per sequence.
         """
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
-        needed = self.width(lengths)
-        width = needed if width is None else width
-        if width < needed or (not self.padding_free and width % min(2, self._chunks)):
-            raise ValueError(
-                f"{len(lengths)} sequences of up to {max(lengths)} tokens need a row of {needed} tokens on each rank, "
-                f"but it is {width}; raise the token budget of the micro-batches"
-            )
+        width = self.width(lengths)
         rows = 1 if self.padding_free else len(lengths)
         spans = _Spans.of(self, lengths, width)
         ids = torch.cat([ids for ids, _ in sequences])
@@ -77,18 +75,20 @@ class RowLayout:
         input_ids[place[is_here]] = ids[is_here]
         is_token = torch.zeros(rows * width, dtype=torch.bool)
         is_token[place[is_here]] = True
-        scored = (mask & (position > 0)).nonzero()[:, 0]
-        scored = scored[is_here[scored - 1]]
+        back = 0 if self.own_states else 1
+        scored = (mask & (position >= back)).nonzero()[:, 0]
+        scored = scored[is_here[scored - back]]
         return ModelBatch(
             input_ids=input_ids.view(rows, width),
             position_ids=spans.positions().view(rows, width),
             is_token=is_token.view(rows, width),
             segments=spans.segments(),
-            states=place[scored - 1],
+            states=place[scored - back],
             targets=ids[scored],
             rows=number[scored],
-            columns=position[scored],
+            positions=position[scored],
             shape=(len(lengths), max(lengths)),
+            columns={name: torch.cat(list(values))[scored] for name, values in (columns or {}).items()},
         )
 
 

@@ -1,0 +1,53 @@
+"""What a model's head says of each scored token, from the hidden state that the token is judged from.
+
+hidden states [N, H] of the scored tokens -> head -> [N] or [N, C], float32
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_rl.models.policy.linear_logprobs import linear_logprobs
+from nemo_rl.models.policy.model_batch import ModelBatch
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.logprobs import LogprobModel
+
+
+class HeadTask(ABC):
+    """Called inside the model's forward, where FSDP has gathered the head. Picklable."""
+
+    @property
+    def num_values(self) -> int | None:
+        """Numbers per token, C; None: one, without a dimension of its own."""
+        return None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Row columns it needs, as `ModelBatch.columns`."""
+        return ()
+
+    @abstractmethod
+    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        """Equal on all tensor-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Logprobs(HeadTask):
+    """The logprob of each scored token.
+
+    `filtered=False` leaves out top-k and top-p (for a reference policy, which may give a sampled token no mass at all
+    inside the filter).
+    """
+
+    filtered: bool = True
+
+    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        top_k, top_p = (model.top_k, model.top_p) if self.filtered else (None, 1.0)
+        return linear_logprobs(
+            states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=model.chunk_tokens
+        )
