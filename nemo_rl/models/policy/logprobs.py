@@ -152,7 +152,7 @@ class LogprobModel(nn.Module):
         return self.score(states, batch, task)
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """`task` of the scored tokens and 0 elsewhere, float32 [B, S] or [B, S, C], from the last hidden states [R, W, H].
+        """`task` of the scored tokens, elsewhere 0: float32 [B, S] or [B, S, C] from the last hidden states [R, W, H].
 
         Equal and complete on all tensor- and context-parallel ranks.
         """
