@@ -28,7 +28,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleLoopedBFS,
 )
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -392,10 +391,9 @@ class PipelineRunner:
             for turn, model in enumerate(self.stages)
         ]
         if self.schedule == "interleaved_1f1b":
-            # Its rounds are equal: numbers that do not go up in rounds of at least `size` run breadth first.
-            is_even = count % max(1, count // self.size) == 0
-            kind = ScheduleInterleaved1F1B if is_even else ScheduleLoopedBFS
-            schedule = kind(list(stages), count, loss_fn=self._loss_of, scale_grads=False)
+            # Its rounds are equal; plans follow `DTensorConfig.micro_batch_multiple`.
+            assert count % self.size == 0, (count, self.size)
+            schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=self._loss_of, scale_grads=False)
         else:
             # 1F1B of fewer micro-batches than stages is GPipe; torch wants it called so.
             kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.size else ScheduleGPipe
