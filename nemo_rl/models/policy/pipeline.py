@@ -326,7 +326,7 @@ class HandOver:
         return rows, width // self.sequence_shards, self.hidden_size
 
 
-_Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleLoopedBFS
+_Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
 
 
 class PipelineRunner:
