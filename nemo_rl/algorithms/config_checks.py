@@ -1,155 +1,117 @@
-"""Combinations of sections that cannot work in a GRPO run, found before anything starts.
+"""Combinations of sections that cannot work in a run, found before anything starts.
 
 Each check yields (dotted key, message); the message says which values would work.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.metric_names import Sections, check_metric_names, divisors, near
 from nemo_rl.algorithms.rollout_batch import check_batching
 from nemo_rl.config.errors import nearest_key
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes, layout_problems
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import GRPOMasterConfig
+    from nemo_rl.algorithms.loop_config import LoopConfig
+    from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 
 Problems = Iterator[tuple[str, str]]
 
-TRAIN_METRICS = frozenset(
-    {
-        "loss",
-        "grad_norm",
-        "lr",
-        "reward",
-        "mean_prompt_length",
-        "global_valid_seqs",
-        "global_valid_toks",
-        "advantages/mean",
-        "advantages/sum",
-        "total_num_tokens",
-        "num_failed_samples",
-        "advantages/max",
-        "advantages/min",
-        "baseline_reward/pct_0",
-        "baseline_reward/pct_1",
-        "baseline_reward/pct_mixed",
-        "num_zero_variance_groups",
-        "total_turns",
-        "avg_turns_per_sample",
-        "max_turns_per_sample",
-        "natural_termination_rate",
-        "truncation_rate",
-        "mean_total_tokens_per_sample",
-        "mean_gen_tokens_per_sample",
-        "max_gen_tokens_per_sample",
-        "mean_env_tokens_per_sample",
-        "failed_sample_rate",
-        "num_prompts_too_long",
-        "num_skipped_steps",
-        "packing/fill",
-        "packing/num_logprob_micro_batches",
-        "packing/num_micro_batches",
-        "packing/padding_fraction",
-        "packing/samples_per_micro_batch",
-        "packing/token_imbalance",
-        "packing/wait_imbalance",
-        "packing/work_imbalance",
-        "weight_version_lag/mean",
-        "weight_version_lag/max",
-        "probs_ratio",
-        "probs_ratio_clamped",
-        "probs_ratio_min",
-        "probs_ratio_max",
-        "probs_ratio_clamped_min",
-        "probs_ratio_clamped_max",
-        "clip_fraction",
-        "kl_penalty",
-        "token_mult_prob_error",
-        "gen_kl_error",
-        "policy_kl_error",
-        "js_divergence_error",
-        "sampling_importance_ratio",
-        "num_valid_samples",
-        "approx_entropy",
-        "is_oob_ratio",
-    }
-)
-"""What every GRPO step reports under `train/`, and `checkpointing.metric_name: train:<name>` may name."""
 
-DYNAMIC_SAMPLING_METRICS = frozenset(
-    {
-        "filtered_reward",
-        "dynamic_sampling_num_gen_batches",
-        "dynamic_sampling_num_zero_variance_groups",
-        "dynamic_sampling_num_discarded_valid_samples",
-    }
-)
-MOE_METRICS = frozenset(
-    {"moe/load_max_over_mean", "moe/load_min_over_mean", "moe/dead_expert_fraction", "moe/router_entropy"}
-)
-"""Of models with experts only, which the configuration does not know: `preflight` does."""
-LOGPROB_ERROR_METRICS = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
-
-
-def check_run(cfg: GRPOMasterConfig) -> Problems:
-    yield from check_batch_sizes(cfg)
-    yield from check_layout(cfg)
+def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
+    """What every algorithm that samples has to hold to."""
+    yield from check_rollout_batches(cfg)
+    yield from check_layout(cfg.policy, cfg.cluster)
+    yield from check_engines(cfg)
+    yield from check_sampling(cfg)
     yield from check_lengths(cfg)
-    yield from check_loss(cfg)
     yield from check_environments(cfg)
-    yield from check_validation(cfg)
+    yield from check_validation(cfg, cfg.rollout, cfg.data.has_validation)
+    # What an environment reports of itself is not known before it runs.
+    yield from check_metric_names(cfg, cfg.rollout, free_prefixes=cfg.env)
 
 
-def check_batch_sizes(cfg: GRPOMasterConfig) -> Problems:
-    samples, global_batch = cfg.grpo.num_samples_per_step, cfg.policy.train_global_batch_size
+def check_grpo(cfg: GRPOMasterConfig) -> Problems:
+    """All of a GRPO run."""
+    yield from check_rollout_run(cfg)
+    yield from check_loss(cfg)
+
+
+def check_rollout_batches(cfg: RolloutMasterConfig) -> Problems:
+    """Whether the samples of a step are shared out evenly to optimizer steps and ranks."""
+    rollout, section, global_batch = cfg.rollout, cfg.section, cfg.policy.train_global_batch_size
+    samples = rollout.num_samples_per_step
     if samples % global_batch:
         yield (
             "policy.train_global_batch_size",
-            f"{global_batch} does not divide the {samples} samples of a step (grpo.num_prompts_per_step="
-            f"{cfg.grpo.num_prompts_per_step} x num_generations_per_prompt={cfg.grpo.num_generations_per_prompt}); "
-            f"these would: {_near(_divisors(samples), global_batch)}",
+            f"{global_batch} does not divide the {samples} samples of a step ({section}.num_prompts_per_step="
+            f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
+            f"these would: {near(divisors(samples), global_batch)}",
         )
-    if list(layout_problems(cfg.policy.dtensor_cfg, cfg.cluster.num_workers)):
+    num_ranks = data_parallel_size(cfg.policy, cfg.cluster)
+    multiples = [size for size in divisors(samples) if num_ranks is not None and size % num_ranks == 0]
+    fix = f"these would: {near(multiples, global_batch)}"
+    if not multiples:
+        prompts = rollout.num_prompts_per_step
+        fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
+    yield from check_batch_size(cfg.policy, cfg.cluster, fix=fix)
+
+
+def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | None:
+    """Ranks that hold different samples; None where the layout does not fit the cluster (`check_layout` says why)."""
+    if list(layout_problems(policy.dtensor_cfg, cluster.num_workers)):
+        return None
+    return ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers).data_parallel
+
+
+def check_batch_size(
+    policy: PolicyConfig, cluster: ClusterConfig, *, fix: str, key: str = "policy", sequences_per_sample: int = 1
+) -> Problems:
+    """Whether `train_global_batch_size` is shared out evenly to ranks and micro-batches; `fix` where it is not."""
+    num_ranks = data_parallel_size(policy, cluster)
+    if num_ranks is None:
         return
-    num_ranks = ParallelSizes.of(cfg.policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
-    if global_batch % num_ranks:
-        multiples = [size for size in _divisors(samples) if size % num_ranks == 0]
-        fix = f"these would: {_near(multiples, global_batch)}"
-        if not multiples:
-            prompts = cfg.grpo.num_prompts_per_step
-            fix = f"make it and grpo.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-        yield (
-            "policy.train_global_batch_size",
-            f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}",
-        )
+    if policy.train_global_batch_size % num_ranks:
+        text = f"{policy.train_global_batch_size} cannot be shared by {num_ranks} training ranks; {fix}"
+        yield f"{key}.train_global_batch_size", text
         return
-    for key, message in check_batching(
-        cfg.policy, num_ranks=num_ranks, micro_batch_multiple=cfg.policy.dtensor_cfg.micro_batch_multiple
+    for problem, message in check_batching(
+        policy,
+        num_ranks=num_ranks,
+        micro_batch_multiple=policy.dtensor_cfg.micro_batch_multiple,
+        sequences_per_sample=sequences_per_sample,
     ):
-        yield f"policy.{key}", message
+        yield f"{key}.{problem}", message
 
 
-def check_layout(cfg: GRPOMasterConfig) -> Problems:
-    if cfg.policy.sequence_packing.enabled and cfg.policy.padding_free is False:
+def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "policy") -> Problems:
+    """Whether the ranks of a policy can be arranged as asked."""
+    if policy.sequence_packing.enabled and policy.padding_free is False:
         yield (
-            "policy.padding_free",
-            "packed sequences lie end to end; set it to null, or policy.sequence_packing.enabled=false and "
-            "policy.dynamic_batching.enabled=true",
+            f"{key}.padding_free",
+            f"packed sequences lie end to end; set it to null, or {key}.sequence_packing.enabled=false and "
+            f"{key}.dynamic_batching.enabled=true",
         )
-    for policy_key, message in layout_problems(cfg.policy.dtensor_cfg, cfg.cluster.num_workers):
-        yield f"policy.dtensor_cfg.{policy_key}", message
+    for problem, message in layout_problems(policy.dtensor_cfg, cluster.num_workers):
+        yield f"{key}.dtensor_cfg.{problem}", message
+
+
+def check_engines(cfg: RolloutMasterConfig) -> Problems:
+    """Whether engines fill the machines."""
     tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     num_workers, per_node = cfg.cluster.num_workers, cfg.cluster.workers_per_node
     kind = "GPUs" if cfg.cluster.use_gpus else "CPU workers"
     key = "policy.generation.vllm_cfg.tensor_parallel_size"
     if num_workers % tensor_parallel:
-        works = _near(_divisors(num_workers), tensor_parallel)
+        works = near(divisors(num_workers), tensor_parallel)
         yield key, f"{tensor_parallel} does not divide the {num_workers} {kind} of the cluster; these would: {works}"
     elif tensor_parallel <= per_node and per_node % tensor_parallel:
-        works = _near(_divisors(per_node), tensor_parallel)
+        works = near(divisors(per_node), tensor_parallel)
         yield key, f"engines of {tensor_parallel} do not fill nodes of {per_node} {kind}; these would: {works}"
     elif tensor_parallel > per_node:
         yield (
@@ -158,7 +120,20 @@ def check_layout(cfg: GRPOMasterConfig) -> Problems:
         )
 
 
-def check_lengths(cfg: GRPOMasterConfig) -> Problems:
+def check_sampling(cfg: RolloutMasterConfig) -> Problems:
+    """Whether one can train on what is sampled."""
+    generation = cfg.policy.generation
+    if generation.temperature == 0:
+        yield "policy.generation.temperature", "training needs a temperature above 0; only val_temperature may be 0"
+    if cfg.policy.deterministic and cfg.cluster.use_gpus and generation.top_p < 1:
+        yield (
+            "policy.deterministic",
+            "cannot be had with policy.generation.top_p on GPUs, whose cumulative sums come in any order; set top_p=1 "
+            "or deterministic=false",
+        )
+
+
+def check_lengths(cfg: RolloutMasterConfig) -> Problems:
     longest_prompt, longest = cfg.data.max_input_seq_length, cfg.policy.generation.vllm_cfg.max_model_len
     if longest_prompt > longest:
         yield (
@@ -177,12 +152,6 @@ def check_loss(cfg: GRPOMasterConfig) -> Problems:
             "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
             "the reference; set it to 0, or top_p=1 and top_k=null",
         )
-    if cfg.policy.deterministic and cfg.cluster.use_gpus and generation.top_p < 1:
-        yield (
-            "policy.deterministic",
-            "cannot be had with policy.generation.top_p on GPUs, whose cumulative sums come in any order; set top_p=1 "
-            "or deterministic=false",
-        )
     num_updates = grpo.num_samples_per_step / cfg.policy.train_global_batch_size
     if loss.force_on_policy_ratio and num_updates != 1:
         yield (
@@ -200,11 +169,9 @@ def check_loss(cfg: GRPOMasterConfig) -> Problems:
         yield "loss_fn.use_kl_in_reward", "only grpo.adv_estimator.name=reinforce_plus_plus has the KL in the reward"
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
         yield "loss_fn.use_kl_in_reward", "has no effect without loss_fn.reference_policy_kl_penalty above 0"
-    if cfg.policy.generation.temperature == 0:
-        yield "policy.generation.temperature", "training needs a temperature above 0; only val_temperature may be 0"
 
 
-def check_environments(cfg: GRPOMasterConfig) -> Problems:
+def check_environments(cfg: RolloutMasterConfig) -> Problems:
     for name, datasets in (("train", cfg.data.train), ("validation", cfg.data.validation or [])):
         for index, dataset in enumerate(datasets):
             if dataset.env_name not in cfg.env:
@@ -214,62 +181,16 @@ def check_environments(cfg: GRPOMasterConfig) -> Problems:
                 yield key, f"no section env.{dataset.env_name}; {fix}"
 
 
-def check_validation(cfg: GRPOMasterConfig) -> Problems:
-    grpo = cfg.grpo
-    if grpo.validates and not cfg.data.has_validation:
+def check_validation(cfg: Sections, loop: LoopConfig, has_data: bool) -> Problems:
+    """Whether there is something to validate on."""
+    if loop.validates and not has_data:
         yield (
             "data.validation",
-            f"nothing to validate on (grpo.val_period={grpo.val_period}, val_at_start={_yaml(grpo.val_at_start)}, "
-            f"val_at_end={_yaml(grpo.val_at_end)}); name a dataset, set split_validation_size of a training dataset, "
-            f"or switch validation off with grpo.val_period=0",
+            f"nothing to validate on ({cfg.section}.val_period={loop.val_period}, "
+            f"val_at_start={_yaml(loop.val_at_start)}, val_at_end={_yaml(loop.val_at_end)}); name a dataset, set "
+            "split_validation_size of a training dataset, or switch validation off with "
+            f"{cfg.section}.val_period=0",
         )
-    if not cfg.checkpointing.enabled or cfg.checkpointing.metric_name is None:
-        return
-    prefix, _, metric = cfg.checkpointing.metric_name.partition(":")
-    key = "checkpointing.metric_name"
-    if prefix == "val" and grpo.val_period == 0:
-        yield key, f"{prefix}:{metric} needs validation; set grpo.val_period above 0, or metric_name=null"
-        return
-    save_period = cfg.checkpointing.save_period
-    if prefix == "val" and save_period % grpo.val_period and cfg.checkpointing.keep_top_k is not None:
-        yield (
-            "checkpointing.save_period",
-            f"{save_period} is no multiple of grpo.val_period={grpo.val_period}: checkpoints between validations have "
-            f"no {metric} to be ranked by; for val_period use {_near(_divisors(save_period), grpo.val_period)}",
-        )
-    available = validation_metric_names(cfg) if prefix == "val" else train_metric_names(cfg)
-    # What an environment reports of itself is not known before it runs.
-    if metric not in available and metric.partition("/")[0] not in cfg.env:
-        more = ""
-        if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
-            more = f" (grpo.val_num_generations_per_prompt={grpo.val_num_generations_per_prompt} decides on pass_at_k)"
-        near = nearest_key(metric, available)
-        fix = f"did you mean {prefix}:{near}?" if near else f"there are: {', '.join(sorted(available))}"
-        yield key, f"no run with this configuration produces {prefix}:{metric}{more}; {fix}"
-
-
-def validation_metric_names(cfg: GRPOMasterConfig) -> list[str]:
-    sampled = [f"{name}_{k}" for k in cfg.grpo.val_k_values for name in ("pass_at", "best_of")]
-    return ["accuracy", "reward", "avg_length", "failed_sample_rate", *sampled]
-
-
-def train_metric_names(cfg: GRPOMasterConfig) -> list[str]:
-    names = set(TRAIN_METRICS) | MOE_METRICS
-    if cfg.grpo.use_dynamic_sampling:
-        names |= DYNAMIC_SAMPLING_METRICS
-    if cfg.grpo.seq_logprob_error_threshold is not None:
-        names |= LOGPROB_ERROR_METRICS
-    return sorted(names)
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _near(values: list[int], wanted: int) -> str:
-    """At most six of the increasing `values`, those nearest to `wanted`."""
-    nearest = sorted(sorted(values, key=lambda value: abs(value - wanted))[:6])
-    return ", ".join(str(value) for value in nearest)
 
 
 def _yaml(value: bool) -> str:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.advantages import GroupRewards
-from nemo_rl.algorithms.config import GRPOConfig, RewardScalingConfig, RewardShapingConfig
+from nemo_rl.algorithms.config import GRPOConfig
+from nemo_rl.algorithms.rollout_config import RewardScalingConfig, RewardShapingConfig, ScoredRolloutConfig
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 
@@ -38,7 +39,7 @@ class ScoredGroup:
         return len({r for r, s in zip(self.rewards, self.handle.samples, strict=True) if s.has_reward}) > 1
 
 
-def score_groups(handles: Sequence[GroupHandle], cfg: GRPOConfig) -> list[ScoredGroup]:
+def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
     """Scale and shape every reward and decide which samples take part in the loss."""
     return [
         ScoredGroup(

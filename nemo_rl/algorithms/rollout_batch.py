@@ -133,12 +133,15 @@ class Batching:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(cls, policy: PolicyConfig, *, quadratic_weight: float) -> Batching:
-        """As `policy.sequence_packing` and `policy.dynamic_batching` ask for; else of fixed numbers of samples."""
+    def of(cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1) -> Batching:
+        """As `policy.sequence_packing` and `policy.dynamic_batching` ask for; else of fixed numbers of samples.
+
+        A pair is a sample of two sequences.
+        """
         packing, dynamic, chunks_per_sequence = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
         logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
-        train_tokens, logprob_tokens = token_budgets(policy)
+        train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
         if packing.enabled:
             algorithm = PackingAlgorithm(packing.algorithm)
             train, logprobs = (
@@ -159,10 +162,10 @@ class Batching:
         return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
 
 
-def token_budgets(policy: PolicyConfig) -> tuple[int, int]:
+def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
     """Tokens of a micro-batch in training and for logprobs, of whichever section is enabled; null ones resolved."""
     section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
-    longest = round_up(policy.max_total_sequence_length, _chunks(policy))
+    longest = round_up(policy.max_total_sequence_length, _chunks(policy)) * sequences_per_sample
     train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
     return (
         longest * policy.train_micro_batch_size if train is None else train,
@@ -359,10 +362,13 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     }
 
 
-def check_batching(policy: PolicyConfig, *, num_ranks: int, micro_batch_multiple: int = 1) -> Iterator[tuple[str, str]]:
-    """(dotted key below `policy`, message) of batch sizes with which `plan_batch` could not work.
+def check_batching(
+    policy: PolicyConfig, *, num_ranks: int, micro_batch_multiple: int = 1, sequences_per_sample: int = 1
+) -> Iterator[tuple[str, str]]:
+    """(dotted key below `policy`, message) of batch sizes with which `plan_samples` could not work.
 
-    `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere.
+    `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere. A pair is a
+    sample of two sequences.
     """
     takes_fixed_sizes = not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled)
     per_rank, left_over = divmod(policy.train_global_batch_size, num_ranks)
@@ -383,17 +389,19 @@ def check_batching(policy: PolicyConfig, *, num_ranks: int, micro_batch_multiple
             f"(train_global_batch_size={policy.train_global_batch_size}); these would: {', '.join(map(str, works))}",
         )
     if not takes_fixed_sizes:
-        yield from _check_budgets(policy)
+        yield from _check_budgets(policy, sequences_per_sample)
 
 
-def _check_budgets(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
+def _check_budgets(policy: PolicyConfig, sequences_per_sample: int) -> Iterator[tuple[str, str]]:
     section, needed = "dynamic_batching", policy.max_total_sequence_length
     if policy.sequence_packing.enabled:
         section, needed = "sequence_packing", round_up(needed, _chunks(policy))
-    for name, tokens in zip(("train_mb_tokens", "logprob_mb_tokens"), token_budgets(policy), strict=True):
+    needed *= sequences_per_sample
+    what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
+    for name, tokens in zip(("train_mb_tokens", "logprob_mb_tokens"), token_budgets(policy, sequences_per_sample), strict=True):
         if tokens < needed:
             yield (
                 f"{section}.{name}",
-                f"{tokens} is less than policy.max_total_sequence_length={policy.max_total_sequence_length}: the "
-                f"longest sequences would fit into no micro-batch; use at least {needed}, or shorten them",
+                f"{tokens} is too little for policy.max_total_sequence_length={policy.max_total_sequence_length}: "
+                f"{what} would fit into no micro-batch; use at least {needed}, or shorten them",
             )

@@ -1,0 +1,196 @@
+"""Names of the metrics that a run reports, as far as its configuration decides them.
+
+`checkpointing.metric_name` and `early_stopping.metric_name` may name these; another name is refused before anything
+starts. The names carry no `train/` or `validation/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from nemo_rl.config.errors import nearest_key
+
+if TYPE_CHECKING:
+    from nemo_rl.algorithms.config import GRPOConfig
+    from nemo_rl.algorithms.loop_config import LoopConfig
+    from nemo_rl.algorithms.rollout_config import RolloutConfig
+    from nemo_rl.utils.config import CheckpointingConfig
+
+UPDATE = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_valid_toks", "num_skipped_steps"})
+"""Of every optimizer step."""
+
+PACKING = frozenset(
+    {
+        "packing/fill",
+        "packing/num_logprob_micro_batches",
+        "packing/num_micro_batches",
+        "packing/padding_fraction",
+        "packing/samples_per_micro_batch",
+        "packing/token_imbalance",
+        "packing/wait_imbalance",
+        "packing/work_imbalance",
+    }
+)
+"""Of every plan."""
+
+MOE = frozenset({"moe/load_max_over_mean", "moe/load_min_over_mean", "moe/dead_expert_fraction", "moe/router_entropy"})
+"""Of models with experts only, which the configuration does not know: `preflight` does."""
+
+TRAINING = UPDATE | PACKING | MOE
+
+ROLLOUT = frozenset(
+    {
+        "reward",
+        "mean_prompt_length",
+        "total_num_tokens",
+        "num_failed_samples",
+        "total_turns",
+        "avg_turns_per_sample",
+        "max_turns_per_sample",
+        "natural_termination_rate",
+        "truncation_rate",
+        "mean_total_tokens_per_sample",
+        "mean_gen_tokens_per_sample",
+        "max_gen_tokens_per_sample",
+        "mean_env_tokens_per_sample",
+        "failed_sample_rate",
+        "num_prompts_too_long",
+        "weight_version_lag/mean",
+        "weight_version_lag/max",
+    }
+)
+"""Of every step that samples."""
+
+POLICY_GRADIENT = frozenset(
+    {
+        "probs_ratio",
+        "probs_ratio_clamped",
+        "probs_ratio_min",
+        "probs_ratio_max",
+        "probs_ratio_clamped_min",
+        "probs_ratio_clamped_max",
+        "clip_fraction",
+        "kl_penalty",
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "sampling_importance_ratio",
+        "num_valid_samples",
+        "approx_entropy",
+        "is_oob_ratio",
+    }
+)
+"""Of the clipped policy-gradient loss."""
+
+GROUP_ADVANTAGES = frozenset(
+    {
+        "advantages/mean",
+        "advantages/sum",
+        "advantages/max",
+        "advantages/min",
+        "baseline_reward/pct_0",
+        "baseline_reward/pct_1",
+        "baseline_reward/pct_mixed",
+        "num_zero_variance_groups",
+    }
+)
+
+DYNAMIC_SAMPLING = frozenset(
+    {
+        "filtered_reward",
+        "dynamic_sampling_num_gen_batches",
+        "dynamic_sampling_num_zero_variance_groups",
+        "dynamic_sampling_num_discarded_valid_samples",
+    }
+)
+LOGPROB_ERROR = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
+
+
+def grpo(cfg: GRPOConfig) -> frozenset[str]:
+    """What every GRPO step reports under `train/`."""
+    names = TRAINING | ROLLOUT | POLICY_GRADIENT | GROUP_ADVANTAGES
+    if cfg.use_dynamic_sampling:
+        names |= DYNAMIC_SAMPLING
+    if cfg.seq_logprob_error_threshold is not None:
+        names |= LOGPROB_ERROR
+    return names
+
+
+def rollout_validation(cfg: RolloutConfig) -> frozenset[str]:
+    """What a validation by generation reports under `validation/`."""
+    sampled = {f"{name}_{k}" for k in cfg.val_k_values for name in ("pass_at", "best_of")}
+    return frozenset({"accuracy", "reward", "avg_length", "failed_sample_rate"} | sampled)
+
+
+class Sections(Protocol):
+    """A master configuration; `section` is the name of the algorithm's own section."""
+
+    section: ClassVar[str]
+
+
+class MetricNames(Sections, Protocol):
+    """A master configuration as far as metrics go."""
+
+    @property
+    def checkpointing(self) -> CheckpointingConfig: ...
+    @property
+    def train_metrics(self) -> frozenset[str]: ...
+    @property
+    def val_metrics(self) -> frozenset[str]: ...
+
+
+def check_metric_names(
+    cfg: MetricNames, loop: LoopConfig, free_prefixes: Collection[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """(key, message) for metrics that no run with this configuration produces, or not when they are needed.
+
+    `free_prefixes` are first parts of names (before a slash) about which nothing is known before the run.
+    """
+    stopping = loop.early_stopping.metric_name
+    if stopping is not None:
+        yield from _check_name(f"{cfg.section}.early_stopping.metric_name", stopping, cfg, loop, free_prefixes)
+    checkpointing = cfg.checkpointing
+    if not checkpointing.enabled or checkpointing.metric_name is None:
+        return
+    name = checkpointing.metric_name
+    problems = list(_check_name("checkpointing.metric_name", name, cfg, loop, free_prefixes))
+    yield from problems
+    save_period = checkpointing.save_period
+    if not problems and name.startswith("val:") and save_period % loop.val_period and checkpointing.keep_top_k:
+        works = near(divisors(save_period), loop.val_period)
+        yield (
+            "checkpointing.save_period",
+            f"{save_period} is no multiple of {cfg.section}.val_period={loop.val_period}: checkpoints between "
+            f"validations have no {name.partition(':')[2]} to be ranked by; for val_period use {works}",
+        )
+
+
+def _check_name(
+    key: str, name: str, cfg: MetricNames, loop: LoopConfig, free_prefixes: Collection[str]
+) -> Iterator[tuple[str, str]]:
+    prefix, _, metric = name.partition(":")
+    if prefix == "val" and loop.val_period == 0:
+        yield key, f"{name} needs validation; set {cfg.section}.val_period above 0, or {key.rpartition('.')[2]}=null"
+        return
+    available = cfg.val_metrics if prefix == "val" else cfg.train_metrics
+    if metric in available or metric.partition("/")[0] in free_prefixes:
+        return
+    more = ""
+    if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
+        more = f" ({cfg.section}.val_num_generations_per_prompt decides on pass_at_k)"
+    nearest = nearest_key(metric, sorted(available))
+    fix = f"did you mean {prefix}:{nearest}?" if nearest else f"there are: {', '.join(sorted(available))}"
+    yield key, f"no run with this configuration produces {name}{more}; {fix}"
+
+
+def divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def near(values: list[int], wanted: int) -> str:
+    """At most six of the increasing `values`, those nearest to `wanted`."""
+    nearest = sorted(sorted(values, key=lambda value: abs(value - wanted))[:6])
+    return ", ".join(str(value) for value in nearest)

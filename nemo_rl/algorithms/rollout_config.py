@@ -1,0 +1,175 @@
+"""Configuration of what algorithms that sample share: the rollouts, the rewards, and the sections of such a run."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from nemo_rl.algorithms.loop_config import LoopConfig
+from nemo_rl.algorithms.metric_names import rollout_validation
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.data.config import DataConfig
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import EnvSection
+from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
+
+
+class RewardShapingConfig(StrictModel):
+    """Penalties for long answers (DAPO, ProRL)."""
+
+    enabled: bool = False
+    """Shape rewards."""
+
+    overlong_buffer_length: int = Field(default=128, ge=1)
+    """Tokens before `max_response_length` over which the penalty grows (DAPO)."""
+
+    overlong_buffer_penalty: float = Field(default=1.0, ge=0)
+    """Penalty at `max_response_length` (DAPO)."""
+
+    max_response_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
+    """Response tokens at which the whole penalty applies (DAPO)."""
+
+    stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
+    """Factor on the rewards of truncated samples (ProRL), in place of the DAPO penalty; null: off."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.enabled and self.overlong_buffer_length > self.max_response_length:
+            yield (
+                "overlong_buffer_length",
+                f"{self.overlong_buffer_length} is more than max_response_length={self.max_response_length}",
+            )
+
+
+class RewardScalingConfig(StrictModel):
+    """Linear map of rewards: clamped to the source range, then mapped to the target range."""
+
+    enabled: bool = False
+    """Scale rewards."""
+
+    source_min: float = 0.0
+    """Smallest reward expected; smaller ones count as this."""
+
+    source_max: float = 1.0
+    """Largest reward expected; larger ones count as this."""
+
+    target_min: float = 0.0
+    """What `source_min` becomes."""
+
+    target_max: float = 1.0
+    """What `source_max` becomes."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        for side in ("source", "target"):
+            low, high = (self.source_min, self.source_max) if side == "source" else (self.target_min, self.target_max)
+            if low >= high:
+                yield f"{side}_max", f"must be above {side}_min={low} (got {high})"
+
+
+class RolloutConfig(LoopConfig):
+    """Rollouts of a step and of a validation."""
+
+    num_prompts_per_step: int = Field(default=32, ge=1)
+    """Prompts of one step."""
+
+    num_generations_per_prompt: int = Field(default=16, ge=1)
+    """Samples of each prompt."""
+
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Turns of a sample with its environment."""
+
+    max_failed_sample_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The run stops when more than this fraction of a step's samples failed in the environment or the engine."""
+
+    env_step_timeout_s: float = Field(default=300.0, gt=0)
+    """Time limit for one step of an environment; past it the sample counts as failed."""
+
+    max_val_samples: int = Field(default=256, ge=1)
+    """Prompts of a validation at most."""
+
+    val_batch_size: int = Field(default=256, ge=1)
+    """Prompts of a validation batch."""
+
+    val_num_generations_per_prompt: int = Field(default=1, ge=1)
+    """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
+
+    @property
+    def num_samples_per_step(self) -> int:
+        return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompts of a generation batch."""
+        return self.num_prompts_per_step
+
+    @property
+    def val_k_values(self) -> list[int]:
+        """The k of pass@k and best-of-k in validation: powers of two, and all samples; none with one sample."""
+        num_samples = self.val_num_generations_per_prompt
+        if num_samples == 1:
+            return []
+        return sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+
+
+class ScoredRolloutConfig(RolloutConfig):
+    """Rollouts whose rewards train the policy: scaling, shaping, filtering."""
+
+    overlong_filtering: bool = False
+    """Truncated samples get no gradient; their rewards still enter the baseline."""
+
+    reward_shaping: RewardShapingConfig
+    """Penalties for long answers."""
+
+    reward_scaling: RewardScalingConfig = RewardScalingConfig()
+    """Linear map of rewards."""
+
+
+class RolloutMasterConfig(StrictModel):
+    """A whole run of an algorithm that samples. `section` is the name of its own section."""
+
+    section: ClassVar[str]
+
+    policy: RolloutPolicyConfig
+    """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
+
+    data: DataConfig
+    """Prompts: training and validation datasets, and how a row becomes a prompt."""
+
+    env: EnvSection
+    """Environments that answer and reward samples, by name."""
+
+    logger: LoggerConfig = LoggerConfig()
+    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
+
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """Checkpoints: where, when, which are kept."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    not_yet: ClassVar = (
+        NotYet("data_plane", switched_off),
+        NotYet("on_policy_distillation", switched_off),
+        NotYet("reward_penalties", one_of({}, None)),
+        NotYet("async_rl", one_of({}, None)),
+        NotYet("env.should_use_nemo_gym", one_of(False, None)),
+        NotYet("env.should_log_nemo_gym_responses", anything),
+    )
+
+    @property
+    @abstractmethod
+    def rollout(self) -> RolloutConfig:
+        """The algorithm's own section."""
+
+    @property
+    @abstractmethod
+    def train_metrics(self) -> frozenset[str]:
+        """What its steps report under `train/`, as far as the configuration decides it."""
+
+    @property
+    def val_metrics(self) -> frozenset[str]:
+        """What its validations report under `validation/`."""
+        return rollout_validation(self.rollout)
