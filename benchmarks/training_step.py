@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.types import (
     BatchPlan,
     GroupHandle,
@@ -135,13 +135,6 @@ def make_worker(args: argparse.Namespace, path: Path, **changes: object) -> DTen
         "max_total_sequence_length": args.max_length,
         "precision": "float32",
         "optimizer": OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": LEARNING_RATE}),
-        "generation": GenerationConfig(
-            max_new_tokens=16,
-            val_temperature=1.0,
-            val_top_p=1.0,
-            val_top_k=None,
-            vllm_cfg=VllmConfig(precision="float32", max_model_len=args.max_length),
-        ),
     }
     worker = DTensorPolicyWorker(
         PolicyConfig(**{**settings, **changes}),  # type: ignore[arg-type]
@@ -183,7 +176,7 @@ def worker_step(worker: DTensorPolicyWorker, plan: BatchPlan, groups: list[Rollo
 
     def step() -> float:
         worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
-        return worker.train(loss).losses[0]
+        return worker.train(loss, Logprobs()).losses[0]
 
     return step
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.rollouts.collector import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import Written
@@ -52,8 +53,8 @@ class FakePolicy:
         self.calls.append("load")
         self.plans.append(plan)
 
-    def compute_logprobs(self) -> None:
-        self.calls.append("logprobs")
+    def compute(self, task: HeadTask, column: str) -> None:
+        self.calls.append({"prev_logprobs": "logprobs"}.get(column, column))
 
     def compute_reference_logprobs(self) -> None:
         self.calls.append("reference")
@@ -65,7 +66,7 @@ class FakePolicy:
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         self.calls.append("token_advantages")
 
-    def train(self, loss_fn: LossFunction) -> TrainResult:
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         self.calls.append("train")
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]
 

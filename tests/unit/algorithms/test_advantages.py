@@ -203,9 +203,14 @@ def test_kl_in_reward_by_hand():
     token_advantages = KLInReward(loss_cfg, eps=1e-6)
     nan = float("nan")
     mask = torch.tensor([0.0, 1.0, 1.0])
-    adjusted = token_advantages.adjust(
-        torch.full((3,), 1.0), torch.tensor([nan, -1.0, -2.0]), torch.tensor([nan, -1.5, -1.0]), mask
-    )
+    columns = {
+        "advantages": torch.full((3,), 1.0),
+        "prev_logprobs": torch.tensor([nan, -1.0, -2.0]),
+        "reference_policy_logprobs": torch.tensor([nan, -1.5, -1.0]),
+    }
+    changed = token_advantages.adjust(columns, mask)
+    assert list(changed) == ["advantages"]
+    adjusted = changed["advantages"]
     assert adjusted.tolist() == pytest.approx([0.0, 1.0 - 0.5 * (0.5 - 1.0), 1.0 + 0.5])  # k1: logprob - reference
     whitened = token_advantages.finish(adjusted, mask, token_advantages.sums(adjusted, mask))
     assert whitened.tolist() == pytest.approx([0.0, -math.sqrt(0.5), math.sqrt(0.5)], rel=1e-4)

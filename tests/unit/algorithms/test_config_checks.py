@@ -12,7 +12,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.metrics import rollout_metrics, validation_metrics
 from nemo_rl.algorithms.preflight import check_metric_name
 from nemo_rl.algorithms.rollout_batch import Batching, packing_metrics, plan_batch
-from nemo_rl.types import GroupHandle, LossInputs, SampleMeta, SampleStatus
+from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 
 
@@ -61,7 +61,7 @@ def test_a_metric_of_experts_may_be_named_and_is_refused_for_a_dense_model() -> 
 
 def test_loss_metrics() -> None:
     ones = torch.ones(1, 3)
-    inputs = LossInputs(
+    inputs = PolicyGradientInputs(
         input_ids=torch.zeros(1, 3, dtype=torch.int64),
         token_mask=ones,
         sample_mask=torch.ones(1),

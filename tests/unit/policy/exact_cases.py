@@ -22,6 +22,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_model import row_layout, trainable
 from nemo_rl.models.policy.row_layout import RowLayout
 from nemo_rl.models.policy.weight_loading import hf_name
@@ -289,7 +290,7 @@ class Bench:
     def logprobs(self, case: Case, batching: dict[str, Any], rollouts: Rollouts) -> dict[str, torch.Tensor]:
         """Logprobs of the samples of this rank, by sample."""
         self._load(self._set_up(case, batching), rollouts)
-        self.worker.compute_logprobs()
+        self.worker.compute(Logprobs(), "prev_logprobs")
         return {row.sample_id: _scored(row) for row in self.worker.rows.values()}
 
     def step(
@@ -308,13 +309,13 @@ class Bench:
             worker.layout = change_rows(worker.layout)
         logprobs = {}
         if case.samples_per_step < NUM_SAMPLES or loss.use_kl_in_reward:
-            worker.compute_logprobs()
+            worker.compute(Logprobs(), "prev_logprobs")
             logprobs = {row.sample_id: _scored(row) for row in worker.rows.values()}
         if loss.reference_policy_kl_penalty:
             worker.compute_reference_logprobs()
         if loss.use_kl_in_reward:
             worker.set_token_advantages(KLInReward(loss, eps=1e-6))
-        result = worker.train(case.loss_fn if loss_fn is None else loss_fn)
+        result = worker.train(case.loss_fn if loss_fn is None else loss_fn, Logprobs())
         assert isinstance(worker.optimizer, RecordingSGD)
         return Outcome(
             losses=result.losses,
@@ -333,7 +334,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _scored(row: Any) -> torch.Tensor:
-    return torch.where(row.token_mask, row.prev_logprobs, 0.0)
+    return torch.where(row.token_mask, row.columns["prev_logprobs"], 0.0)
 
 
 # -- how far apart

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
-from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.export import export_weights
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 
@@ -65,11 +65,7 @@ def policy_config(**changes: Any) -> PolicyConfig:
         "logprob_chunk_size": 5,
         "optimizer": OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.1}),
         "dtensor_cfg": DTensorConfig(),
-        "generation": GenerationConfig(
-            max_new_tokens=16, val_temperature=1.0, val_top_p=1.0, val_top_k=None,
-            vllm_cfg=VllmConfig(precision="float32", max_model_len=64),
-        ),
-    }  # fmt: skip
+    }
     return PolicyConfig(**{**settings, **changes})
 
 
@@ -143,8 +139,7 @@ def logprobs_of(worker: DTensorPolicyWorker) -> dict[str, tuple[torch.Tensor, to
     """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
     found = {}
     for row in worker.rows.values():
-        assert row.prev_logprobs is not None and row.reference_policy_logprobs is not None
-        found[row.sample_id] = (row.prev_logprobs, row.reference_policy_logprobs)
+        found[row.sample_id] = (row.columns["prev_logprobs"], row.columns["reference_policy_logprobs"])
     return found
 
 
@@ -160,8 +155,8 @@ class Step:
 def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
     worker = make_worker(path, config)
     load_step(worker, config)
-    worker.compute_logprobs()
+    worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
     logprobs = logprobs_of(worker)
-    result = worker.train(ClippedPGLoss(LOSS))
+    result = worker.train(ClippedPGLoss(LOSS), Logprobs())
     return Step(result=result, weights=whole_weights(worker), logprobs=logprobs)

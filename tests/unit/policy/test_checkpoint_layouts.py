@@ -14,6 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import VOCAB, save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
@@ -34,9 +35,9 @@ def config_of(layout: dict[str, Any]) -> PolicyConfig:
 
 def train_once(worker: DTensorPolicyWorker) -> TrainResult:
     load_step(worker, worker.config)
-    worker.compute_logprobs()
+    worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    return worker.train(ClippedPGLoss(LOSS))
+    return worker.train(ClippedPGLoss(LOSS), Logprobs())
 
 
 def finish(worker: DTensorPolicyWorker) -> None:

@@ -19,7 +19,7 @@ from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.parallelize import load_config
 from nemo_rl.models.policy.row_layout import RowLayout
 from nemo_rl.models.policy.token_filter import filter_logits
-from nemo_rl.types import LossInputs, LossMetrics
+from nemo_rl.types import LossMetrics, PolicyGradientInputs
 from tests.unit.policy.exact_cases import (
     ADVANTAGES,
     BATCHINGS,
@@ -278,7 +278,7 @@ def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[
     mask = pad([torch.from_numpy(sample.token_mask) for sample in samples], width).double()
     sample_mask = torch.tensor(masks_of(handles)).double().flatten()
     logprobs = pad(scored, width)
-    inputs = LossInputs(
+    inputs = PolicyGradientInputs(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         token_mask=mask,
         sample_mask=sample_mask,
@@ -316,11 +316,13 @@ def test_one_rank_computes_what_transformers_does_sample_by_sample(llama: Path) 
 class ByOwnCount:
     """Divides by the tokens of its micro-batch, as a mean over means does."""
 
+    inputs_type = PolicyGradientInputs
+
     def __init__(self, case: Case) -> None:
         self.loss_fn = case.loss_fn
 
     def __call__(
-        self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor
+        self, logprobs: torch.Tensor, inputs: PolicyGradientInputs, seqs: torch.Tensor, toks: torch.Tensor
     ) -> tuple[torch.Tensor, LossMetrics]:
         return self.loss_fn(logprobs, inputs, seqs, (inputs.token_mask * inputs.sample_mask[:, None]).sum())
 
@@ -328,8 +330,8 @@ class ByOwnCount:
 class OneSegment(RowLayout):
     """Packed sequences see those before them."""
 
-    def build(self, sequences: Any, *, width: int | None = None) -> ModelBatch:
-        batch = super().build(sequences, width=width)
+    def build(self, sequences: Any, columns: Any = None) -> ModelBatch:
+        batch = super().build(sequences, columns)
         return replace(batch, segments=Segments.of([batch.input_ids.shape[1]]))
 
 

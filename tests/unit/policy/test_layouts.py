@@ -20,6 +20,7 @@ from nemo_rl.models.policy.config import (
     PolicyConfig,
     SequencePackingConfig,
 )
+from nemo_rl.models.policy.head_tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
 from tests.unit.policy.steps import (
     Step,
@@ -214,7 +215,7 @@ def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of
     def on_rank(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         worker = make_worker(alone.path(family), config)
         load_step(worker, config)
-        worker.compute_logprobs()
+        worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         return logprobs_of(worker)
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.linear_logprobs import (
     LogitTransform,
     OutputHead,
@@ -331,7 +332,7 @@ def plain_logprobs(model: PreTrainedModel, batch: ModelBatch, temperature: float
     """From the model's own logits; `batch` is padded."""
     logits = model(input_ids=batch.input_ids, use_cache=False).logits / temperature
     logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
-    scored = torch.zeros(batch.shape).index_put((batch.rows, batch.columns), torch.ones(len(batch.rows)))
+    scored = torch.zeros(batch.shape).index_put((batch.rows, batch.positions), torch.ones(len(batch.rows)))
     return torch.cat([torch.zeros(batch.shape[0], 1), logprobs], dim=1) * scored
 
 
@@ -343,7 +344,7 @@ def test_a_models_logprobs_and_gradients_are_those_of_its_own_logits(tied, paddi
     want = plain_logprobs(plain, batch_of(11, 17, 5, padding_free=False), 0.7)
     (want * want.detach()).sum().backward()
     model = LogprobModel(hf, temperature=0.7, chunk_tokens=4)
-    got = model(batch_of(11, 17, 5, padding_free=padding_free))
+    got = model(batch_of(11, 17, 5, padding_free=padding_free), Logprobs())
     (got * got.detach()).sum().backward()
     assert got.shape == (3, 17) and got.dtype == torch.float32
     assert (got - want).abs().max() < 2e-6
@@ -354,7 +355,7 @@ def test_a_models_logprobs_and_gradients_are_those_of_its_own_logits(tied, paddi
 
 def test_a_batch_without_scored_tokens_gives_zeros_and_gradients_of_zero():
     hf = small_model("qwen2")
-    logprobs = LogprobModel(hf)(batch_of(4, 6, mask=0.0))
+    logprobs = LogprobModel(hf)(batch_of(4, 6, mask=0.0), Logprobs())
     assert torch.equal(logprobs, torch.zeros(2, 6))
     logprobs.sum().backward()
     for name, parameter in hf.named_parameters():
@@ -366,8 +367,9 @@ def test_unfiltered_logprobs_leave_out_top_k_and_top_p_but_not_the_temperature()
     with torch.no_grad():
         filtered = LogprobModel(hf, temperature=0.7, top_k=3, top_p=0.5)
         plain = LogprobModel(hf, temperature=0.7)
-        assert torch.equal(filtered(batch, filtered=False), plain(batch))
-        assert (filtered(batch) >= plain(batch)).all() and (filtered(batch) > plain(batch)).any()
+        assert torch.equal(filtered(batch, Logprobs(filtered=False)), plain(batch, Logprobs()))
+        got, want = filtered(batch, Logprobs()), plain(batch, Logprobs())
+        assert (got >= want).all() and (got > want).any()
 
 
 HEADS = {
@@ -389,7 +391,7 @@ def test_what_a_family_does_to_its_logits_is_done_to_tiles(family):
         for parameter in hf.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
         states = hf.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-        got = LogprobModel(hf, temperature=0.7).score(states, batch)
+        got = LogprobModel(hf, temperature=0.7).score(states, batch, Logprobs())
         assert (got - plain_logprobs(hf, batch, 0.7)).abs().max() < 2e-6
 
 
@@ -418,7 +420,7 @@ def test_a_head_sharded_over_tensor_parallel_ranks_gives_whole_gradients():
         hf = small_model("qwen2", tie_word_embeddings=False)
         hf.lm_head.weight = torch.nn.Parameter(distribute_tensor(hf.lm_head.weight.detach(), mesh, [Shard(0)]))
         model = LogprobModel(hf, temperature=0.7, tensor=mesh)
-        logprobs = model(batch_of(11, 17))
+        logprobs = model(batch_of(11, 17), Logprobs())
         logprobs.sum().backward()
         grads = {name: parameter.grad for name, parameter in hf.named_parameters()}
         return logprobs.detach(), {
@@ -426,7 +428,7 @@ def test_a_head_sharded_over_tensor_parallel_ranks_gives_whole_gradients():
         }
 
     whole = small_model("qwen2", tie_word_embeddings=False)
-    want = LogprobModel(whole, temperature=0.7)(batch_of(11, 17))
+    want = LogprobModel(whole, temperature=0.7)(batch_of(11, 17), Logprobs())
     want.sum().backward()
     for logprobs, grads in run_world(rank_main, 2):
         assert (logprobs - want).abs().max() < 2e-6
@@ -442,7 +444,7 @@ def test_context_parallel_ranks_add_up_their_parts():
 
     def score(part: ModelBatch, model: LogprobModel) -> tuple[torch.Tensor, torch.Tensor]:
         leaf = states.clone().requires_grad_()
-        logprobs = model.score(leaf, part)
+        logprobs = model.score(leaf, part, Logprobs())
         logprobs.square().sum().backward()
         assert leaf.grad is not None
         return logprobs.detach(), leaf.grad
@@ -455,7 +457,7 @@ def test_context_parallel_ranks_add_up_their_parts():
             states=batch.states[here],
             targets=batch.targets[here],
             rows=batch.rows[here],
-            columns=batch.columns[here],
+            positions=batch.positions[here],
         )
         return score(part, LogprobModel(model.hf, context=mesh))
 
@@ -480,12 +482,12 @@ def test_fsdp_keeps_the_tied_head_gathered_until_it_is_used_again(dtype, toleran
         for module in (*model.hf.model.layers, model):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        logprobs = model(halves[rank])
+        logprobs = model(halves[rank], Logprobs())
         logprobs.sum().backward()
         return logprobs.detach(), {name: p.grad.full_tensor() for name, p in model.hf.named_parameters()}
 
     whole = small_model("qwen2", tie_word_embeddings=True)
-    want = [LogprobModel(whole, temperature=0.7)(half) for half in halves]
+    want = [LogprobModel(whole, temperature=0.7)(half, Logprobs()) for half in halves]
     torch.cat([logprobs.flatten() for logprobs in want]).sum().backward()
     for (logprobs, grads), reference in zip(run_world(rank_main, 2), want, strict=True):
         assert_close(logprobs, reference.detach(), tolerance)

@@ -17,6 +17,7 @@ from nemo_rl.distributed.pack_layout import Segment
 from nemo_rl.distributed.weight_transfer import WeightReceiver, attach_buffer
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.layout_checks import check_layout
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
@@ -121,16 +122,16 @@ def assert_reference_of_the_start(llama: Path, config: PolicyConfig) -> None:
     def logprobs(rank: int, world: int) -> list[Any]:
         worker = make_worker(llama, config)
         load_step(worker, config)
-        worker.compute_logprobs()
-        seen = [row.prev_logprobs for row in worker.rows.values()]
+        worker.compute(Logprobs(), "prev_logprobs")
+        seen = [row.columns["prev_logprobs"] for row in worker.rows.values()]
         for _ in range(2):
             load_step(worker, config)
             worker.compute_reference_logprobs()
-            seen += [row.reference_policy_logprobs for row in worker.rows.values()]
-            worker.compute_logprobs()
-            worker.train(ClippedPGLoss(LOSS))
-        worker.compute_logprobs()
-        seen += [row.prev_logprobs for row in worker.rows.values()]
+            seen += [row.columns["reference_policy_logprobs"] for row in worker.rows.values()]
+            worker.compute(Logprobs(), "prev_logprobs")
+            worker.train(ClippedPGLoss(LOSS), Logprobs())
+        worker.compute(Logprobs(), "prev_logprobs")
+        seen += [row.columns["prev_logprobs"] for row in worker.rows.values()]
         return seen
 
     seen = run_world(logprobs, 1)[0]
@@ -239,6 +240,6 @@ def test_base_weights_and_adapters_sent_apart_make_the_merged_weights(llama: Pat
 
 def train(worker: DTensorPolicyWorker, config: PolicyConfig) -> TrainResult:
     load_step(worker, config)
-    worker.compute_logprobs()
+    worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    return worker.train(ClippedPGLoss(LOSS))
+    return worker.train(ClippedPGLoss(LOSS), Logprobs())

@@ -33,6 +33,7 @@ from transformers import (
 
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.pipeline import (
@@ -112,11 +113,11 @@ def in_one_process(model: PreTrainedModel, batches: list[ModelBatch]) -> Outcome
     whole = LogprobModel(model, **SAMPLING)
     losses = {}
     for number, batch in enumerate(batches):
-        loss = loss_of(number, whole(batch))
+        loss = loss_of(number, whole(batch, Logprobs()))
         loss.backward()
         losses[number] = loss.item()
     with torch.no_grad():
-        logprobs = [whole(batch, filtered=False) for batch in batches]
+        logprobs = [whole(batch, Logprobs(filtered=False)) for batch in batches]
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return Outcome(losses, grads, logprobs)
 
@@ -159,7 +160,7 @@ def outcome_of(runner: PipelineRunner, stages: list[PipelineStageModel], batches
         losses[number] = value.item()
         return value
 
-    runner.train(batches, loss)
+    runner.train(batches, loss, Logprobs())
     grads = {}
     for stage in stages:
         for name, parameter in stage.hf.named_parameters():
@@ -167,7 +168,7 @@ def outcome_of(runner: PipelineRunner, stages: list[PipelineStageModel], batches
             grad = parameter.grad
             grads[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
             parameter.grad = None  # before the next forward pass, which may leave gathered parameters in the module
-    return Outcome(losses, grads, list(runner.logprobs(batches, filtered=False)))
+    return Outcome(losses, grads, list(runner.forward(batches, Logprobs(filtered=False))))
 
 
 def assert_equal(parts: list[Outcome], whole: Outcome) -> None:
@@ -191,27 +192,30 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)]
 )
 def test_two_pipeline_ranks_give_the_losses_logprobs_and_gradients_of_one_process(family):
     model = whole_model(family)
-    # 5 is no multiple for the interleaved schedule, 1 is less than there are stages
-    steps = [batches_of(1, 4), batches_of(2, 4, packed=False), batches_of(3, 5), batches_of(4, 1), batches_of(5, 4)]
-    steps = steps if family == "llama" else steps[:2]
+    # 1 is less than there are stages; the interleaved schedule takes rounds of 2
+    even = [batches_of(1, 4), batches_of(2, 4, packed=False), batches_of(3, 6), batches_of(4, 2)]
+    uneven = [batches_of(3, 5), batches_of(4, 1), batches_of(5, 4)]
+    steps = {schedule: even if schedule == "interleaved_1f1b" else even[:2] + uneven for schedule, _ in SCHEDULES}
+    steps = steps if family == "llama" else dict.fromkeys(steps, even[:2])
 
     def rank_main(rank: int, world: int) -> list[Outcome]:
         outcomes = []
         for schedule, stages_per_rank in SCHEDULES:
             runner, stages = runner_of(copy.deepcopy(model), 2, schedule, stages_per_rank)
-            outcomes += [outcome_of(runner, stages, batches) for batches in steps]
+            outcomes += [outcome_of(runner, stages, batches) for batches in steps[schedule]]
         return outcomes
 
     ranks = run_world(rank_main, 2)
-    wanted = [in_one_process(copy.deepcopy(model), batches) for batches in steps]
-    for parts, whole in zip(zip(*ranks, strict=True), wanted * len(SCHEDULES), strict=True):
+    wanted = [in_one_process(copy.deepcopy(model), batches) for each in steps.values() for batches in each]
+    for parts, whole in zip(zip(*ranks, strict=True), wanted, strict=True):
         assert_equal(list(parts), whole)
 
 
 @pytest.mark.parametrize(("schedule", "stages_per_rank"), SCHEDULES)
 def test_sharded_stages_reduce_gradients_once(schedule, stages_per_rank):
     model = whole_model("llama")
-    steps = [(batches_of(1, 4), batches_of(2, 4)), (batches_of(3, 3), batches_of(4, 3))]  # per data rank
+    fewer = 2 if schedule == "interleaved_1f1b" else 3
+    steps = [(batches_of(1, 4), batches_of(2, 4)), (batches_of(3, fewer), batches_of(4, fewer))]  # per data rank
 
     def rank_main(rank: int, world: int) -> list[Outcome]:
         runner, stages = runner_of(copy.deepcopy(model), 2, schedule, stages_per_rank)
@@ -232,8 +236,8 @@ def test_gradients_add_up_over_calls():
 
     def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
         runner, stages = runner_of(copy.deepcopy(model), 2, "1f1b", 1)
-        runner.train(first, loss_of)
-        runner.train(second, loss_of)
+        runner.train(first, loss_of, Logprobs())
+        runner.train(second, loss_of, Logprobs())
         return {name: p.grad.full_tensor() for name, p in stages[0].hf.named_parameters()}
 
     ranks = run_world(rank_main, 4)
@@ -268,7 +272,7 @@ def test_a_stage_without_trained_parameters_hands_gradients_on():
 
     def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
         runner, stages = runner_of(copy.deepcopy(model), 4, "1f1b", 1)
-        runner.train(batches, loss_of)
+        runner.train(batches, loss_of, Logprobs())
         return {name: p.grad for name, p in stages[0].hf.named_parameters() if p.grad is not None}
 
     ranks = run_world(rank_main, 4)
@@ -297,7 +301,7 @@ def test_a_step_gathers_and_reduces_each_group_of_parameters_once(schedule, stag
         parts = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
         groups = sum(len(state._fsdp_param_groups) for part in parts for state in [part._get_fsdp_state()])
         with CollectiveCount() as count:
-            runner.train(batches_of(1, 6), loss_of)
+            runner.train(batches_of(1, 6), loss_of, Logprobs())
         return groups, count.calls["_allgather_base_"], count.calls["_reduce_scatter_base_"]
 
     for groups, gathers, reductions in run_world(rank_main, 4):
@@ -323,11 +327,11 @@ def test_messages_are_freed_during_the_step():
         counted = CountedHandOver(32, torch.float32, torch.device("cpu"))
         counted.alive, counted.most = [], 0
         runner.hand_over = counted
-        runner.train(batches_of(1, 12), loss_of)
+        runner.train(batches_of(1, 12), loss_of, Logprobs())
         most, counted.most = counted.most, 0
         gc.collect()
         left = sum(not one.expired() for one in counted.alive)
-        list(runner.logprobs(batches_of(1, 12), filtered=True))
+        list(runner.forward(batches_of(1, 12), Logprobs()))
         return most, left, counted.most
 
     for most, left, most_of_logprobs in run_world(rank_main, 2):
@@ -412,7 +416,7 @@ def test_another_dtype_than_the_next_stage_expects_ends_the_step():
     def rank_main(rank: int, world: int) -> None:
         runner, _ = runner_of(whole_model("llama"), 2, "1f1b", 1)
         runner.hand_over = HandOver(32, torch.bfloat16, torch.device("cpu"))
-        list(runner.logprobs(batches_of(1, 2), filtered=True))
+        list(runner.forward(batches_of(1, 2), Logprobs()))
 
     with pytest.raises(AssertionError):
         run_world(rank_main, 2)

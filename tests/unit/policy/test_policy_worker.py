@@ -14,6 +14,7 @@ from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_model import DTYPES, trainable
 from nemo_rl.types import (
     LossInputs,
@@ -68,18 +69,21 @@ def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_poli
         config = policy_config()
         worker = make_worker(model_path, config)
         load_step(worker, config)
-        worker.compute_logprobs()
+        worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        before = max((r.prev_logprobs - r.reference_policy_logprobs).abs().max().item() for r in worker.rows.values())
-        first = next(iter(worker.rows.values())).reference_policy_logprobs.clone()
-        worker.train(ClippedPGLoss(LOSS))
-        worker.compute_logprobs()
+        before = max(
+            (r.columns["prev_logprobs"] - r.columns["reference_policy_logprobs"]).abs().max().item()
+            for r in worker.rows.values()
+        )
+        first = next(iter(worker.rows.values())).columns["reference_policy_logprobs"].clone()
+        worker.train(ClippedPGLoss(LOSS), Logprobs())
+        worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         row = next(iter(worker.rows.values()))
         return (
             before,
-            (row.reference_policy_logprobs - first).abs().max().item(),
-            (row.prev_logprobs - first).abs().max().item(),
+            (row.columns["reference_policy_logprobs"] - first).abs().max().item(),
+            (row.columns["prev_logprobs"] - first).abs().max().item(),
         )
 
     for before, reference_moved, policy_moved in run_world(rank_main, 2):
@@ -94,9 +98,9 @@ def test_one_optimizer_step_needs_no_pass_of_its_own_for_the_previous_logprobs(m
         worker = make_worker(model_path, config)
         load_step(worker, config)
         if score:
-            worker.compute_logprobs()
+            worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        return worker.train(ClippedPGLoss(LOSS))
+        return worker.train(ClippedPGLoss(LOSS), Logprobs())
 
     scored = run_world(lambda rank, world: rank_main(rank, world, score=True), 1)[0]
     unscored = run_world(lambda rank, world: rank_main(rank, world, score=False), 1)[0]
@@ -122,6 +126,8 @@ def test_mixed_and_pure_bfloat16_train_like_float32_to_their_precision(model_pat
 class NanLoss:
     """Not finite for samples with token 7 anywhere."""
 
+    inputs_type = LossInputs
+
     def __call__(self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor) -> Any:
         bad = (inputs.input_ids == 7).any() * float("nan") if (inputs.input_ids == 7).any() else torch.zeros(())
         return logprobs.sum() / toks + bad, {}
@@ -129,6 +135,8 @@ class NanLoss:
 
 class NanOnRankZero:
     """Not finite in every micro-batch of rank 0, fine elsewhere."""
+
+    inputs_type = LossInputs
 
     def __call__(self, logprobs: torch.Tensor, inputs: LossInputs, seqs: torch.Tensor, toks: torch.Tensor) -> Any:
         return logprobs.sum() / toks + (float("nan") if dist.get_rank() == 0 else 0.0), {}
@@ -139,8 +147,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all_ranks_after_the_same_ste
         config = policy_config(nonfinite_action="stop", train_micro_batch_size=1, train_global_batch_size=4)
         worker = make_worker(model_path, config)
         load_step(worker, config)
-        worker.compute_logprobs()
-        return worker.train(NanOnRankZero())
+        worker.compute(Logprobs(), "prev_logprobs")
+        return worker.train(NanOnRankZero(), Logprobs())
 
     first, second = run_world(rank_main, 2, timeout=40)
     assert len(first.losses) == len(second.losses) == 1, "of four optimizer steps"
@@ -154,7 +162,7 @@ def test_a_loss_that_is_not_finite_changes_nothing_and_names_its_samples(model_p
         worker = make_worker(model_path, config)
         load_step(worker, config)
         before = [p.to_local().clone() for p in trainable(worker.stages)]
-        result = worker.train(NanLoss())
+        result = worker.train(NanLoss(), Logprobs())
         same = all(torch.equal(a, b.to_local()) for a, b in zip(before, trainable(worker.stages), strict=True))
         return result, same
 
@@ -171,9 +179,11 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path):
         config = policy_config()
         worker = make_worker(model_path, config)
         load_step(worker, config)
-        worker.compute_logprobs()
+        worker.compute(Logprobs(), "prev_logprobs")
         for row in worker.rows.values():
-            row.generation_logprobs = row.prev_logprobs + (2.0 if row.sample_id == "0/1" else 0.01) * row.token_mask
+            row.columns["generation_logprobs"] = (
+                row.columns["prev_logprobs"] + (2.0 if row.sample_id == "0/1" else 0.01) * row.token_mask
+            )
         report = worker.mask_mismatched(1.5)
         return report, [row.sample_id for row in worker.rows.values() if row.mask == 0.0]
 
@@ -200,9 +210,9 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
 
     def train_once(worker: DTensorPolicyWorker, rank: int, world: int) -> TrainResult:
         load_step(worker, config)
-        worker.compute_logprobs()
+        worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
-        return worker.train(ClippedPGLoss(LOSS))
+        return worker.train(ClippedPGLoss(LOSS), Logprobs())
 
     def weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
         return whole_weights(worker)

@@ -19,6 +19,7 @@ from nemo_rl.models.policy.config import (
     SequencePackingConfig,
 )
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
@@ -64,9 +65,9 @@ def config_of(settings: dict[str, Any], **changes: Any) -> PolicyConfig:
 
 def train_once(worker: DTensorPolicyWorker) -> TrainResult:
     load_step(worker, worker.config)
-    worker.compute_logprobs()
+    worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()
-    return worker.train(ClippedPGLoss(LOSS))
+    return worker.train(ClippedPGLoss(LOSS), Logprobs())
 
 
 def goes_on(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path) -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -30,7 +29,7 @@ def test_padding_free_rows_hold_the_sequences_end_to_end():
     assert batch.segments.query_offsets.dtype == torch.int32
     assert batch.states.tolist() == [1, 4]  # token 0 of the last sequence is predicted by nothing
     assert batch.targets.tolist() == [7, 10]
-    assert (batch.rows.tolist(), batch.columns.tolist()) == ([0, 2], [2, 1])
+    assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 2], [2, 1])
     assert batch.shape == (3, 3)
 
 
@@ -47,16 +46,6 @@ def test_padded_rows_hold_one_sequence_each_and_need_no_segments():
 def test_a_full_row_has_no_segment_of_padding():
     batch = RowLayout(padding_free=True, divisible_by=3).build(THREE)
     assert batch.segments is not None and batch.segments.query_lengths == (3, 1, 2)
-
-
-@pytest.mark.parametrize("padding_free", [True, False])
-def test_the_width_can_be_set_but_not_below_what_the_sequences_need(padding_free):
-    layout = RowLayout(padding_free=padding_free, divisible_by=2)
-    assert layout.build(THREE, width=12).input_ids.shape == (1 if padding_free else 3, 12)
-    needed = layout.width([3, 1, 2])
-    assert needed == (6 if padding_free else 4)
-    with pytest.raises(ValueError, match=f"need a row of {needed} tokens"):
-        layout.build(THREE, width=needed - 2)
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
@@ -83,11 +72,11 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence
     padding_free=st.booleans(),
     divisible_by=st.sampled_from([1, 2, 3, 8]),
     size=st.sampled_from([1, 2, 3, 4]),
-    extra=st.sampled_from([0, 6]),
+    own_states=st.booleans(),
     data=st.data(),
 )
-def test_every_scored_token_is_predicted_once_by_the_state_before_it(
-    lengths, padding_free, divisible_by, size, extra, data
+def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
+    lengths, padding_free, divisible_by, size, own_states, data
 ):
     masks = [torch.tensor(data.draw(st.lists(st.booleans(), min_size=n, max_size=n))) for n in lengths]
     # An id says where the token stands.
@@ -99,11 +88,16 @@ def test_every_scored_token_is_predicted_once_by_the_state_before_it(
             context_size=size,
             context_rank=rank,
             context_group=dist.ProcessGroup(rank, size) if size > 1 else None,
+            own_states=own_states,
         )
         for rank in range(size)
     ]
-    width = layouts[0].width(lengths) + extra * divisible_by
-    batches = [layout.build(sequences, width=width) for layout in layouts]
+    width = layouts[0].width(lengths)
+    columns = {
+        "one": [ids * 0.5 for ids, _ in sequences],
+        "two": [torch.stack([ids, -ids], dim=1) for ids, _ in sequences],
+    }
+    batches = [layout.build(sequences, columns) for layout in layouts]
     assert {batch.input_ids.shape for batch in batches} == {(1 if padding_free else len(lengths), width)}
 
     seen = []
@@ -111,10 +105,12 @@ def test_every_scored_token_is_predicted_once_by_the_state_before_it(
         ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
         is_token = ids > 0
         assert (positions[is_token] == ids[is_token] % 1000).all()
-        assert (batch.targets == 1000 * (batch.rows + 1) + batch.columns).all()
-        assert (ids[batch.states] == batch.targets - 1).all()
-        seen += list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True))
-    expected = [(i, j) for i, mask in enumerate(masks) for j in range(1, lengths[i]) if mask[j]]
+        assert (batch.targets == 1000 * (batch.rows + 1) + batch.positions).all()
+        assert (ids[batch.states] == batch.targets - (0 if own_states else 1)).all()
+        assert (batch.columns["one"] == batch.targets * 0.5).all()
+        assert (batch.columns["two"] == torch.stack([batch.targets, -batch.targets], dim=1)).all()
+        seen += list(zip(batch.rows.tolist(), batch.positions.tolist(), strict=True))
+    expected = [(i, j) for i, mask in enumerate(masks) for j in range(0 if own_states else 1, lengths[i]) if mask[j]]
     assert sorted(seen) == expected
     tokens = torch.cat([batch.input_ids.flatten() for batch in batches])
     assert sorted(tokens[tokens > 0].tolist()) == sorted(torch.cat([ids for ids, _ in sequences]).tolist())

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.types import SamplingParams, TrainResult
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, policy_config
@@ -42,14 +43,14 @@ def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, A
     steps = []
     for _ in range(2):
         load_step(worker, config)
-        worker.compute_logprobs()
+        worker.compute(Logprobs(), "prev_logprobs")
         worker.compute_reference_logprobs()
         if use_gpu:
             torch.cuda.set_sync_debug_mode("error")  # the micro-batch loop waits for the device nowhere
-            batches = worker._model_batches([list(worker.rows.values())[:2]] * 3)
-            worker.runner.train(batches, lambda number, logprobs: logprobs.sum() * 0.0)
+            batches = worker._model_batches([list(worker.rows.values())[:2]] * 3, Logprobs())
+            worker.runner.train(batches, lambda number, logprobs: logprobs.sum() * 0.0, Logprobs())
             torch.cuda.set_sync_debug_mode("default")
-        steps.append(worker.train(ClippedPGLoss(LOSS)))
+        steps.append(worker.train(ClippedPGLoss(LOSS), Logprobs()))
         if use_gpu:
             worker.offload()
             free = torch.cuda.memory_allocated()

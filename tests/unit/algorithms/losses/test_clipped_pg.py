@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.loss_metrics import reduce_micro_batches
-from nemo_rl.types import LossInputs, LossMetrics
+from nemo_rl.types import LossMetrics, PolicyGradientInputs
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -58,7 +58,7 @@ def config(name: str) -> ClippedPGLossConfig:
     return ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": 0.1} | SWITCHES[name])
 
 
-def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, LossInputs]:
+def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, PolicyGradientInputs]:
     """Ragged rows with a gap in the middle (an environment turn), one row masked out if there are three or more."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -74,7 +74,7 @@ def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, L
     sample_mask = torch.ones(num_rows)
     if num_rows >= 3:
         sample_mask[1] = 0.0
-    inputs = LossInputs(
+    inputs = PolicyGradientInputs(
         input_ids=torch.zeros(num_rows, length, dtype=torch.int64),
         token_mask=token_mask,
         sample_mask=sample_mask,
@@ -86,17 +86,19 @@ def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, L
     return (prev + noise(0.4)).requires_grad_(), inputs
 
 
-def counts(inputs: LossInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def counts(inputs: PolicyGradientInputs) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs.sample_mask.sum(), (inputs.token_mask * inputs.sample_mask[:, None]).sum()
 
 
-def one_row(curr: list[float], prev: list[float], advantage: float, **changes: list[float]) -> tuple[Any, LossInputs]:
+def one_row(
+    curr: list[float], prev: list[float], advantage: float, **changes: list[float]
+) -> tuple[Any, PolicyGradientInputs]:
     """Probabilities of the tokens of one row, all valid."""
 
     def log(probs: list[float]) -> torch.Tensor:
         return torch.tensor([probs]).log()
 
-    inputs = LossInputs(
+    inputs = PolicyGradientInputs(
         input_ids=torch.zeros(1, len(curr), dtype=torch.int64),
         token_mask=torch.ones(1, len(curr)),
         sample_mask=torch.ones(1),
@@ -108,7 +110,7 @@ def one_row(curr: list[float], prev: list[float], advantage: float, **changes: l
     return log(curr).requires_grad_(), inputs
 
 
-def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: LossInputs) -> torch.Tensor:
+def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: PolicyGradientInputs) -> torch.Tensor:
     """Every formula with scalars, one token at a time; nothing shared with the implementation."""
     rows = [r for r in range(len(curr)) if x.sample_mask[r] > 0]
     tokens = {r: [t for t in range(curr.shape[1]) if x.token_mask[r, t] > 0] for r in rows}
@@ -215,7 +217,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
                 return values[rows]
             return torch.nn.functional.pad(values[rows], (0, extra_padding))
 
-        part = LossInputs(**{f.name: piece(getattr(inputs, f.name)) for f in fields(inputs)})
+        part = PolicyGradientInputs(**{f.name: piece(getattr(inputs, f.name)) for f in fields(inputs)})
         value, part_metrics = loss_fn(piece(logprobs), part, *counts(inputs))
         parts.append(value)
         metrics.append(part_metrics)
@@ -230,7 +232,7 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
 def test_the_order_of_samples_does_not_matter(name: str, order: list[int], seed: int):
     loss_fn = ClippedPGLoss(config(name))
     logprobs, inputs = random_batch(5, 8, seed)
-    permuted = LossInputs(**{f.name: getattr(inputs, f.name)[order] for f in fields(inputs)})
+    permuted = PolicyGradientInputs(**{f.name: getattr(inputs, f.name)[order] for f in fields(inputs)})
     (grad,) = torch.autograd.grad(loss_fn(logprobs, inputs, *counts(inputs))[0], logprobs)
     (permuted_grad,) = torch.autograd.grad(loss_fn(logprobs[order], permuted, *counts(inputs))[0], logprobs)
     torch.testing.assert_close(permuted_grad, grad, rtol=1e-6, atol=1e-7)
@@ -272,7 +274,9 @@ def test_values_equal_trl_loss_types(loss_type: str, switches: dict[str, Any]):
 NO_KL = {"reference_policy_kl_penalty": 0.0}
 
 
-def run(cfg: dict[str, Any], logprobs: torch.Tensor, inputs: LossInputs) -> tuple[float, list[float], dict[str, float]]:
+def run(
+    cfg: dict[str, Any], logprobs: torch.Tensor, inputs: PolicyGradientInputs
+) -> tuple[float, list[float], dict[str, float]]:
     loss, metrics = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))(logprobs, inputs, *counts(inputs))
     (grad,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
