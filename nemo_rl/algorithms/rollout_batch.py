@@ -48,19 +48,20 @@ class FixedSize:
 class PaddedTokens:
     """Dynamic batching: samples of similar lengths, number x padded length of the longest at most `tokens`.
 
-    Lengths are padded to a multiple of `length_round`, but not beyond `tokens`.
+    Lengths are padded to a multiple of `length_round`, but not beyond `tokens`, of pairs half of them.
     """
 
     tokens: int
     length_round: int
     section: ClassVar = "dynamic_batching"
 
-    def _padded_length(self, length: int) -> int:
-        return min(round_up(length, self.length_round), self.tokens)
+    def _padded_length(self, sample: PlannedSample) -> int:
+        room = max(self.tokens // len(sample.lengths), sample.longest)
+        return min(round_up(sample.longest, self.length_round), room)
 
     def tokens_of(self, sample: PlannedSample) -> int:
         """Tokens that the sample takes among no longer ones."""
-        return len(sample.lengths) * self._padded_length(sample.longest)
+        return len(sample.lengths) * self._padded_length(sample)
 
     def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
         """Samples of each micro-batch, of lengths that do not increase: each takes as many as the budget allows.
@@ -82,7 +83,7 @@ class PaddedTokens:
 
     def padded_tokens(self, micro_batch: MicroBatch) -> int:
         """Tokens of the micro-batch when it is right-padded."""
-        return _num_sequences(micro_batch) * self._padded_length(_longest(micro_batch))
+        return _num_sequences(micro_batch) * max(self._padded_length(sample) for sample in micro_batch)
 
     def capacity(self, micro_batch: MicroBatch) -> int:
         """Tokens that there is room for."""
@@ -398,7 +399,9 @@ def _check_budgets(policy: PolicyConfig, sequences_per_sample: int) -> Iterator[
         section, needed = "sequence_packing", round_up(needed, _chunks(policy))
     needed *= sequences_per_sample
     what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
-    for name, tokens in zip(("train_mb_tokens", "logprob_mb_tokens"), token_budgets(policy, sequences_per_sample), strict=True):
+    for name, tokens in zip(
+        ("train_mb_tokens", "logprob_mb_tokens"), token_budgets(policy, sequences_per_sample), strict=True
+    ):
         if tokens < needed:
             yield (
                 f"{section}.{name}",

@@ -16,11 +16,13 @@ from nemo_rl.algorithms.rollout_batch import (
     check_batching,
     packing_metrics,
     plan_batch,
+    plan_samples,
     token_imbalance,
 )
 from nemo_rl.data.packing import PackingAlgorithm, round_up
-from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, SampleMeta, SampleStatus
+from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.microbatches import RowKey, keys_of
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 
 LONGEST = 99
@@ -76,28 +78,64 @@ def long_tailed(number: int, longest: int, seed: int) -> list[int]:
     return drawn.clip(1, longest).astype(int).tolist()
 
 
-BATCHINGS = st.one_of(
-    st.builds(fixed, st.integers(1, 7), st.integers(1, 7)),
-    st.builds(padded, st.integers(LONGEST, 400), st.integers(LONGEST, 400), st.sampled_from([1, 8, 64])),
-    st.builds(
-        packed,
-        st.integers(LONGEST + 5, 400),
-        st.integers(LONGEST + 5, 400),
-        st.sampled_from([1, 4]),
-        st.sampled_from([algorithm.value for algorithm in PackingAlgorithm]),
-    ),
-)
+def batchings(sequences_per_sample: int) -> st.SearchStrategy[Batching]:
+    """All ways, with room for a sample of the longest sequences."""
+    longest, most = sequences_per_sample * LONGEST, sequences_per_sample * 400
+    budgets = st.integers(longest, most), st.integers(longest, most)
+    packed_budgets = st.integers(longest + 10, most), st.integers(longest + 10, most)
+    return st.one_of(
+        st.builds(fixed, st.integers(1, 7), st.integers(1, 7)),
+        st.builds(padded, *budgets, st.sampled_from([1, 8, 64])),
+        st.builds(
+            packed,
+            *packed_budgets,
+            st.sampled_from([1, 4]),
+            st.sampled_from([algorithm.value for algorithm in PackingAlgorithm]),
+        ),
+    )
 
 
 def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch) -> None:
     assert batch, "no dummy work"
-    longest = max(sample.length for sample in batch)
+    sequences = [length for sample in batch for length in sample.lengths]
     if isinstance(rule, FixedSize):
         assert len(batch) <= rule.samples
     elif isinstance(rule, PaddedTokens):
-        assert len(batch) * min(round_up(longest, rule.length_round), rule.tokens) <= rule.tokens
+        most = rule.tokens * len(batch) // len(sequences)  # what a sequence may take where no second sample is
+        assert len(sequences) * min(round_up(max(sequences), rule.length_round), most) <= rule.tokens
+        assert len(sequences) * max(sequences) <= rule.tokens
     else:
-        assert sum(round_up(sample.length, rule.length_multiple) for sample in batch) <= rule.tokens
+        assert sum(round_up(length, rule.length_multiple) for length in sequences) <= rule.tokens
+
+
+def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching, **layout: int) -> None:
+    """Every sample on one rank, in its optimizer step, in micro-batches that have room and are equally many."""
+    multiple, global_batch = layout["micro_batch_multiple"], layout["global_batch_size"]
+    order = {sample: number for number, sample in enumerate(samples)}
+    trained = [s for rank in plan.ranks for step in rank.train for mb in step for s in mb]
+    assert len(plan.ranks) == layout["num_ranks"]
+    assert sorted(trained, key=order.__getitem__) == samples
+    for rank in plan.ranks:
+        assert len(rank.train) == len(samples) // global_batch
+        mine = {s for step in rank.train for mb in step for s in mb}
+        scored = [s for mb in rank.logprobs for s in mb]
+        assert len(scored) == len(mine) and set(scored) == mine
+        assert len(rank.logprobs) == len(plan.ranks[0].logprobs) and len(rank.logprobs) % multiple == 0
+        for batch in rank.logprobs:
+            check_room(batching.logprobs, batch)
+        for number, step in enumerate(rank.train):
+            assert len(step) == len(plan.ranks[0].train[number]), "ranks enter the same collectives"
+            assert len(step) % multiple == 0
+            assert all(order[s] // global_batch == number for mb in step for s in mb)
+            for batch in step:
+                check_room(batching.train, batch)
+        for micro_batches in (*rank.train, rank.logprobs):
+            by_cost = isinstance(batching.train, PackedTokens)
+            keys = [batching.cost(mb) if by_cost else max(s.longest for s in mb) for mb in micro_batches]
+            assert keys == sorted(keys, reverse=True), "ranks wait for each other: the costliest first, on all of them"
+    metrics = packing_metrics(plan, batching)
+    assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
+    assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
 
 
 @settings(deadline=None, max_examples=150)
@@ -106,7 +144,7 @@ def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch)
     multiple=st.sampled_from([1, 1, 2, 4]),
     per_rank=st.integers(1, 5),
     num_steps=st.integers(1, 3),
-    batching=BATCHINGS,
+    batching=batchings(1),
     data=st.data(),
 )
 def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
@@ -119,29 +157,65 @@ def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
     plan = plan_of(lengths, batching, **layout)
     assert plan == plan_of(lengths, batching, **layout)
     assert plan.groups == [f"ref{i}" for i in range(num_samples)]
-    trained = [s.group for rank in plan.ranks for step in rank.train for mb in step for s in mb]
-    assert sorted(trained) == list(range(num_samples))
+    samples = [PlannedSample(group=i, index=0, lengths=(n,), advantage=i, mask=1.0) for i, n in enumerate(lengths)]
+    check_plan(plan, samples, batching, **layout)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    ranks=st.sampled_from([1, 2, 3, 4]),
+    multiple=st.sampled_from([1, 1, 2]),
+    per_rank=st.integers(1, 5),
+    num_steps=st.integers(1, 2),
+    batching=batchings(2),
+    data=st.data(),
+)
+def test_the_sequences_of_a_pair_are_neighbours_in_one_micro_batch(
+    ranks, multiple, per_rank, num_steps, batching, data
+):
+    global_batch = ranks * multiple * per_rank
+    num_pairs = global_batch * num_steps
+    one = st.integers(2, LONGEST)
+    pairs = data.draw(st.lists(st.tuples(one, one), min_size=num_pairs, max_size=num_pairs))
+    samples = [
+        PlannedSample(group=number // 3, index=2 * (number % 3), lengths=pair, advantage=0.0, mask=1.0)
+        for number, pair in enumerate(pairs)
+    ]
+    layout = {"num_ranks": ranks, "global_batch_size": global_batch, "micro_batch_multiple": multiple}
+    refs = [f"ref{number}" for number in range(-(-num_pairs // 3))]
+    plan = plan_samples(samples, refs, batching=batching, **layout)
+    assert plan.groups == refs
+    check_plan(plan, samples, batching, **layout)
+
+    rows: list[RowKey] = []
     for rank in plan.ranks:
-        assert len(rank.train) == num_steps
-        mine = sorted(s.group for step in rank.train for mb in step for s in mb)
-        assert mine == sorted(s.group for mb in rank.logprobs for s in mb)
-        assert len(rank.logprobs) == len(plan.ranks[0].logprobs) and len(rank.logprobs) % multiple == 0
-        for batch in rank.logprobs:
-            check_room(batching.logprobs, batch)
-        for number, step in enumerate(rank.train):
-            assert len(step) == len(plan.ranks[0].train[number]), "ranks enter the same collectives"
-            assert len(step) % multiple == 0
-            assert all(number * global_batch <= s.group < (number + 1) * global_batch for mb in step for s in mb)
-            assert all(s.advantage == s.group and s.length == lengths[s.group] for mb in step for s in mb)
-            for batch in step:
-                check_room(batching.train, batch)
-        for micro_batches in (*rank.train, rank.logprobs):
-            by_cost = isinstance(batching.train, PackedTokens)
-            keys = [batching.cost(mb) if by_cost else max(s.length for s in mb) for mb in micro_batches]
-            assert keys == sorted(keys, reverse=True), "ranks wait for each other: the costliest first, on all of them"
-    metrics = packing_metrics(plan, batching)
-    assert 0 < metrics["packing/fill"] <= 1 and 0 <= metrics["packing/padding_fraction"] < 1
-    assert metrics["packing/wait_imbalance"] >= metrics["packing/work_imbalance"] - 1e-9 >= 1 - 2e-9
+        for batch in (batch for step in rank.train for batch in step):
+            keys = [key for planned in batch for key in keys_of(planned)]
+            assert all(first[0] == second[0] for first, second in zip(keys[::2], keys[1::2], strict=True))
+            assert all(second[1] == first[1] + 1 for first, second in zip(keys[::2], keys[1::2], strict=True))
+            rows += keys
+    assert sorted(rows) == sorted((s.group, i) for s in samples for i in (s.index, s.index + 1)), "each once"
+
+
+def test_a_pair_takes_the_room_of_two_sequences_of_its_longest():
+    pairs = [(60, 20), (50, 49), (30, 30), (10, 8)]
+    samples = [PlannedSample(group=0, index=2 * i, lengths=p, advantage=0.0, mask=1.0) for i, p in enumerate(pairs)]
+    layout = {"num_ranks": 1, "global_batch_size": 4}
+    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(128, 192, 64), **layout)) == (
+        [1, 1, 1, 1],
+        [1, 1, 1, 1],
+    )
+    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(240, 360), **layout)) == ([2, 2], [3, 1])
+    assert sizes_of(plan_samples(samples, ["ref"], batching=fixed(2, 4), **layout)) == ([2, 2], [4])
+    # Rounded up, the longest pair would take 128 tokens; there is no smaller budget that would do for its length.
+    assert sizes_of(plan_samples(samples, ["ref"], batching=padded(120, 120, 64), **layout))[0] == [1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"a sample of 80 tokens.*policy\.dynamic_batching\.train_mb_tokens.* 120"):
+        plan_samples(samples, ["ref"], batching=padded(119, 120), **layout)
+
+
+def sizes_of(plan: BatchPlan) -> tuple[list[int], list[int]]:
+    (rank,) = plan.ranks
+    return [len(batch) for batch in rank.train[0]], [len(batch) for batch in rank.logprobs]
 
 
 def test_fixed_sizes_share_lengths_evenly_and_neighbours_share_micro_batches():
@@ -206,9 +280,9 @@ def test_a_sample_longer_than_any_micro_batch_is_refused_with_its_key():
         plan_of([99, 10], packed(120, 99, length_multiple=4), num_ranks=1, global_batch_size=2)
 
 
-def policy(**changes: Any) -> PolicyConfig:
+def policy(**changes: Any) -> RolloutPolicyConfig:
     """Of the minimal run, with some sections or values replaced."""
-    return PolicyConfig.model_validate(build().policy.model_dump() | changes)
+    return RolloutPolicyConfig.model_validate(build().policy.model_dump() | changes)
 
 
 def test_batching_of_a_policy():
