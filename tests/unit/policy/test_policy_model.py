@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
@@ -63,7 +64,7 @@ def test_logprobs_and_gradients_equal_hugging_face(tmp_path, family, world_size,
         data = mesh.sizes.data_parallel
         rows = list(range(len(LENGTHS)))[mesh.data_rank * 4 // data : (mesh.data_rank + 1) * 4 // data]
         layout = row_layout(policy_config(), stage.hf.config, mesh)
-        logprobs = stage(layout.build([sequences()[row] for row in rows]))
+        logprobs = stage(layout.build([sequences()[row] for row in rows]), Logprobs())
         logprobs.sum().backward()
         grads = {name: full_tensor(p.grad) for name, p in named_tensors(stage.hf) if p.grad is not None}
         return logprobs.detach(), rows, grads, sum(p.to_local().numel() for p in stage.parameters())
