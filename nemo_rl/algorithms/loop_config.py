@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from pydantic import Field
 
 from nemo_rl.config.base import StrictModel
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 
 
 class EarlyStoppingConfig(StrictModel):
@@ -62,3 +65,18 @@ class LoopConfig(StrictModel):
     def validates(self) -> bool:
         """Whether the run ever validates."""
         return self.val_period > 0 or self.val_at_start or self.val_at_end
+
+
+class RunConfig(StrictModel):
+    """The sections that every run has. `section` is the name of the algorithm's own."""
+
+    section: ClassVar[str]
+
+    logger: LoggerConfig = LoggerConfig()
+    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
+
+    checkpointing: CheckpointingConfig = CheckpointingConfig()
+    """Checkpoints: where, when, which are kept."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Machines: how many nodes, and how many GPUs or CPU workers of each."""

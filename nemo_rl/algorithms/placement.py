@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
 from nemo_rl.algorithms.rollout_batch import token_budgets
+from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
@@ -16,7 +16,7 @@ CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 LABEL_WIDTH = 19
 
 
-def describe_placement(cfg: GRPOMasterConfig) -> str:
+def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Text for people: each rank's node and device, and how a step's samples are shared out."""
     return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *_rank_lines(cfg)])
 
@@ -25,13 +25,13 @@ def _labelled(title: str, rows: dict[str, str]) -> list[str]:
     return [title, *(f"  {name:<{LABEL_WIDTH}}{text}" for name, text in rows.items())]
 
 
-def _batch_lines(cfg: GRPOMasterConfig) -> list[str]:
+def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
     policy = cfg.policy
     num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
-    samples = cfg.grpo.num_samples_per_step
+    samples = cfg.rollout.num_samples_per_step
     per_rank = policy.train_global_batch_size // num_ranks
     rows = {
-        "samples": f"{samples} = {cfg.grpo.num_prompts_per_step} prompts x {cfg.grpo.num_generations_per_prompt}",
+        "samples": f"{samples} = {cfg.rollout.num_prompts_per_step} prompts x {cfg.rollout.num_generations_per_prompt}",
         "optimizer steps": f"{samples // policy.train_global_batch_size} of {policy.train_global_batch_size} samples",
         "per data rank": f"{samples // num_ranks} samples, {per_rank} in each optimizer step",
     }
@@ -52,7 +52,7 @@ def _batch_lines(cfg: GRPOMasterConfig) -> list[str]:
     return _labelled("one step:", rows)
 
 
-def _layout_lines(cfg: GRPOMasterConfig) -> list[str]:
+def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     cluster, settings = cfg.cluster, cfg.policy.dtensor_cfg
     sizes = ParallelSizes.of(settings, cluster.num_workers)
     device = "GPU" if cluster.use_gpus else "CPU worker"
@@ -77,7 +77,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _rank_lines(cfg: GRPOMasterConfig) -> list[str]:
+def _rank_lines(cfg: RolloutMasterConfig) -> list[str]:
     cluster = cfg.cluster
     per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sizes = ParallelSizes.of(cfg.policy.dtensor_cfg, cluster.num_workers)
@@ -97,7 +97,7 @@ def _rank_lines(cfg: GRPOMasterConfig) -> list[str]:
 
 
 def check_hardware(
-    cfg: GRPOMasterConfig, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
+    cfg: RolloutMasterConfig, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
     """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
 

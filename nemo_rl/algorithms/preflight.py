@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.data.dataloader import PromptDataset
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.checkpoint_metadata import DamagedTensorsError, check_checkpoint_fits
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lora import apply_lora
 from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
@@ -35,16 +36,16 @@ logger = logging.getLogger(__name__)
 NUM_TRIED_PROMPTS = 32
 
 
-def check_environments(config: GRPOMasterConfig, data: DataSetup) -> None:
+def check_environments(config: RolloutMasterConfig, data: DataSetup) -> None:
     """Whether the class of every environment that is used can be imported."""
     for name in sorted(set(data.task_to_env.values())):
         find_env_class(config.env[name].type)
 
 
-def check_optimizer(config: GRPOMasterConfig) -> None:
+def check_optimizer(policy: PolicyConfig) -> None:
     """Whether optimizer and scheduler can be made, on one small parameter."""
-    optimizer = build_optimizer(config.policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    build_scheduler(config.policy.scheduler, optimizer)
+    optimizer = build_optimizer(policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    build_scheduler(policy.scheduler, optimizer)
 
 
 def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) -> None:
@@ -90,7 +91,7 @@ def check_metric_name(config: CheckpointingConfig, model: PretrainedConfig) -> N
         )
 
 
-def check_saved_weights(config: GRPOMasterConfig, model: PretrainedConfig) -> None:
+def check_saved_weights(checkpointing: CheckpointingConfig, policy: PolicyConfig, model: PretrainedConfig) -> None:
     """Whether the weights of the newest checkpoint are those that this run trains, by their headers.
 
     Damaged ones are left to the resuming run, which falls back to an older checkpoint.
@@ -98,12 +99,12 @@ def check_saved_weights(config: GRPOMasterConfig, model: PretrainedConfig) -> No
     Raises:
         CheckpointError: with the missing, the unexpected and the differently shaped tensors.
     """
-    latest = CheckpointManager(config.checkpointing).latest_finished() if config.checkpointing.enabled else None
+    latest = CheckpointManager(checkpointing).latest_finished() if checkpointing.enabled else None
     if latest is None:
         return
     weights, _ = CheckpointManager.get_resume_paths(latest)
     assert weights is not None
-    lora_cfg = config.policy.dtensor_cfg.lora_cfg
+    lora_cfg = policy.dtensor_cfg.lora_cfg
     hf = build_on_meta(copy.deepcopy(model), torch.float32)
     if lora_cfg.enabled:
         apply_lora(hf, lora_cfg)

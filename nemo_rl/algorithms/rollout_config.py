@@ -8,14 +8,12 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from nemo_rl.algorithms.loop_config import LoopConfig
+from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
 from nemo_rl.algorithms.metric_names import rollout_validation
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection
 from nemo_rl.models.policy.config import RolloutPolicyConfig
-from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 
 
 class RewardShapingConfig(StrictModel):
@@ -127,10 +125,8 @@ class ScoredRolloutConfig(RolloutConfig):
     """Linear map of rewards."""
 
 
-class RolloutMasterConfig(StrictModel):
-    """A whole run of an algorithm that samples. `section` is the name of its own section."""
-
-    section: ClassVar[str]
+class RolloutMasterConfig(RunConfig):
+    """A whole run of an algorithm that samples."""
 
     policy: RolloutPolicyConfig
     """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
@@ -140,15 +136,6 @@ class RolloutMasterConfig(StrictModel):
 
     env: EnvSection
     """Environments that answer and reward samples, by name."""
-
-    logger: LoggerConfig = LoggerConfig()
-    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
-
-    checkpointing: CheckpointingConfig = CheckpointingConfig()
-    """Checkpoints: where, when, which are kept."""
-
-    cluster: ClusterConfig = ClusterConfig()
-    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
     not_yet: ClassVar = (
         NotYet("data_plane", switched_off),

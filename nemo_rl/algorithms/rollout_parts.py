@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.data.messages import ObservationRenderer
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def rollout_settings(
-    config: GRPOMasterConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup, environments: Mapping[str, Any]
+    config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup, environments: Mapping[str, Any]
 ) -> RolloutWorkerSettings:
     """`environments`: section of `env` -> actor handle."""
     return RolloutWorkerSettings(
@@ -32,13 +32,13 @@ def rollout_settings(
         decode=partial(decode, tokenizer),
         render=ObservationRenderer(tokenizer),
         connect_environments=partial(
-            connect_environments, environments, data.task_to_env, config.grpo.env_step_timeout_s
+            connect_environments, environments, data.task_to_env, config.rollout.env_step_timeout_s
         ),
         limits=EpisodeLimits(
-            max_turns=config.grpo.max_rollout_turns,
+            max_turns=config.rollout.max_rollout_turns,
             max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
         ),
-        run_seed=config.grpo.seed,
+        run_seed=config.rollout.seed,
     )
 
 
@@ -98,7 +98,7 @@ def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any
 
 
 def sampling_params(
-    config: GRPOMasterConfig, tokenizer: PreTrainedTokenizerFast
+    config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[SamplingParams, SamplingParams]:
     """Sampling in training and in validation. Without `stop_token_ids`, the end-of-sequence token stops."""
     generation = config.policy.generation

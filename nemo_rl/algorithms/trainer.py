@@ -10,11 +10,12 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.loop_config import EarlyStoppingConfig, LoopConfig
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.utils.checkpoint import CheckpointManager, check_identity
 from nemo_rl.utils.checkpoint_save import PendingSave, StateWrite, Written
@@ -41,16 +42,31 @@ class TrainerState:
     total_steps: int = 0
     consumed_samples: int = 0
     total_valid_tokens: int = 0
+    best_validation: float | None = None  # of the metric that early stopping watches
+    validations_without_best: int = 0  # since then
+    stopped_early: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """When the loop does what."""
 
-    num_steps: int
+    num_steps: int | None  # None: until the data ends
     val_period: int
     val_at_start: bool
     val_at_end: bool
+    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
+
+    @classmethod
+    def of(cls, config: LoopConfig, *, num_steps: int | None) -> Schedule:
+        """As the algorithm's section says, for a run of `num_steps`."""
+        return cls(
+            num_steps=num_steps,
+            val_period=config.val_period,
+            val_at_start=config.val_at_start,
+            val_at_end=config.val_at_end,
+            early_stopping=config.early_stopping,
+        )
 
 
 @dataclass(kw_only=True)
@@ -112,13 +128,14 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""
         num_recoveries, failed_at = 0, -1
-        self.tools.console.set_num_steps(self.schedule.num_steps)
+        if self.schedule.num_steps is not None:
+            self.tools.console.set_num_steps(self.schedule.num_steps)
         with self.tools.console, self._save_settled():
             if self.schedule.val_at_start and self.state.total_steps == 0:
                 self._validate()
                 self._log()
             self.deadline.start_iterations()
-            while self.state.total_steps < self.schedule.num_steps:
+            while not (self._is_last_step() or self.state.stopped_early):
                 try:
                     is_last = self._run_step()
                 except WorkerDied as error:
@@ -145,17 +162,22 @@ class Trainer(ABC):
         if self._validation_is_due():
             self._validate()
         out_of_time = self.deadline.check_save()
-        if out_of_time or self._checkpoint_is_due():
+        ends = out_of_time or self.state.stopped_early
+        if ends or self._checkpoint_is_due():
             self._checkpoint()
-        if out_of_time or self._is_last_step():
+        if ends or self._is_last_step():
             self._finish_save()
         self._log()
         self.deadline.mark_iteration()
-        if out_of_time:
+        if self.state.stopped_early:
+            self.tools.console.info(
+                f"{self.schedule.early_stopping.metric_name} is good enough or gets no better: done"
+            )
+        elif out_of_time:
             self.tools.console.info(
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
-        return out_of_time
+        return ends
 
     def _finish_early(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -184,9 +206,26 @@ class Trainer(ABC):
 
     def _validate(self) -> None:
         with self.phase("validation"):
-            self.record("validation", self.validate())
+            metrics = self.validate()
+        self.record("validation", metrics)
         self.validated_at = self.state.total_steps
+        self._watch(metrics)
         self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
+
+    def _watch(self, metrics: Mapping[str, float]) -> None:
+        """Early stopping: whether the run ends with this validation."""
+        settings, state = self.schedule.early_stopping, self.state
+        if settings.metric_name is None:
+            return
+        value = metrics[settings.metric_name.removeprefix("val:")]
+        sign = 1.0 if settings.higher_is_better else -1.0
+        if state.best_validation is None or sign * (value - state.best_validation) > settings.min_delta:
+            state.best_validation, state.validations_without_best = value, 0
+        else:
+            state.validations_without_best += 1
+        is_reached = settings.threshold is not None and sign * (value - settings.threshold) >= 0
+        is_spent = settings.patience is not None and state.validations_without_best >= settings.patience
+        self.state.stopped_early = is_reached or is_spent
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""

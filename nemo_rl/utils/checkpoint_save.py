@@ -4,7 +4,7 @@ start_write(tmp_step_N) -> files written by other processes -> sealed with their
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -35,6 +35,20 @@ class Written:
 
     def finish(self) -> None:
         pass
+
+
+class AllWritten:
+    """Several writes as one."""
+
+    def __init__(self, writes: Sequence[StateWrite]) -> None:
+        self._writes = writes
+
+    def is_done(self) -> bool:
+        return all(write.is_done() for write in self._writes)
+
+    def finish(self) -> None:
+        for write in self._writes:
+            write.finish()
 
 
 class PendingSave:

@@ -1,0 +1,67 @@
+"""The bundles of a run and the workers of its policies, as the configuration wants them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from nemo_rl.algorithms.loop_config import RunConfig
+from nemo_rl.algorithms.model_inputs import ModelInputs
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.types import SamplingParams
+
+
+def start_cluster(config: RunConfig, stack: ExitStack, groups_per_bundle: int) -> RayVirtualCluster:
+    """The bundles of a run: one per GPU, or per CPU worker."""
+    cluster = config.cluster
+    return stack.enter_context(
+        RayVirtualCluster(
+            [cluster.workers_per_node] * cluster.num_nodes,
+            use_gpus=cluster.use_gpus,
+            max_colocated_worker_groups=groups_per_bundle,
+            num_gpus_per_node=cluster.gpus_per_node,
+            name=config.section,
+        )
+    )
+
+
+def start_policy(
+    run: RunConfig,
+    config: PolicyConfig,
+    stack: ExitStack,
+    model: ModelInputs,
+    cluster: RayVirtualCluster,
+    accelerator: Accelerator,
+    *,
+    seed: int,
+    sampling: SamplingParams | None = None,
+    name: str = "policy",
+    init_optimizer: bool = True,
+    init_reference_model: bool = False,
+) -> Policy:
+    """The workers of a policy, of a critic (`value`) or of a teacher, ended with the stack.
+
+    Whoever is on the devices leaves them first. Without `sampling`, logprobs are those of temperature 1.
+    """
+    if accelerator.present is not None:
+        accelerator.release(accelerator.present)
+    policy = Policy(
+        cluster,
+        config,
+        model.tokenizer,
+        accelerator,
+        model_path=model.model_path,
+        sampling=sampling or SamplingParams(max_new_tokens=1),
+        seed=seed,
+        use_gpu=run.cluster.use_gpus,
+        workers_per_node=run.cluster.workers_per_node,
+        timeout_s=run.cluster.worker_timeout_s,
+        name_prefix=name,
+        checkpoint_folder=name,
+        init_optimizer=init_optimizer,
+        init_reference_model=init_reference_model,
+    )
+    stack.callback(policy.shutdown)
+    return policy
