@@ -193,6 +193,19 @@ class RayWorkerGroup:
         self.controller_tensor_bytes += sum(tensor_bytes(result) for result in results.values())
         return [results[ref] for ref in refs]
 
+    def wait_some(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> dict[ray.ObjectRef, Any]:
+        """Results of those calls among `refs` that are done, one at least; the others can be waited for later.
+
+        Raises as `wait`: WorkerHang when none is done in time.
+        """
+        limit = timeout_s if timeout_s is not None else self.timeout_s
+        started = time.monotonic()
+        while not (done := ray.wait(list(refs), num_returns=1, timeout=_POLL_S)[0]):
+            if limit is not None and time.monotonic() - started > limit:
+                raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
+        done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]
+        return dict(zip(done, self.wait(done), strict=True))
+
     def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
         """Whether `wait(refs)` would return, or raise, at once."""
         return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1]

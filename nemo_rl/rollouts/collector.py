@@ -8,8 +8,9 @@ gets handles back. Tokens never reach it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -153,6 +154,10 @@ class RolloutWorker:
         """What was said in one sample, for people."""
         return group.samples[index].messages
 
+    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
+        """What was said in each sample of each group."""
+        return [[sample.messages for sample in group.samples] for group in groups]
+
 
 class RolloutCollector:
     """The controller's side: requests out, handles back.
@@ -200,17 +205,50 @@ class RolloutCollector:
         for _ in range(MAX_RESTARTS):
             try:
                 return self._collect(requests)
-            except WorkerDied as error:
-                if not error.worker.startswith(NAME_PREFIX):
-                    raise
-                logger.warning("%s; it is started again and %d groups replayed", first_line(error), len(requests))
-                self._restart()
             except WorkerError as error:
-                if not error.engine_died or self.restart_generation is None:
-                    raise
-                logger.warning("%s; the engine is started again, %d groups replayed", first_line(error), len(requests))
-                self.use_generation(self.restart_generation())
+                self._recover(error, len(requests))
         return self._collect(requests)
+
+    def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
+        """Play the requests, at most `max_in_flight` of them at a time; what is finished comes as soon as it is."""
+        waiting = iter(requests)
+        again: list[GroupRequest] = []  # those under way when a worker died
+        playing: dict[ray.ObjectRef, GroupRequest] = {}
+        num_restarts = 0  # since a group was last finished
+        with self._accelerator.hold(GENERATION):
+            while True:
+                for request in itertools.islice(
+                    itertools.chain(_emptied(again), waiting), max_in_flight - len(playing)
+                ):
+                    playing[self.group.start_one(0, "collect", request)] = request
+                if not playing:
+                    return
+                try:
+                    finished = self.group.wait_some(list(playing))
+                except WorkerError as error:
+                    if num_restarts == MAX_RESTARTS:
+                        raise
+                    num_restarts += 1
+                    self._recover(error, len(playing))
+                    again, playing = [*playing.values(), *again], {}
+                    continue
+                num_restarts = 0
+                for ref in finished:
+                    del playing[ref]
+                yield list(finished.values())
+
+    def _recover(self, error: WorkerError, num_groups: int) -> None:
+        """Start again what died, so that groups can be played again; raise what that does not help against."""
+        if isinstance(error, WorkerDied):
+            if not error.worker.startswith(NAME_PREFIX):
+                raise error
+            logger.warning("%s; it is started again and %d groups replayed", first_line(error), num_groups)
+            self._restart()
+            return
+        if not error.engine_died or self.restart_generation is None:
+            raise error
+        logger.warning("%s; the engine is started again, %d groups replayed", first_line(error), num_groups)
+        self.use_generation(self.restart_generation())
 
     def _collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         with self._accelerator.hold(GENERATION):
@@ -230,6 +268,15 @@ class RolloutCollector:
         """What was said in one sample of a finished group. The text alone comes back."""
         return self.group.call_one(0, "messages", group.ref, index)
 
+    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+        """What was said in each sample of each group, in one call. The text alone comes back."""
+        return self.group.call_one(0, "conversations", *(group.ref for group in groups))
+
     def shutdown(self) -> None:
         """End the worker."""
         self.group.shutdown()
+
+
+def _emptied(requests: list[GroupRequest]) -> Iterator[GroupRequest]:
+    while requests:
+        yield requests.pop(0)

@@ -39,6 +39,8 @@ class StepResult(Protocol):
     def metadata(self) -> Any: ...
     @property
     def next_stop_strings(self) -> Sequence[str] | None: ...
+    @property
+    def answer(self) -> str | None: ...
 
 
 class EnvStepFn(Protocol):
@@ -102,6 +104,7 @@ async def run_episode(
 
     A turn that hits its token limit still goes to the environment (it may have answered already), then the sample is
     TRUNCATED. An episode that reaches `max_turns` or `max_total_tokens` without the environment ending it is TRUNCATED.
+    The answer of the sample is the one that the environment found in its last turn.
     """
     transcript = _Transcript(
         prompt_tokens(datum["message_log"]),
@@ -111,6 +114,7 @@ async def run_episode(
     if stop_strings := datum.get("stop_strings"):
         sampling = replace(sampling, stop_strings=tuple(stop_strings))
     metadata, reward, weight_version, turn = datum["extra_env_info"], 0.0, -1, 0
+    answer: str | None = None
     status = SampleStatus.TRUNCATED
     while turn < limits.max_turns and len(transcript.token_ids) < limits.max_total_tokens:
         room = limits.max_total_tokens - len(transcript.token_ids)
@@ -123,7 +127,7 @@ async def run_episode(
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
         step = await env_step(transcript.messages, metadata)
         reward += step.reward
-        metadata = step.metadata
+        metadata, answer = step.metadata, step.answer
         if completion.stop_reason is StopReason.LENGTH:
             break
         if step.terminated:
@@ -142,6 +146,7 @@ async def run_episode(
         num_turns=turn,
         reward=reward,
         weight_version=weight_version,
+        answer=answer,
     )
     return _sample(meta, transcript)
 

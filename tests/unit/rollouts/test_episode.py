@@ -34,6 +34,7 @@ class Outcome:
     terminated: bool
     metadata: Any = None
     next_stop_strings: Sequence[str] | None = None
+    answer: str | None = None
     observation: dict[str, str] = field(default_factory=lambda: {"role": "environment", "content": "go on"})
 
 
@@ -103,6 +104,13 @@ def test_turns_alternate_and_only_the_models_tokens_carry_loss():
     assert engine.asked[1][1].stop_strings == ("stop here",)
     assert env.seen[1][1] == "after one"
     assert (sample.meta.reward, sample.meta.num_turns, sample.meta.weight_version) == (0.75, 2, 4)
+
+
+def test_the_answer_found_in_the_last_turn_is_that_of_the_sample():
+    engine = FakeEngine([([10], StopReason.STOP), ([20], StopReason.STOP)])
+    env = FakeEnvironment([Outcome(0.0, False, answer="first"), Outcome(1.0, True, answer="last")])
+    assert play(engine, env).meta.answer == "last"
+    assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([Outcome(1.0, True)])).meta.answer is None
 
 
 def test_a_completion_at_its_token_limit_is_truncated_but_answered():
