@@ -14,7 +14,8 @@ class ExportedTensor:
     """One tensor under its Hugging Face name. Every rank lists the same ones in the same order.
 
     `gather(dtype)` is a collective over all ranks and gives the whole tensor, contiguous, on the rank's device, with
-    floating-point values in `dtype` (None: as they are kept). `adapts` as in `TensorMeta`.
+    floating-point values in `dtype` (None: as they are kept). `adapts` as in `TensorMeta`. `keeps_dtype`: it travels in
+    its own dtype, whatever others are cast to.
     """
 
     name: str
@@ -22,16 +23,19 @@ class ExportedTensor:
     dtype: torch.dtype
     gather: Callable[[torch.dtype | None], torch.Tensor]
     adapts: str | None = None
+    keeps_dtype: bool = False
 
 
-def exported(name: str, tensor: Callable[[], torch.Tensor]) -> ExportedTensor:
+def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
     """The tensor or DTensor that `tensor()` gives, now and at every later gather: parameters move with their module."""
     first = tensor()
 
     def gather(dtype: torch.dtype | None) -> torch.Tensor:
         return gathered(tensor().detach(), dtype)
 
-    return ExportedTensor(name=name, shape=tuple(first.shape), dtype=first.dtype, gather=gather)
+    return ExportedTensor(
+        name=name, shape=tuple(first.shape), dtype=first.dtype, gather=gather, keeps_dtype=keeps_dtype
+    )
 
 
 def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -80,11 +80,10 @@ class WeightSender:
     """Packs the weights of one policy rank, bucket by bucket.
 
     `weights` are the same on every rank, in the same order. Every rank must call `pack` for every bucket: gathering is
-    a collective. One tensor at a time is gathered, and one
-    that spans buckets is gathered once. Through shared memory one rank of each node (`local_rank` 0) copies; through
-    CUDA IPC every rank fills the buffer of its own device. Floating-point tensors are cast to `wire_dtype` (torch's
-    name), a shard before its gather; adapters travel in float32. `bucket_bytes` is an upper limit: small models get
-    smaller buckets.
+    a collective. One tensor at a time is gathered, and one that spans buckets is gathered once. Through shared memory
+    one rank of each node (`local_rank` 0) copies; through CUDA IPC every rank fills the buffer of its own device.
+    Floating-point tensors are cast to `wire_dtype` (torch's name), a shard before its gather, unless they keep their
+    dtype; adapters travel in float32. `bucket_bytes` is an upper limit: small models get smaller buckets.
     """
 
     def __init__(
@@ -166,7 +165,8 @@ class WeightSender:
     def _wire(self, weight: ExportedTensor) -> torch.dtype:
         if weight.adapts is not None:
             return torch.float32
-        return self._wire_dtype if weight.dtype.is_floating_point else weight.dtype
+        is_cast = weight.dtype.is_floating_point and not weight.keeps_dtype
+        return self._wire_dtype if is_cast else weight.dtype
 
     def _advance(self, index: int) -> None:
         before = time.perf_counter()

@@ -89,14 +89,20 @@ def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames)
         assert tensor is not None
         return tensor
 
+    # Models in bfloat16 keep some in float32: the bias that chooses experts moves by less than bfloat16 can tell.
+    is_buffer = attribute in module._buffers
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
-        yield exported(pieces[0][0], current)
+        yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
         return
     whole = _GatheredOnce(current, lambda tensor: names.split(name, tensor))
     for index, (piece_name, shape) in enumerate(pieces):
         yield ExportedTensor(
-            name=piece_name, shape=shape, dtype=current().dtype, gather=whole.piece(index, len(pieces))
+            name=piece_name,
+            shape=shape,
+            dtype=current().dtype,
+            gather=whole.piece(index, len(pieces)),
+            keeps_dtype=is_buffer,
         )
 
 

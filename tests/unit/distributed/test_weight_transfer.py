@@ -166,6 +166,28 @@ def test_everything_arrives(wire_dtype: str, bucket_bytes: int) -> None:
     receiver.close()
 
 
+def test_what_keeps_its_dtype_is_not_cast_for_the_wire() -> None:
+    tensors = {"norm": torch.randn(48), "bias": torch.randn(9) * 1e-4, "embed": torch.randn(700, 6)}
+    sender = WeightSender(
+        [exported(name, lambda name=name: tensors[name], keeps_dtype=name == "bias") for name in tensors],
+        device=CPU,
+        rank=0,
+        local_rank=0,
+        transport="packed_shm",
+        wire_dtype="bfloat16",
+    )
+    assert {meta.name: meta.dtype for meta in sender.metadata()} == {
+        "norm": "bfloat16",
+        "bias": "float32",
+        "embed": "bfloat16",
+    }
+    receiver = receiver_of(sender.describe())
+    own, targets = own_memory(receiver.layout)
+    receiver.begin(1, targets=targets, load=None)
+    transfer(sender, receiver)
+    assert torch.equal(own["bias"], tensors["bias"]) and torch.equal(own["embed"], tensors["embed"].bfloat16())
+
+
 def test_load_function_gets_whole_tensors_of_its_own() -> None:
     tensors = weights()
     sender = sender_of(tensors)

@@ -28,6 +28,7 @@ from transformers import (
 from nemo_rl.models.policy import moe
 from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.expert_parallel import apply_expert_parallel
+from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.parallelize import decoder_layers, materialize, parameters_on_meta, recompute_activations
@@ -263,14 +264,18 @@ def test_routing_weights_stay_in_float32_when_the_model_computes_in_bfloat16(tmp
 
 
 def test_the_bias_that_chooses_experts_stays_in_float32_when_weights_are_kept_in_bfloat16():
-    def rank_main(rank: int, world: int) -> list[torch.dtype]:
+    def rank_main(rank: int, world: int) -> tuple[list[torch.dtype], set[str]]:
         with parameters_on_meta():
             model = AutoModelForCausalLM.from_config(moe_config("deepseek_v3", 4), dtype=torch.bfloat16)
-        apply_expert_parallel(model, ParallelMesh("cpu", ParallelSizes()))
+        mesh = ParallelMesh("cpu", ParallelSizes())
+        apply_expert_parallel(model, mesh)
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-        return [bias.dtype for bias in correction_biases(model)]
+        kept = {weight.name for weight in export_weights([model], mesh, torch.device("cpu")) if weight.keeps_dtype}
+        return [bias.dtype for bias in correction_biases(model)], kept
 
-    assert run_world(rank_main, 1) == [[torch.float32]]
+    dtypes, kept = run_world(rank_main, 1)[0]
+    assert dtypes == [torch.float32]
+    assert kept == {"model.layers.1.mlp.gate.e_score_correction_bias"}, "on its way to generation too"
 
 
 @pytest.mark.gpu
