@@ -5,6 +5,8 @@ The divisor never depends on the micro-batch, so micro-batches and ranks add up 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -46,3 +48,9 @@ def masked_min(values: Tensor, valid: Tensor) -> Tensor:
 def masked_max(values: Tensor, valid: Tensor) -> Tensor:
     """Largest valid value; -inf when there is none."""
     return torch.where(valid, values, -torch.inf).amax()
+
+
+def nan_unless_finite(loss: Tensor, values: Iterable[Tensor]) -> Tensor:
+    """`loss`, or NaN when any of `values` is not finite: a clamp or a saturated function would hide that."""
+    all_finite = torch.stack([torch.isfinite(value).all() for value in values]).all()
+    return loss + torch.where(all_finite, 0.0, torch.nan)

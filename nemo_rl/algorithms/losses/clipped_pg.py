@@ -16,6 +16,7 @@ from nemo_rl.algorithms.losses.aggregate import (
     masked_max,
     masked_min,
     masked_row_mean,
+    nan_unless_finite,
     sequence_mean,
     token_mean,
 )
@@ -84,8 +85,7 @@ class ClippedPGLoss:
             if not cfg.use_kl_in_reward:
                 loss = loss + cfg.reference_policy_kl_penalty * aggregate(kl)
 
-        all_finite = torch.stack([torch.isfinite(values).all() for values in must_be_finite]).all()
-        loss = loss + torch.where(all_finite, 0.0, torch.nan)
+        loss = nan_unless_finite(loss, must_be_finite)
 
         with torch.no_grad():
             metrics = agreement_metrics(prev, gen, mask, global_valid_toks)

@@ -1,0 +1,75 @@
+"""The loss of PPO's value model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.loss_config import ValueLossConfig
+from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
+from nemo_rl.types import LossMetrics, ValueInputs
+
+
+class ValueLoss:
+    """A `nemo_rl.types.LossFunction` of values [B, S]: mean over the loss tokens of the squared error to the return.
+
+    With `value_clip` c, the larger of the squared errors of the value and of the value held within c of the one the
+    sample was scored with (arXiv 2005.12729, section 3; OpenAI Baselines' ppo2): a value that has moved by more than c
+    towards its return gets no gradient.
+
+    Values at masked positions are never looked at; a non-finite one elsewhere makes the loss NaN.
+    """
+
+    inputs_type = ValueInputs
+
+    def __init__(self, cfg: ValueLossConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, values: Tensor, inputs: ValueInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, LossMetrics]:
+        """Metrics: the loss, how often clipping changed it, and the means that `explained_variance` is made of."""
+        assert values.shape == inputs.token_mask.shape, (values.shape, inputs.token_mask.shape)
+        mask = inputs.token_mask * inputs.sample_mask[:, None]
+        values, old, returns = (torch.where(mask > 0, v, 0.0) for v in (values, inputs.values, inputs.returns))
+        error = values - returns
+        squared = error.square()
+        clipped = torch.zeros_like(mask)
+        must_be_finite = [values, returns]
+        if self.cfg.value_clip is not None:
+            held = old + (values - old).clamp(-self.cfg.value_clip, self.cfg.value_clip)
+            squared_held = (held - returns).square()
+            clipped = (squared_held > squared).to(mask.dtype)
+            squared = torch.maximum(squared, squared_held)
+            must_be_finite.append(old)
+        loss = nan_unless_finite(self.cfg.scale * token_mean(squared, mask, global_valid_toks), must_be_finite)
+        metrics = {
+            "loss": loss,
+            "value_loss": loss,
+            "num_valid_samples": inputs.sample_mask.sum(),
+        }
+        for name, of_tokens in {
+            "value_clip_fraction": clipped,
+            "values_mean": values,
+            "returns_mean": returns,
+            "returns_square_mean": returns.square(),
+            "value_error_mean": error,
+            "value_error_square_mean": error.square(),
+        }.items():
+            metrics[name] = token_mean(of_tokens, mask, global_valid_toks)
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+def explained_variance(metrics: Mapping[str, float]) -> float:
+    """1 - variance of (value - return) / variance of the return, from the metrics of a whole optimizer step.
+
+    1: the values are the returns; 0: no better than a constant; 0 too where all returns are equal.
+    """
+    variance = metrics["returns_square_mean"] - metrics["returns_mean"] ** 2
+    left = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
+    # Float32 sums: a difference this small is rounding.
+    if variance <= 1e-6 * metrics["returns_square_mean"]:
+        return 0.0
+    return 1.0 - left / variance
