@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from nemo_rl.types import Example, ExampleGroup, LossInputs, MicroBatch, PlannedSample, RankPlan, RolloutGroup, Sample
@@ -48,7 +49,7 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
             sample = groups[group].samples[index]
             rows[group, index] = Row(
                 sample_id=sample.sample_id,
-                token_ids=torch.from_numpy(sample.token_ids).to(torch.int64, copy=True),
+                token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
                 token_mask=torch.from_numpy(sample.token_mask.copy()),
                 mask=planned.mask,
                 columns=_first_columns(sample, planned),
@@ -73,11 +74,23 @@ def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     return out
 
 
-def scored_sequences(rows: Sequence[Row], *, last_token_only: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(token ids, mask of the tokens to score) of each row, as a `RowLayout` takes them."""
+def scored_sequences(
+    rows: Sequence[Row], *, last_token_only: bool, pad_token_id: int | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(token ids, mask of the tokens to score) of each row, as a `RowLayout` takes them.
+
+    `last_token_only`: the last one that is not `pad_token_id`, which is where the classifiers of transformers look;
+    it matters where sequences end with the token that is also used for padding.
+    """
     if not last_token_only:
         return [(row.token_ids, row.token_mask) for row in rows]
-    return [(row.token_ids, torch.arange(len(row.token_ids)) == len(row.token_ids) - 1) for row in rows]
+    scored = []
+    for row in rows:
+        last = torch.zeros(len(row.token_ids), dtype=torch.bool)
+        is_text = row.token_ids != pad_token_id if pad_token_id is not None else torch.ones_like(last)
+        last[int(is_text.nonzero().max()) if is_text.any() else 0] = True
+        scored.append((row.token_ids, last))
+    return scored
 
 
 def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
