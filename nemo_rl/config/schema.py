@@ -60,12 +60,34 @@ class Slot:
         return None
 
     def item(self) -> Slot | None:
-        """The place of an item, when this is a list."""
-        return Slot.of(get_args(self.annotation)[0]) if get_origin(self.annotation) is list else None
+        """The place of an item, when this is a list or may be one."""
+        found = self._container(list)
+        return Slot.of(get_args(found)[0]) if found else None
 
     def mapped(self) -> Slot | None:
-        """The place of a value, when this is a mapping with free keys."""
-        return Slot.of(get_args(self.annotation)[1]) if get_origin(self.annotation) is dict else None
+        """The place of a value, when this is a mapping with free keys or may be one."""
+        found = self._container(dict)
+        return Slot.of(get_args(found)[1]) if found else None
+
+    def _container(self, kind: type) -> Any | None:
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            members = [Slot.of(member).annotation for member in get_args(self.annotation)]
+        else:
+            members = [self.annotation]
+        return next((member for member in members if get_origin(member) is kind), None)
+
+    def names_items(self, value: Any) -> bool:
+        """Whether `value` is a mapping of names to items, where a list of items or a single item may stand as well."""
+        item, mapped = self.item(), self.mapped()
+        model = item.model(value) if item is not None and mapped is not None else None
+        return model is not None and is_mapping_of_sections(value, model)
+
+
+def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
+    """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(name not in model.model_fields and isinstance(entry, dict) for name, entry in value.items())
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ def _sections_at(slot: Slot, value: Any, path: KeyPath) -> Iterator[Section]:
         for index, entry in enumerate(value):
             yield from _sections_at(item, entry, (*path, index))
     elif isinstance(value, dict):
-        if item is not None:  # a single item may stand for a list of one
+        if item is not None and not slot.names_items(value):  # a single item may stand for a list of one
             yield from _sections_at(item, value, path)
         elif mapped is not None:
             for key, entry in value.items():
@@ -143,7 +165,7 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
     if path:
         found[".".join(path)] = None
     item, mapped, model = slot.item(), slot.mapped(), slot.model(value)
-    if item is not None:
+    if item is not None and not slot.names_items(value):
         entry = value[0] if isinstance(value, list) and value else value
         if item.model(entry) is not None:
             _collect_keys(item, entry, path, found)
@@ -161,7 +183,7 @@ def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
     slot, value = Slot.of(model), values
     for position, part in enumerate(path):
         section_model = slot.model(value)
-        if slot.item() is not None:
+        if slot.item() is not None and not slot.names_items(value):
             slot = typing.cast(Slot, slot.item())
             if isinstance(part, int):
                 if not isinstance(value, list) or part >= len(value):

@@ -10,18 +10,23 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
+    """One item for a list of one."""
     return value if value is None or isinstance(value, list) else [value]
 
 
-class DatasetDefaults(StrictModel):
-    """Values for every dataset that does not set them itself."""
+class PromptTexts(StrictModel):
+    """Texts around every row of a dataset."""
 
     prompt_file: str | None = None
     """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
 
     system_prompt_file: str | None = None
     """Text file with the system prompt; null: none."""
+
+
+class DatasetDefaults(PromptTexts):
+    """Values for every dataset that does not set them itself."""
 
     processor: str = "math_hf_data_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into a prompt."""
@@ -30,20 +35,14 @@ class DatasetDefaults(StrictModel):
     """Section of `env` that answers the samples."""
 
 
-class DatasetConfig(StrictModel):
-    """One dataset."""
+class TableConfig(StrictModel):
+    """Where the rows of one dataset come from, and which of them."""
 
     dataset_name: str | None = None
     """Registry name, import path (`pkg.module:Class`), Hugging Face path, or a local JSONL, CSV or Parquet file."""
 
     data_path: str | None = None
     """Local file or Hugging Face path, for dataset classes that take one (`dataset_name: ResponseDataset`)."""
-
-    input_key: str = "input"
-    """Column of the problem."""
-
-    output_key: str = "output"
-    """Column of the expected answer."""
 
     subset: str | None = None
     """Configuration name of a Hugging Face dataset."""
@@ -75,28 +74,34 @@ class DatasetConfig(StrictModel):
     processor: Annotated[str, Derived("${data.default.processor}")]
     """As in `data.default`, for this dataset."""
 
-    env_name: Annotated[str, Derived("${data.default.env_name}")]
-    """As in `data.default`, for this dataset."""
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the table is read as it is needed, and never whole."""
+        return False
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.dataset_name is None and self.data_path is None:
             yield "dataset_name", "name a dataset, e.g. dataset_name: gsm8k, or a file: data_path: my_rows.jsonl"
 
 
-class DataConfig(StrictModel):
-    """Prompts: training and validation datasets, and how a row becomes a prompt."""
+class DatasetConfig(TableConfig):
+    """One dataset of prompts."""
 
-    train: Annotated[list[DatasetConfig], BeforeValidator(_as_list)] = Field(min_length=1)
-    """One dataset, or a list of them, to train on."""
+    input_key: str = "input"
+    """Column of the problem."""
 
-    validation: Annotated[list[DatasetConfig] | None, BeforeValidator(_as_list)] = None
-    """One dataset, or a list of them, to validate on; null: only what `split_validation_size` sets aside."""
+    output_key: str = "output"
+    """Column of the expected answer."""
 
-    default: DatasetDefaults = DatasetDefaults()
-    """Values for every dataset that does not set them itself."""
+    env_name: Annotated[str, Derived("${data.default.env_name}")]
+    """As in `data.default`, for this dataset."""
+
+
+class DataSection(StrictModel):
+    """What every section `data` has."""
 
     max_input_seq_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
-    """Tokens of the longest prompt; a longer one takes no part in the loss."""
+    """Tokens of the longest row; a longer one takes no part in the loss."""
 
     shuffle: bool = True
     """Shuffle the training rows, anew in each epoch."""
@@ -105,6 +110,23 @@ class DataConfig(StrictModel):
         NotYet("use_multiple_dataloader", one_of(False, None)),
         NotYet("num_prompts_per_dataloader", one_of(None)),
         NotYet("custom_dataloader", one_of(None)),
+    )
+
+
+class DataConfig(DataSection):
+    """Prompts: training and validation datasets, and how a row becomes a prompt."""
+
+    train: Annotated[list[DatasetConfig], BeforeValidator(as_list)] = Field(min_length=1)
+    """One dataset, or a list of them, to train on."""
+
+    validation: Annotated[list[DatasetConfig] | None, BeforeValidator(as_list)] = None
+    """One dataset, or a list of them, to validate on; null: only what `split_validation_size` sets aside."""
+
+    default: DatasetDefaults = DatasetDefaults()
+    """Values for every dataset that does not set them itself."""
+
+    not_yet: ClassVar = (
+        *DataSection.not_yet,
         NotYet("num_workers", anything),  # rows are read when their prompt is played, by the rollout worker
         NotYet("add_bos", one_of(None)),
         NotYet("add_eos", one_of(None)),
