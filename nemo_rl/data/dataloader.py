@@ -3,17 +3,73 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
-from nemo_rl.data.interfaces import Rows
+from nemo_rl.data.interfaces import Row, Rows
 from nemo_rl.types import Prompt
 
 MAX_HASHED_ROWS = 10_000
+
+
+class PromptSource(Protocol):
+    """Batches of prompts, epoch after epoch, from a place that can be saved.
+
+    Iterating yields the rest of the current epoch and moves to the next. What was yielded counts as consumed: after
+    each batch, `state_dict` is that of a source whose next batch is the one behind it.
+    """
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the data that are behind us."""
+        ...
+
+    @property
+    def batches_done(self) -> int:
+        """Of the current epoch."""
+        ...
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch; None where only reading all of it would tell."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Prompt]]: ...
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Identity of the data, for checkpoints; JSON-able."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the source is and what decides the order; JSON-able."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state; ValueError when the settings that decide the order are others."""
+        ...
+
+
+def check_same_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raises ValueError, listing the differences, when a setting that decides the order is not what was saved."""
+    differences = [f"{k}: was {saved[k]}, now {v}" for k, v in now.items() if saved[k] != v]
+    if differences:
+        raise ValueError(
+            "the saved place in the data cannot be continued, the data or its order changed: "
+            + "; ".join(differences)
+            + ". Restore these settings, or start a new run in another checkpoint directory"
+        )
+
+
+def rows_digest(rows: Iterator[Row]) -> str:
+    """16 hexadecimal digits over the content of rows, in their order."""
+    digest = xxhash.xxh64()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +115,19 @@ class PromptDataset:
 
 def _identity(part: NamedRows) -> dict[str, Any]:
     count = len(part.rows)
-    digest = xxhash.xxh64()
-    for index in np.linspace(0, count - 1, min(count, MAX_HASHED_ROWS)).round().astype(int):
-        row = part.rows[int(index)]
-        digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode())
-    return {"num_rows": count, "repeat": part.repeat, "hash": digest.hexdigest()}
+    indices = np.linspace(0, count - 1, min(count, MAX_HASHED_ROWS)).round().astype(int)
+    return {
+        "num_rows": count,
+        "repeat": part.repeat,
+        "hash": rows_digest(part.rows[int(index)] for index in indices),
+    }
 
 
 class PromptDataLoader:
-    """Batches of `num_prompts_per_step` prompts. Iterating yields the rest of the current epoch and moves to the next.
+    """The `PromptSource` of data with a length: batches of `num_prompts_per_step` prompts.
 
-    `drop_last` leaves out the incomplete batch at the end of an epoch. What was yielded counts as consumed.
+    `drop_last` leaves out the incomplete batch at the end of an epoch. `size_key` is the key of the configuration that
+    sets the size of a batch, for messages.
 
     Raises:
         ValueError: when the dataset is empty, or smaller than one batch with `drop_last`.
@@ -83,14 +141,15 @@ class PromptDataLoader:
         shuffle: bool = True,
         seed: int = 42,
         drop_last: bool = True,
+        size_key: str = "grpo.num_prompts_per_step",
     ) -> None:
         if len(dataset) == 0:
-            raise ValueError("the dataset is empty: there is no prompt to sample")
+            raise ValueError("the dataset is empty: there is no prompt in it")
         if drop_last and len(dataset) < num_prompts_per_step:
             raise ValueError(
                 f"the training data has {len(dataset)} prompts, fewer than one step takes: set "
-                f"grpo.num_prompts_per_step (now {num_prompts_per_step}) to at most {len(dataset)}, or repeat the "
-                "dataset (data.train.repeat)"
+                f"{size_key} (now {num_prompts_per_step}) to at most {len(dataset)}, or repeat the dataset "
+                "(data.train.repeat)"
             )
         self.dataset = dataset
         self.num_prompts_per_step = num_prompts_per_step
@@ -104,6 +163,11 @@ class PromptDataLoader:
         """Batches in an epoch."""
         full, rest = divmod(len(self.dataset), self.num_prompts_per_step)
         return full if self.drop_last else full + (rest > 0)
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch."""
+        return len(self)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         order = self._order(self.epoch)
@@ -136,13 +200,7 @@ class PromptDataLoader:
         Raises:
             ValueError: when the settings that decide the order are not those of the state; it lists the differences.
         """
-        differences = [f"{k}: was {state[k]}, now {v}" for k, v in self._settings().items() if state[k] != v]
-        if differences:
-            raise ValueError(
-                "the saved place in the data cannot be continued, the data or its order changed: "
-                + "; ".join(differences)
-                + ". Restore these settings, or start a new run in another checkpoint directory"
-            )
+        check_same_order(state, self._settings())
         self.epoch = int(state["epoch"])
         self.batches_done = int(state["batches_done"])
 

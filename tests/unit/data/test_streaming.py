@@ -1,0 +1,186 @@
+import json
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.example_loader import ExampleLoader
+from nemo_rl.data.streaming import NamedStream, StreamedPrompts
+
+
+def counted(size, name="s", repeat=1, read=None):
+    """A stream of `size` rows without states; `read` notes every row that is read."""
+
+    def rows():
+        for i in range(size):
+            if read is not None:
+                read.append(i)
+            yield {"x": i}
+
+    return NamedStream(name=name, task_name="t", open_rows=rows, repeat=repeat)
+
+
+class Resumable:
+    """Rows with states, which notes the rows it reads."""
+
+    def __init__(self, size, read):
+        self.size, self.place, self.read = size, 0, read
+
+    def __iter__(self):
+        while self.place < self.size:
+            self.read.append(self.place)
+            self.place += 1
+            yield {"x": self.place - 1}
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state_dict):
+        self.place = state_dict["place"]
+
+
+def ids(batches):
+    return [[prompt.prompt_id for prompt in batch] for batch in batches]
+
+
+def epochs(source, num_epochs=2):
+    while source.epoch < num_epochs:
+        yield from source
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 8), st.booleans(), st.booleans(), st.booleans(), st.data())
+def test_a_resumed_stream_continues_exactly(batch_size, block, shuffle, drop_last, with_states, data):
+    def fresh():
+        first = counted(10, "a")
+        if with_states:
+            first = NamedStream(name="a", task_name="t", open_rows=lambda: Resumable(10, []))
+        return StreamedPrompts(
+            [first, counted(3, "b", repeat=2)], batch_size, shuffle=shuffle, drop_last=drop_last, shuffle_block=block
+        )
+
+    whole = ids(epochs(fresh()))
+    assert len(whole) == 2 * (16 // batch_size if drop_last else -(-16 // batch_size))
+    stop = data.draw(st.integers(0, len(whole)))
+    first = fresh()
+    assert ids(islice(epochs(first), stop)) == whole[:stop]
+    second = fresh()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert ids(epochs(second)) == whole[stop:]
+
+
+def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
+    source = StreamedPrompts([counted(30, "a"), counted(10, "b")], 5, shuffle_block=15)
+    first, second = ([prompt.prompt_id for batch in source for prompt in batch] for _ in range(2))
+    assert sorted(first) == sorted(second) == sorted([f"a:{i}" for i in range(30)] + [f"b:{i}" for i in range(10)])
+    assert first != second
+    assert first[:15] != [f"a:{i}" for i in range(15)]
+    assert sorted(first[:15]) == sorted(f"a:{i}" for i in range(15))
+    assert set(first[30:]) == {f"b:{i}" for i in range(10)}
+    assert source.epoch == 2
+
+
+def test_rows_without_shuffle_come_as_they_are_with_their_repetitions():
+    source = StreamedPrompts([counted(2, "a", repeat=2), counted(1, "b")], 5, shuffle=False)
+    (batch,) = list(source)
+    assert [prompt.prompt_id for prompt in batch] == ["a:0", "a:1", "a:0/1", "a:1/1", "b:0"]
+    assert [prompt.idx for prompt in batch] == [0, 1, 2, 3, 4]
+    assert batch[1].row == {"x": 1}
+
+
+def test_resuming_reads_one_block_and_nothing_before_it():
+    def make(read):
+        stream = NamedStream(name="a", task_name="t", open_rows=lambda: Resumable(100, read))
+        return StreamedPrompts([stream], 5, shuffle_block=20)
+
+    first, read = make([]), []
+    list(islice(epochs(first), 10))  # 50 rows: in the middle of the third block
+    second = make(read)
+    second.load_state_dict(first.state_dict())
+    next(iter(second))
+    assert read == list(range(40, 60))
+
+
+def test_memory_is_one_block():
+    read = []
+    source = StreamedPrompts([counted(1000, read=read)], 4, shuffle_block=20)
+    list(islice(source, 6))  # 24 rows
+    assert len(read) == 40
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
+    table = datasets.Dataset.from_list([{"text": f"row {i}"} for i in range(25)])
+    path = str(tmp_path / f"rows.{suffix}")
+    (table.to_json if suffix == "jsonl" else table.to_parquet)(path)
+    kind = "json" if suffix == "jsonl" else "parquet"
+
+    def fresh():
+        stream = NamedStream(
+            name="f",
+            task_name="t",
+            open_rows=lambda: datasets.load_dataset(
+                kind, data_files=path, split="train", streaming=True, cache_dir=str(tmp_path)
+            ),
+            convert=lambda row: {"problem": row["text"]},
+        )
+        return StreamedPrompts([stream], 4, shuffle_block=7)
+
+    whole = [[(p.prompt_id, p.row["problem"]) for p in batch] for batch in epochs(fresh())]
+    assert all(text == f"row {name.removeprefix('f:')}" for batch in whole for name, text in batch)
+    for stop in (0, 1, 4, 6, 9):
+        first = fresh()
+        list(islice(epochs(first), stop))
+        state = first.state_dict()
+        second = fresh()
+        second.load_state_dict(json.loads(json.dumps(state)))
+        assert ids(epochs(second)) == [[name for name, _ in batch] for batch in whole[stop:]]
+    assert fresh().fingerprint() == fresh().fingerprint()
+
+
+def test_the_example_loader_takes_a_stream():
+    class Pool:
+        def start(self, prompts):
+            return prompts
+
+        def finish(self, pending):
+            return [prompt.prompt_id for prompt in pending]
+
+    def fresh():
+        return ExampleLoader(StreamedPrompts([counted(9)], 2, shuffle_block=4), Pool(), max_num_epochs=2)
+
+    loader, whole = fresh(), []
+    while (batch := loader.next()) is not None:
+        whole.append(batch)
+    assert len(whole) == 8
+    for stop in range(9):
+        first, second = fresh(), fresh()
+        for _ in range(stop):
+            first.next()
+        second.load_state_dict(first.state_dict())
+        rest = []
+        while (batch := second.next()) is not None:
+            rest.append(batch)
+        assert rest == whole[stop:]
+
+
+def test_too_few_rows_are_refused_with_the_fix():
+    with pytest.raises(ValueError, match=r"has 3 rows.*policy.train_global_batch_size \(now 4\)"):
+        next(iter(StreamedPrompts([counted(3)], 4)))
+    with pytest.raises(ValueError, match="has 0 rows"):
+        next(iter(StreamedPrompts([counted(0)], 4, drop_last=False)))
+
+
+def test_a_state_of_other_streams_is_refused():
+    state = StreamedPrompts([counted(9)], 2).state_dict()
+    with pytest.raises(ValueError, match=r"streams: was \['s x 1'\], now \['s x 2'\]"):
+        StreamedPrompts([counted(9, repeat=2)], 2).load_state_dict(state)
+
+
+def test_the_fingerprint_follows_the_first_rows():
+    other = NamedStream(name="s", task_name="t", open_rows=lambda: [{"x": -1}])
+    assert StreamedPrompts([counted(9)], 2).fingerprint() == StreamedPrompts([counted(9)], 3).fingerprint()
+    assert StreamedPrompts([counted(9)], 2).fingerprint() != StreamedPrompts([other], 2).fingerprint()
