@@ -1,8 +1,6 @@
 """The loss against numbers worked out by hand, a naive scalar version of every formula, and every split of a batch."""
 
-import itertools
 import math
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,8 +10,16 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.loss_metrics import reduce_micro_batches
-from nemo_rl.types import LossMetrics, PolicyGradientInputs
+from nemo_rl.types import PolicyGradientInputs
+from tests.loss_invariance import (
+    Partition,
+    check_bad_values,
+    check_empty,
+    check_masks,
+    check_partition,
+    global_counts,
+    partitions,
+)
 
 SWITCHES: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -84,10 +90,6 @@ def random_batch(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, P
         reference_policy_logprobs=prev + noise(0.3),
     )
     return (prev + noise(0.4)).requires_grad_(), inputs
-
-
-def counts(inputs: PolicyGradientInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return inputs.sample_mask.sum(), (inputs.token_mask * inputs.sample_mask[:, None]).sum()
 
 
 def one_row(
@@ -174,7 +176,7 @@ def naive_loss(cfg: ClippedPGLossConfig, curr: torch.Tensor, x: PolicyGradientIn
 def test_value_and_gradient_equal_the_naive_formula(name: str, seed: int):
     cfg = config(name)
     logprobs, inputs = random_batch(4, 9, seed)
-    loss, metrics = ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))
+    loss, metrics = ClippedPGLoss(cfg)(logprobs, inputs, *global_counts(inputs))
     expected = naive_loss(cfg, logprobs, inputs)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     assert metrics["loss"].item() == loss.item()
@@ -187,55 +189,19 @@ def test_value_and_gradient_equal_the_naive_formula(name: str, seed: int):
 def test_every_switch_changes_something(name: str):
     logprobs, inputs = random_batch(4, 9, 1)
     baseline = config("sequence_loss" if name.startswith("gspo") else "grpo")
-    values = [ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))[0] for cfg in (baseline, config(name))]
+    values = [ClippedPGLoss(cfg)(logprobs, inputs, *global_counts(inputs))[0] for cfg in (baseline, config(name))]
     assert values[0].item() != pytest.approx(values[1].item(), abs=1e-7)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(sorted(SWITCHES)),
-    num_rows=st.integers(1, 6),
-    cuts=st.sets(st.integers(1, 5)),
-    extra_padding=st.integers(0, 3),
+    batch=st.integers(1, 6).flatmap(lambda rows: st.tuples(st.just(rows), partitions(rows))),
     seed=st.integers(0, 1000),
 )
-def test_loss_gradient_and_metrics_do_not_depend_on_the_split(
-    name: str, num_rows: int, cuts: set[int], extra_padding: int, seed: int
-):
-    loss_fn = ClippedPGLoss(config(name))
-    logprobs, inputs = random_batch(num_rows, 8, seed)
-    whole, whole_metrics = loss_fn(logprobs, inputs, *counts(inputs))
-    (whole_grad,) = torch.autograd.grad(whole, logprobs)
-
-    edges = [0, *sorted(cut for cut in cuts if cut < num_rows), num_rows]
-    parts: list[torch.Tensor] = []
-    metrics: list[LossMetrics] = []
-    for start, end in itertools.pairwise(edges):
-
-        def piece(values: torch.Tensor, rows: slice = slice(start, end)) -> torch.Tensor:
-            if values.dim() == 1:
-                return values[rows]
-            return torch.nn.functional.pad(values[rows], (0, extra_padding))
-
-        part = PolicyGradientInputs(**{f.name: piece(getattr(inputs, f.name)) for f in fields(inputs)})
-        value, part_metrics = loss_fn(piece(logprobs), part, *counts(inputs))
-        parts.append(value)
-        metrics.append(part_metrics)
-    total = torch.stack(parts).sum()
-    torch.testing.assert_close(total, whole, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(torch.autograd.grad(total, logprobs)[0], whole_grad, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(reduce_micro_batches(metrics), whole_metrics, rtol=1e-5, atol=1e-6)
-
-
-@settings(max_examples=20, deadline=None)
-@given(name=st.sampled_from(sorted(SWITCHES)), order=st.permutations(range(5)), seed=st.integers(0, 1000))
-def test_the_order_of_samples_does_not_matter(name: str, order: list[int], seed: int):
-    loss_fn = ClippedPGLoss(config(name))
-    logprobs, inputs = random_batch(5, 8, seed)
-    permuted = PolicyGradientInputs(**{f.name: getattr(inputs, f.name)[order] for f in fields(inputs)})
-    (grad,) = torch.autograd.grad(loss_fn(logprobs, inputs, *counts(inputs))[0], logprobs)
-    (permuted_grad,) = torch.autograd.grad(loss_fn(logprobs[order], permuted, *counts(inputs))[0], logprobs)
-    torch.testing.assert_close(permuted_grad, grad, rtol=1e-6, atol=1e-7)
+def test_loss_gradient_and_metrics_do_not_depend_on_the_split(name: str, batch: tuple[int, Partition], seed: int):
+    num_rows, partition = batch
+    check_partition(ClippedPGLoss(config(name)), *random_batch(num_rows, 8, seed), partition)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +233,7 @@ def test_values_equal_trl_loss_types(loss_type: str, switches: dict[str, Any]):
         "dr_grpo": (per_token * mask).sum() / (2 * max_completion_length),
     }[loss_type]
     cfg = ClippedPGLossConfig.model_validate({"reference_policy_kl_penalty": beta} | switches)
-    loss, _ = ClippedPGLoss(cfg)(logprobs, inputs, *counts(inputs))
+    loss, _ = ClippedPGLoss(cfg)(logprobs, inputs, *global_counts(inputs))
     torch.testing.assert_close(loss, expected)
 
 
@@ -277,7 +243,9 @@ NO_KL = {"reference_policy_kl_penalty": 0.0}
 def run(
     cfg: dict[str, Any], logprobs: torch.Tensor, inputs: PolicyGradientInputs
 ) -> tuple[float, list[float], dict[str, float]]:
-    loss, metrics = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))(logprobs, inputs, *counts(inputs))
+    loss, metrics = ClippedPGLoss(ClippedPGLossConfig.model_validate(NO_KL | cfg))(
+        logprobs, inputs, *global_counts(inputs)
+    )
     (grad,) = torch.autograd.grad(loss, logprobs)
     return loss.item(), grad[0].tolist(), {name: value.item() for name, value in metrics.items()}
 
@@ -355,65 +323,33 @@ def test_importance_metrics_by_hand():
     assert metrics["num_valid_samples"] == 1.0
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", SWITCHES)
-def test_padding_may_hold_anything(name: str, garbage: float):
-    loss_fn = ClippedPGLoss(config(name))
-    logprobs, inputs = random_batch(4, 9, 0)
-    clean, clean_metrics = loss_fn(logprobs, inputs, *counts(inputs))
-    (clean_grad,) = torch.autograd.grad(clean, logprobs)
-    masked = (inputs.token_mask * inputs.sample_mask[:, None]) == 0
-    dirty = logprobs.detach().masked_fill(masked, garbage).requires_grad_()
-    for name_ in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
-        setattr(inputs, name_, getattr(inputs, name_).masked_fill(masked, garbage))
-    loss, metrics = loss_fn(dirty, inputs, *counts(inputs))
-    assert torch.equal(loss, clean) and torch.equal(torch.autograd.grad(loss, dirty)[0], clean_grad)
-    torch.testing.assert_close(metrics, clean_metrics, rtol=0, atol=0)
+def test_padding_may_hold_anything(name: str):
+    check_masks(ClippedPGLoss(config(name)), *random_batch(4, 9, 0))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize(
-    "where", ["logprobs", "advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"]
-)
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "icepop", "reinforce"])
-def test_a_bad_value_at_a_valid_token_makes_the_loss_not_finite(name: str, where: str, bad: float):
-    logprobs, inputs = random_batch(2, 6, 0)
-    values = (logprobs if where == "logprobs" else getattr(inputs, where)).detach().clone()
-    values[0, 1] = bad
-    if where == "logprobs":
-        logprobs = values.requires_grad_()
-    else:
-        setattr(inputs, where, values)
-    loss, _ = ClippedPGLoss(config(name))(logprobs, inputs, *counts(inputs))
-    assert not torch.isfinite(loss)
+def test_a_bad_value_at_a_valid_token_makes_the_loss_not_finite(name: str):
+    columns = ["advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"]
+    check_bad_values(ClippedPGLoss(config(name)), *random_batch(2, 6, 0), columns)
 
 
 def test_a_ratio_that_overflows_is_not_hidden_by_the_clip():
     logprobs, inputs = one_row([0.5], [0.5], 1.0)
     inputs.prev_logprobs = torch.tensor([[-100.0]])
     inputs.generation_logprobs = torch.tensor([[-100.0]])
-    loss, _ = ClippedPGLoss(config("grpo"))(logprobs, inputs, *counts(inputs))
+    loss, _ = ClippedPGLoss(config("grpo"))(logprobs, inputs, *global_counts(inputs))
     assert torch.isnan(loss)
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("global_count", [0.0, 12.0])
-def test_an_empty_micro_batch_is_zero_with_a_graph_and_neutral_metrics(name: str, global_count: float):
-    logprobs, inputs = random_batch(2, 6, 0)
-    inputs.sample_mask = torch.zeros(2)
-    loss, metrics = ClippedPGLoss(config(name))(
-        logprobs, inputs, torch.tensor(global_count), torch.tensor(global_count)
-    )
-    assert loss.item() == 0.0
-    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], torch.zeros_like(logprobs))
-    for metric, value in metrics.items():
-        neutral = math.inf if metric.endswith("_min") else -math.inf if metric.endswith("_max") else 0.0
-        assert value.item() == neutral, metric
+def test_an_empty_micro_batch_is_zero_with_a_graph_and_neutral_metrics(name: str):
+    check_empty(ClippedPGLoss(config(name)), *random_batch(2, 6, 0))
 
 
 def test_metric_names_and_detachment():
     logprobs, inputs = random_batch(2, 6, 0)
-    _, metrics = ClippedPGLoss(config("grpo"))(logprobs, inputs, *counts(inputs))
+    _, metrics = ClippedPGLoss(config("grpo"))(logprobs, inputs, *global_counts(inputs))
     assert set(metrics) == {
         *("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "clip_fraction", "approx_entropy"),
         *("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max"),

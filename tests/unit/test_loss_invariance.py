@@ -1,0 +1,105 @@
+"""The checks of `tests.loss_invariance` find what they are for."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl.types import LossInputs, LossMetrics
+from tests.loss_invariance import Partition, check_bad_values, check_empty, check_masks, check_partition
+
+Formula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Loss:
+    """-logprob, put together as `formula(logprobs, mask, global_valid_seqs, global_valid_toks)` says."""
+
+    inputs_type = LossInputs
+
+    def __init__(self, formula: Formula, metric: Formula | None = None, name: str = "metric") -> None:
+        self.formula, self.metric, self.name = formula, metric or formula, name
+
+    def __call__(
+        self, logprobs: Tensor, inputs: LossInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, LossMetrics]:
+        mask = inputs.token_mask * inputs.sample_mask[:, None]
+        arguments = (logprobs, mask, global_valid_seqs, global_valid_toks)
+        return self.formula(*arguments), {self.name: self.metric(*arguments).detach()}
+
+
+def right(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return -torch.where(mask > 0, logprobs, 0.0).sum() / toks.clamp(min=1.0)
+
+
+def mean_of_the_micro_batch(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return -torch.where(mask > 0, logprobs, 0.0).sum() / mask.sum().clamp(min=1.0)
+
+
+def centred_on_the_micro_batch(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return right(logprobs - logprobs.mean(), mask, seqs, toks)
+
+
+def multiplied_by_the_mask(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return -(logprobs * mask).sum() / toks.clamp(min=1.0)
+
+
+def clamped(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return right(logprobs.clamp(-100, 100), mask, seqs, toks)
+
+
+def plus_a_constant(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return right(logprobs, mask, seqs, toks) + 1.0
+
+
+def largest(logprobs: Tensor, mask: Tensor, seqs: Tensor, toks: Tensor) -> Tensor:
+    return torch.where(mask > 0, logprobs, -torch.inf).amax()
+
+
+def batch() -> tuple[Tensor, LossInputs]:
+    logprobs = torch.tensor([[0.0, -1.0, -2.0], [0.0, -0.5, 0.0], [0.0, -4.0, -0.5]], requires_grad=True)
+    inputs = LossInputs(
+        input_ids=torch.zeros(3, 3, dtype=torch.int64),
+        token_mask=torch.tensor([[0.0, 1.0, 1.0], [0.0, 1.0, 0.0], [0.0, 1.0, 1.0]]),
+        sample_mask=torch.tensor([1.0, 1.0, 0.0]),
+    )
+    return logprobs, inputs
+
+
+SPLIT = Partition(order=[2, 0, 1], cuts=frozenset({1, 2}), padding=1)
+
+
+@pytest.mark.parametrize(
+    ("formula", "caught_by"),
+    [
+        (mean_of_the_micro_batch, "check_partition"),
+        (centred_on_the_micro_batch, "check_partition"),
+        (plus_a_constant, "check_partition"),
+        (plus_a_constant, "check_empty"),
+        (multiplied_by_the_mask, "check_masks"),
+        (clamped, "check_bad_values"),
+    ],
+)
+def test_a_wrong_loss_is_caught(formula: Formula, caught_by: str):
+    def check(loss_fn: Loss) -> None:
+        {
+            "check_partition": lambda: check_partition(loss_fn, *batch(), SPLIT),
+            "check_empty": lambda: check_empty(loss_fn, *batch()),
+            "check_masks": lambda: check_masks(loss_fn, *batch()),
+            "check_bad_values": lambda: check_bad_values(loss_fn, *batch(), columns=[]),
+        }[caught_by]()
+
+    check(Loss(right))
+    with pytest.raises(AssertionError):
+        check(Loss(formula))
+
+
+@pytest.mark.parametrize(("name", "is_right"), [("metric", False), ("metric_min", False), ("metric_max", True)])
+def test_a_metric_is_reduced_as_its_name_says(name: str, is_right: bool):
+    loss_fn = Loss(right, metric=largest, name=name)
+    if is_right:
+        check_partition(loss_fn, *batch(), SPLIT)
+        check_empty(loss_fn, *batch())
+    else:
+        with pytest.raises(AssertionError):
+            check_partition(loss_fn, *batch(), SPLIT)
