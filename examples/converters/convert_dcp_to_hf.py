@@ -92,29 +92,28 @@ def _only_adapters(directory: Path) -> ValueError:
 
 
 def _convert_model_directory(directory: Path, output: Path, dtype: str | None) -> None:
-    from transformers import AutoModelForCausalLM
-
     from nemo_rl.models.policy.checkpoint_metadata import saved_tensors
+    from nemo_rl.models.policy.scalar_head import auto_class
 
     chosen = _torch_dtype(dtype) or _main_dtype(saved_tensors(directory))
-    AutoModelForCausalLM.from_pretrained(directory, dtype=chosen).save_pretrained(output)
+    auto_class(_read_config(directory)).from_pretrained(directory, dtype=chosen).save_pretrained(output)
 
 
 def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     from nemo_rl.models.policy.checkpoint import load_tensors, names_and_shapes, policy_tensors
     from nemo_rl.models.policy.checkpoint_metadata import check_checkpoint_fits, saved_tensors
+    from nemo_rl.models.policy.scalar_head import auto_class
 
     saved = saved_tensors(source.weights)
     if all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in saved):
         raise _only_adapters(source.weights)
     chosen = _torch_dtype(dtype)
+    config = _read_config(source.policy)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            _read_config(source.policy), dtype=chosen or _main_dtype(saved)
-        )
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=chosen or _main_dtype(saved))
     wanted = policy_tensors([model])
     check_checkpoint_fits(source.weights, names_and_shapes(wanted))
     state = {}

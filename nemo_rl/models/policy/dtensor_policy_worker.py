@@ -42,6 +42,7 @@ from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.policy_model import DTYPES, build_stages, row_layout, trainable
 from nemo_rl.models.policy.reference import BaseModelReference, ReferencePolicy, SwappedReference
+from nemo_rl.models.policy.scalar_head import scalar_config
 from nemo_rl.types import (
     ExampleGroup,
     LossFunction,
@@ -72,6 +73,7 @@ class PolicyWorkerSettings:
     init_optimizer: bool
     seed: int
     folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
 
 
 class DTensorPolicyWorker:
@@ -94,6 +96,8 @@ class DTensorPolicyWorker:
         self.mesh = ParallelMesh(self.device.type, sizes)
         seed_everything(settings.seed + self.rank // sizes.tensor_parallel)  # tensor-parallel ranks draw the same
         hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
+        if config.reward_model_cfg.enabled:
+            hf_config = scalar_config(hf_config, config.model_name, settings.pad_token_id)
         self.stages = build_stages(
             config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
         )
@@ -166,7 +170,7 @@ class DTensorPolicyWorker:
     def _model_batches(self, micro_batches: Sequence[Sequence[Row]], task: HeadTask) -> list[ModelBatch]:
         batches = [
             self.layout.build(
-                scored_sequences(rows, last_token_only=self.layout.own_states),
+                scored_sequences(rows, last_token_only=self.layout.own_states, pad_token_id=self.settings.pad_token_id),
                 {name: [row.columns[name] for row in rows] for name in task.columns},
             )
             for rows in micro_batches
@@ -196,7 +200,8 @@ class DTensorPolicyWorker:
         """
         sums = {}
         for key, row in self.rows.items():
-            row.columns[total] = (row.columns[column] * row.token_mask).sum()
+            # Float64: a sum over a long answer is compared with one that was added up in another order.
+            row.columns[total] = (row.columns[column].double() * row.token_mask).sum().float()
             sums[key] = row.columns[total].item()
         return sums if self.mesh.is_first_of_data_rank else {}
 

@@ -51,3 +51,11 @@ class Logprobs(HeadTask):
         return linear_logprobs(
             states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=model.chunk_tokens
         )
+
+
+@dataclass(frozen=True)
+class Scalars(HeadTask):
+    """The score of each scored token: what a reward model says of a sequence, or a value model of a state."""
+
+    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        return (states.float() @ model.score_weight().float().T)[:, 0]

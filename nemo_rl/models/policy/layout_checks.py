@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy import attention, context_parallel, lora, moe, peft_format, pipeline, tensor_parallel
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.logprobs import logit_transform
+from nemo_rl.models.policy.scalar_head import is_scalar
 
 
 def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
@@ -19,7 +20,8 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     """
     settings = config.dtensor_cfg
     model = copy.deepcopy(model)  # building a model writes into its configuration
-    logit_transform(model)
+    if not is_scalar(model):
+        logit_transform(model)
     if settings.tensor_parallel_size > 1:
         tensor_parallel.check_tensor_parallel(
             model,

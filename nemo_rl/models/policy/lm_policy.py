@@ -70,6 +70,8 @@ class Policy(PolicyInterface):
         self.config = config
         self.tokenizer = tokenizer
         self.accelerator = accelerator
+        pad_token_id = tokenizer.pad_token_id
+        assert pad_token_id is None or isinstance(pad_token_id, int)
         settings = PolicyWorkerSettings(
             model_path=model_path,
             sampling=sampling,
@@ -79,6 +81,7 @@ class Policy(PolicyInterface):
             init_optimizer=init_optimizer,
             seed=seed,
             folder=checkpoint_folder,
+            pad_token_id=pad_token_id,
         )
         self._folder = checkpoint_folder
         self._name_prefix = self.tenant = name_prefix

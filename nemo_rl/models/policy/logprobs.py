@@ -1,4 +1,4 @@
-"""A causal language model that answers with logprobs of given tokens instead of logits.
+"""A model that answers with what its head says of given tokens: their logprobs instead of logits, or scores.
 
     ModelBatch -> hidden states [R, W, H] -> those that predict a scored token [N, H] -> head -> logprobs [N] -> [B, S]
 
@@ -16,8 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.context_parallel import context_sum
 from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.linear_logprobs import LogitTransform, OutputHead
+from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
 from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.scalar_head import check_scalar_head, is_scalar, output_module
 
 _SOFTCAPS = {
     "final_logit_softcapping": {
@@ -104,7 +105,7 @@ def _check_head(hf: PreTrainedModel) -> None:
 
 
 class LogprobModel(nn.Module):
-    """A causal language model, or its last pipeline stage, with a head that gives logprobs.
+    """A causal language model with a head that gives logprobs, or a reward or value model; or one of its stages.
 
     It is the root of FSDP: the head's weight is gathered while `forward` runs, and stays so until backward computes the
     logits again (`reshard_after_forward=False`).
@@ -140,9 +141,10 @@ class LogprobModel(nn.Module):
         self.top_p = top_p
         self.tensor = tensor
         self.context = context
-        if hf.get_output_embeddings() is not None:
-            _check_head(hf)
-        self.transform = logit_transform(hf.config)
+        if output_module(hf) is not None:
+            check = check_scalar_head if is_scalar(hf.config) else _check_head
+            check(hf)
+        self.transform = LogitTransform() if is_scalar(hf.config) else logit_transform(hf.config)
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """What `task` says of the scored tokens of `batch`; see `score`."""
@@ -161,6 +163,13 @@ class LogprobModel(nn.Module):
         out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
         out = out.index_put((batch.rows, batch.positions), scored)
         return out if self.context is None else context_sum(out, self.context.get_group())
+
+    def score_weight(self) -> torch.Tensor:
+        """[1, H], the head of a reward or value model; to be used inside `forward`, where FSDP has gathered it."""
+        assert is_scalar(self.hf.config), "a language model has no score"
+        head = output_module(self.hf)
+        assert head is not None, "this stage has no head"
+        return _local(head.get_parameter("weight"))
 
     def output_head(self) -> OutputHead:
         """The head as this rank holds it, to be used inside `forward`, where FSDP has gathered its weight."""

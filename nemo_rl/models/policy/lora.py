@@ -26,11 +26,12 @@ import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.distributed.adapter_merge import merge
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.weight_loading import hf_name, local_index
+from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, auto_class, is_scalar, output_module
+from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
@@ -85,7 +86,8 @@ def _dropout(input: torch.Tensor, p: float) -> torch.Tensor:
 def apply_lora(hf: PreTrainedModel, cfg: LoRAConfig) -> list[str]:
     """Give the linear layers that `cfg` names an adapter, in place, and freeze all else; returns the layers' names.
 
-    The adapters have the dtype and device of the weights, and are not drawn yet (`init_adapters`).
+    The adapters have the dtype and device of the weights, and are not drawn yet (`init_adapters`). The head of a reward
+    or value model is trained as it is.
 
     Raises:
         ValueError: for a name that matches no layer, for the output head, and for a rank that a layer cannot have.
@@ -96,6 +98,8 @@ def apply_lora(hf: PreTrainedModel, cfg: LoRAConfig) -> list[str]:
     trained = {id(part) for _, module in adapters(hf) for part in (module.lora_A, module.lora_B)}
     for parameter in hf.parameters():
         parameter.requires_grad_(id(parameter) in trained)
+    for _, weight in trained_head(hf):
+        weight.requires_grad_(True)
     return list(chosen)
 
 
@@ -106,7 +110,7 @@ def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> None:
         ValueError: as `apply_lora`.
     """
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = auto_class(config).from_config(config)
     _choose(hf, cfg)
 
 
@@ -115,6 +119,14 @@ def adapters(hf: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     for name, module in hf.named_modules():
         if isinstance(module, LoRALinear):
             yield hf_name(name), module
+
+
+def trained_head(hf: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, weight) of the head that is trained beside the adapters; nothing for a language model."""
+    if is_scalar(hf.config):
+        head = output_module(hf)
+        if head is not None:  # None on other pipeline stages
+            yield HEAD_WEIGHT, head.get_parameter("weight")
 
 
 def is_adapter(name: str) -> bool:
@@ -130,7 +142,7 @@ def matches(name: str, entry: str) -> bool:
 
 
 def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
-    head = hf.get_output_embeddings()
+    head = output_module(hf)
     linears = {name: module for name, module in hf.named_modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in linears.items() if module is not head}
     for key, entries in (("target_modules", cfg.target_modules), ("exclude_modules", cfg.exclude_modules)):
@@ -152,6 +164,8 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
 
 
 def _no_head(name: str, hf: PreTrainedModel) -> str:
+    if is_scalar(hf.config):
+        return f"{KEY}.target_modules takes in {name}, the head, which is trained whole; name other layers"
     tied = " and is tied to the embeddings here" if hf.config.get_text_config().tie_word_embeddings else ""
     return (
         f"{KEY}.target_modules takes in {name}, the output head, which cannot be adapted: logprobs are computed from "
@@ -203,16 +217,6 @@ def init_adapters(hf: nn.Module, cfg: LoRAConfig, seed: int) -> None:
             nn.init.normal_(whole, std=1 / cfg.dim, generator=generator)
         copy_whole(module.lora_A, whole)
         module.lora_B.zero_()
-
-
-def copy_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Put this rank's part of `whole` into `parameter`. No communication."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    index = local_index(parameter)
-    if index is not None:
-        parameter.to_local().copy_(whole[index])
 
 
 def set_adapter_dropout(hf: nn.Module, active: bool) -> None:
@@ -276,8 +280,10 @@ def _only(placement: Placement, dim: int) -> Placement:
     return placement if is_shard and placement.dim == dim else Replicate()
 
 
-def adapter_tensors(hf: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(PEFT's name, parameter or DTensor) of every adapter, in the model's order."""
+def adapter_tensors(hf: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """(PEFT's name, parameter or DTensor) of every adapter, in the model's order, and of a head trained with them."""
     for name, module in adapters(hf):
         yield f"base_model.model.{name}.lora_A.weight", module.lora_A.detach()
         yield f"base_model.model.{name}.lora_B.weight", module.lora_B.detach()
+    for name, weight in trained_head(hf):
+        yield f"base_model.model.{name}", weight.detach()

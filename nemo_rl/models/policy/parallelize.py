@@ -1,4 +1,5 @@
-"""A Hugging Face causal language model, born on the meta device, cut in every direction asked for, then filled.
+"""A model of transformers, with the head of a language model or one number, born on the meta device, cut in every
+direction asked for, then filled.
 
 meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
 -> memory for the local shards -> weights, slice by slice
@@ -16,11 +17,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from nemo_rl.models.policy import attention, moe
 from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.scalar_head import auto_class, check_scalar_head, is_scalar
 
 
 @contextmanager
@@ -45,14 +47,20 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `config` with meta parameters of `dtype` and no KV cache.
+    """The model of `config` with meta parameters of `dtype` and no KV cache: a causal language model, or, as
+    `scalar_config` gives it, one with a single number for a head.
 
     Its attention is the library's, or, where that would not compute the same, the model's own.
+
+    Raises:
+        ValueError: the family's classifier has another head than one linear layer.
     """
     implementation = attention.attention_implementation(config)
     with parameters_on_meta():
         # A copy: transformers writes the dtype and more into the configuration of a model it builds.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
+    if is_scalar(config):
+        check_scalar_head(model)
     model.tie_weights()  # left out by transformers where weights are not initialised
     model.config.use_cache = False
     return model

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.lora import KEY, adapter_tensors, adapters, apply_lora
+from nemo_rl.models.policy.scalar_head import HEAD, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
 
 CONFIG_FILE = "adapter_config.json"
@@ -34,11 +34,13 @@ PEFT_VERSION = "0.21.2"
 _UNDERSTOOD = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
-    "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type",
+    "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config",
+    "target_modules", "task_type",
 }  # fmt: skip
 _OFF = (None, False, "none", [], {})
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights as well
 _PREFIX = "base_model.model."
+_TRAINED_WHOLE = {HEAD, "classifier"}  # what PEFT writes of every sequence classifier, whichever of the two it has
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ def _not_implemented(config: dict[str, Any]) -> list[str]:
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type={config.get('peft_type')!r} is not LORA")
     problems += [f"{key} is missing" for key in ("r", "lora_alpha") if not isinstance(config.get(key), int | float)]
+    whole = sorted(set(config.get("modules_to_save") or ()) - _TRAINED_WHOLE)
+    if whole:
+        problems.append(f"modules_to_save={whole} is not implemented: only the head of a reward model is trained whole")
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
         problems.append(f"init_lora_weights={init!r} changes the base weights; convert it to a plain adapter with PEFT")
@@ -111,12 +116,12 @@ def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfi
         ValueError: listing every difference, or as `read_peft_adapter` and `apply_lora`.
     """
     with torch.device("meta"):
-        hf = AutoModelForCausalLM.from_config(config)
+        hf = auto_class(config).from_config(config)
     apply_lora(hf, cfg)
     _compare(read_peft_adapter(directory), cfg, base_model_name, _shapes([hf]))
 
 
-def _shapes(stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+def _shapes(stages: Sequence[PreTrainedModel]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in _tensors(stages)}
 
 
@@ -164,7 +169,7 @@ def _layers(names: set[str]) -> list[str]:
 
 @torch.no_grad()
 def save_peft(
-    stages: Sequence[nn.Module],
+    stages: Sequence[PreTrainedModel],
     cfg: LoRAConfig,
     directory: Path,
     base_model_name: str,
@@ -190,12 +195,13 @@ def save_peft(
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
-        config = _peft_config(cfg, _target_modules(chosen, modules), base_model_name)
+        heads = [HEAD] if is_scalar(stages[0].config) else None
+        config = _peft_config(cfg, _target_modules(chosen, modules), heads, base_model_name)
         (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
     dist.barrier()
 
 
-def _tensors(stages: Sequence[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(stages: Sequence[PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
     for stage in stages:
         yield from adapter_tensors(stage)
 
@@ -215,7 +221,9 @@ def _target_modules(chosen: list[str], modules: list[str]) -> list[str]:
     return sorted(parts) if meant == set(chosen) else sorted(chosen)
 
 
-def _peft_config(cfg: LoRAConfig, target_modules: list[str], base_model_name: str) -> dict[str, Any]:
+def _peft_config(
+    cfg: LoRAConfig, target_modules: list[str], modules_to_save: list[str] | None, base_model_name: str
+) -> dict[str, Any]:
     return {
         "alpha_pattern": {},
         "base_model_name_or_path": base_model_name,
@@ -225,20 +233,20 @@ def _peft_config(cfg: LoRAConfig, target_modules: list[str], base_model_name: st
         "init_lora_weights": True,
         "lora_alpha": int(cfg.alpha) if cfg.alpha == int(cfg.alpha) else cfg.alpha,
         "lora_dropout": cfg.dropout,
-        "modules_to_save": None,
+        "modules_to_save": modules_to_save,
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
         "r": cfg.dim,
         "rank_pattern": {},
         "target_modules": target_modules,
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if modules_to_save else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,
     }
 
 
 def load_peft(
-    stages: Sequence[nn.Module],
+    stages: Sequence[PreTrainedModel],
     cfg: LoRAConfig,
     directory: Path,
     base_model_name: str,

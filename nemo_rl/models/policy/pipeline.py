@@ -29,7 +29,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy import lora
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
@@ -37,6 +37,7 @@ from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
 from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.scalar_head import auto_class, is_scalar, output_module
 
 _FINAL_NORMS = ("norm", "final_layernorm")
 
@@ -99,7 +100,7 @@ def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> rang
         _remove(base, "embed_tokens")
     if stage_index < num_stages - 1:
         setattr(base, norm, PassThrough(getattr(base, norm)))
-        (head,) = [name for name, module in hf.named_children() if module is hf.get_output_embeddings()]
+        (head,) = [name for name, module in hf.named_children() if module is output_module(hf)]
         _remove(hf, head)
     return kept
 
@@ -156,14 +157,15 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
         return
     text = config.get_text_config()
     _check_depth(f"the {config.model_type} model", text.num_hidden_layers, size * per_rank)
-    if text.tie_word_embeddings or config.tie_word_embeddings:
+    is_tied = text.tie_word_embeddings or config.tie_word_embeddings
+    if is_tied and not is_scalar(config):
         raise ValueError(
             f"policy.dtensor_cfg.pipeline_parallel_size={size}: this {config.model_type} model shares one matrix "
             "between its embeddings (first stage) and its head (last stage); set pipeline_parallel_size=1 and use "
             "tensor_parallel_size or more data-parallel ranks, which shard that matrix"
         )
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager")
     if dtensor_cfg.lora_cfg.enabled:
         lora.apply_lora(model, dtensor_cfg.lora_cfg)
         _check_adapters(model, dtensor_cfg)
@@ -214,7 +216,7 @@ class PipelineStageModel(LogprobModel):
 
     @property
     def is_last(self) -> bool:
-        return self.hf.get_output_embeddings() is not None
+        return output_module(self.hf) is not None
 
     def forward(self, batch: ModelBatch, task: HeadTask, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or what `task` says."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +19,11 @@ from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.peft_format import load_peft
 from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
 from nemo_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -32,7 +37,11 @@ def build_stages(
     sampling: SamplingParams,
     seed: int,
 ) -> list[LogprobModel]:
-    """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective."""
+    """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective.
+
+    `hf_config`: of a reward or value model as `scalar_config` gives it.
+    """
+    assert is_scalar(hf_config) == config.reward_model_cfg.enabled
     whole = parallelize.build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
     if config.dtensor_cfg.lora_cfg.enabled:
@@ -46,7 +55,10 @@ def build_stages(
         stage = _cut(part, config, mesh, sampling)
         host = torch.device("cpu")
         parallelize.materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
-        _fill(stage, config, model_path, seed)
+        drawn = _fill(stage, config, model_path, seed)
+        # One of the ranks that have the head tells it.
+        if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
+            logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, ", ".join(drawn), seed)
         stages.append(stage)
     if config.dtensor_cfg.lora_cfg.adapter_path is not None:
         group = mesh.pipeline.get_group() if mesh.pipeline is not None else None
@@ -89,12 +101,16 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
     return stage
 
 
-def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> None:
+def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> list[str]:
+    """Returns the names of what the checkpoint does not have and was drawn: the head of a new reward model."""
     tensors = {name: tensor for name, tensor in named_tensors(stage.hf) if not lora.is_adapter(name)}
     names = ExpertNames(stage.hf.config.get_text_config().model_type)
-    load_weights(tensors, model_path, names.read)
+    draw = functools.partial(draw_head, config=stage.hf.config, seed=seed)
+    fresh = {HEAD_WEIGHT: draw} if is_scalar(stage.hf.config) else {}
+    drawn = load_weights(tensors, model_path, names.read, auto_class=auto_class(stage.hf.config), fresh=fresh)
     if config.dtensor_cfg.lora_cfg.enabled:
         lora.init_adapters(stage.hf, config.dtensor_cfg.lora_cfg, seed)
+    return drawn
 
 
 def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: ParallelMesh) -> RowLayout:
@@ -103,6 +119,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     is_padding_free = config.padding_free
     if is_padding_free is None:
         is_padding_free = attention.supports_segments(hf_config) is None
+    reward = config.reward_model_cfg
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
         multiples.append(settings.tensor_parallel_size)
@@ -114,6 +131,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
         context_size=mesh.sizes.context_parallel,
         context_rank=mesh.context_rank,
         context_group=mesh.context.get_group() if mesh.context is not None else None,
+        own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
     )
 
 

@@ -15,6 +15,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConf
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.parallelize import build_on_meta
+from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, KEY, foreign_heads, is_scalar, scalar_config
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 
 WEIGHT_FILES = (
@@ -30,9 +31,12 @@ MAX_LISTED = 4
 def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig:
     """config.json of the model at `model_path` (a directory or a hub name) with `policy.hf_config_overrides` applied.
 
+    With `policy.reward_model_cfg.enabled` it is that of a model with one number for a head, as `scalar_config` gives
+    it.
+
     Raises:
         ValueError: for a directory or hub model that is not there, cannot be read, holds no weights, or is no causal
-            language model.
+            language model; or no reward model can be made of it.
     """
     name, directory = config.model_name, Path(model_path)
     is_path = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
@@ -64,11 +68,19 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         )
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"policy.model_name: {name!r} is a {model.model_type!r} model, not a causal language model")
+    has_score = is_scalar(model)
+    if config.reward_model_cfg.enabled:
+        model = scalar_config(model, name)
+    elif has_score:
+        raise ValueError(
+            f"policy.model_name: {name!r} is a reward model or another classifier ({model.architectures[0]}), without "
+            f"the head of a language model; name a language model, or set {KEY}=true to train a reward model"
+        )
     if directory.is_dir() and not any((directory / file).is_file() for file in WEIGHT_FILES):
         raise ValueError(f"policy.model_name: {name!r} has no weights: none of {', '.join(WEIGHT_FILES)} is there")
     if directory.is_dir():
         _check_files(name, directory)
-        _check_tensors(name, model_path, model)
+        _check_tensors(name, model_path, model, has_score=has_score)
     return model
 
 
@@ -93,10 +105,11 @@ def _check_files(name: str, directory: Path) -> None:
             raise ValueError(f"policy.model_name: {name!r}: {file.name} is damaged ({error}); copy it anew") from error
 
 
-def _check_tensors(name: str, model_path: str, config: PretrainedConfig) -> None:
+def _check_tensors(name: str, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
     """Whether the headers in a model directory name the tensors of the model of `config`, in its shapes.
 
-    A directory whose names are all foreign is left to transformers, which knows the names of older models.
+    `has_score`: the model has the head of a reward model, which one that is made of a language model may lack. A
+    directory whose names are all foreign is left to transformers, which knows the names of older models.
     """
     try:
         model = build_on_meta(copy.deepcopy(config), torch.bfloat16)
@@ -110,7 +123,10 @@ def _check_tensors(name: str, model_path: str, config: PretrainedConfig) -> None
     with StoredModel(model_path) as stored:
         if stored.names is None:
             return
+        _check_head(name, stored, wants_score=is_scalar(config), has_score=has_score)
         for parameter_name, tensor in named_tensors(model):
+            if parameter_name == HEAD_WEIGHT and not has_score:
+                continue
             whole = [(parameter_name, tuple(tensor.shape))]
             for source, shape in whole if parameter_name in stored.names else names.split_meta(*whole[0]):
                 if source not in stored.names:
@@ -127,6 +143,33 @@ def _check_tensors(name: str, model_path: str, config: PretrainedConfig) -> None
             "policy.hf_config_overrides):\n"
             + "\n".join(f"  {len(found)} tensors {what}: {_some(found)}" for what, found in lists.items() if found)
         )
+
+
+def _check_head(name: str, stored: StoredModel, *, wants_score: bool, has_score: bool) -> None:
+    """Whether the tensors of a head are those of the model that is asked for."""
+    assert stored.names is not None
+    has_head = HEAD_WEIGHT in stored.names
+    if not wants_score:
+        if has_head:
+            raise ValueError(
+                f"policy.model_name: {name!r} is a reward model: it holds {HEAD_WEIGHT}, and its config.json does not "
+                "say so; name a language model"
+            )
+        return
+    others = foreign_heads(stored.names) + [HEAD_WEIGHT] * (has_head and not has_score)
+    wrong = f"policy.model_name: {name!r} is a reward checkpoint with the wrong head: "
+    if others:
+        raise ValueError(
+            f"{wrong}its weights hold {_some(others)}; a reward model has one linear layer of one output, "
+            f"{HEAD_WEIGHT}, and says so in the config.json (architectures: [...ForSequenceClassification]). Convert "
+            "it, or name the language model it was made from"
+        )
+    if has_score and not has_head:
+        raise ValueError(f"{wrong}{HEAD_WEIGHT} is not among its weights; copy it anew or name another")
+    if has_head:
+        shape = stored.tensor(HEAD_WEIGHT).get_shape()
+        if shape[0] != 1:
+            raise ValueError(f"{wrong}{HEAD_WEIGHT} is {shape}, which gives {shape[0]} numbers instead of one")
 
 
 def _some(names: list[str]) -> str:

@@ -8,7 +8,7 @@ rest follows from where a module stands:
       regions     attention and MLPs that the plan names: input whole, output reduced by their row-parallel matrix
       experts     left alone, routers too
     final norm    whole parameters, whole output
-    head          columns (the vocabulary) shared out, logits never gathered
+    head          columns (the vocabulary) shared out, logits never gathered; one that gives one number is whole
 
 With sequence parallelism hidden states are split by position from the first block to the final norm, outside regions.
 """
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from transformers import PreTrainedModel
 
 from nemo_rl.models.policy.parallelize import decoder_layers
+from nemo_rl.models.policy.scalar_head import is_scalar, output_module
 from nemo_rl.models.policy.tp_styles import (
     SEQUENCE,
     Colwise,
@@ -162,12 +163,16 @@ def styles(hf: PreTrainedModel, *, sequence_parallel: bool, custom_plan: str | N
     for name, module in hf.named_modules():
         if module is hf.get_input_embeddings():
             given[name] = VocabularyParallelEmbedding()
-        elif module is hf.get_output_embeddings():
-            given[name] = Colwise()
+        elif module is output_module(hf):
+            given[name] = _head_style(hf)
         for pattern, style in plan.items():
             if isinstance(style, ParallelStyle) and matches(name, pattern):
                 given[name] = style
     return given
+
+
+def _head_style(hf: PreTrainedModel) -> ParallelStyle:
+    return Replicated(Replicate()) if is_scalar(hf.config) else Colwise()
 
 
 class _Planner:
@@ -177,7 +182,7 @@ class _Planner:
         self.hf = hf
         self.config = hf.config.get_text_config()
         self.modules = dict(hf.named_modules())
-        self.ends = [hf.get_input_embeddings(), hf.get_output_embeddings()]
+        self.ends = [hf.get_input_embeddings(), output_module(hf)]
         layers = {id(layer) for layer in decoder_layers(hf)}
         self.layers = [name for name, module in self.modules.items() if id(module) in layers]
         # Experts and their routers are cut along their own axis; what stands beside them may be in the plan.
@@ -216,7 +221,7 @@ class _Planner:
                 plan[name] = VocabularyParallelEmbedding()
                 has_embeddings = True
             elif module is self.ends[1]:
-                plan[name] = Colwise()
+                plan[name] = _head_style(self.hf)
             elif name in self.regions:
                 plan[name] = self._region_style(name)
             elif name in self.words:

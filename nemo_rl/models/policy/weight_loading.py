@@ -103,25 +103,51 @@ SpecialReader = Callable[[str, torch.Tensor, StoredModel], bool]
 """Fills a tensor whose name or shape on disk differs (fused experts); False: not its business."""
 
 
-def load_weights(tensors: Mapping[str, torch.Tensor], model_path: str, special: SpecialReader) -> None:
+FillTensor = Callable[[torch.Tensor], None]
+"""Gives a tensor its first values."""
+
+
+def load_weights(
+    tensors: Mapping[str, torch.Tensor],
+    model_path: str,
+    special: SpecialReader,
+    *,
+    auto_class: Any = AutoModelForCausalLM,
+    fresh: Mapping[str, FillTensor] | None = None,
+) -> list[str]:
     """Fill `tensors` (Hugging Face name -> parameter, DTensor or buffer of this rank) from `model_path`. Collective.
+
+    `auto_class` of transformers loads what cannot be read here. What `fresh` names may be absent, and is then filled by
+    the function there. Returns the names of those that were.
 
     Raises:
         ValueError: a shape on disk is not that of config.json.
     """
+    fresh = fresh or {}
     with StoredModel(model_path) as stored:
         names = stored.names
-        missing = [] if names is None else [name for name in tensors if name not in names]
+        absent = [] if names is None else [name for name in tensors if name not in names]
+        drawn = [name for name in absent if name in fresh]
+        missing = [name for name in absent if name not in fresh]
         is_readable = names is not None and all(special(name, tensors[name], stored) for name in missing)
         unreadable = torch.tensor([0.0 if is_readable else 1.0])
         dist.all_reduce(unreadable)  # gloo also where the devices talk over NCCL
         if unreadable.item() == 0:
             for name, tensor in tensors.items():
-                if name not in missing:
+                if name not in absent:
                     copy_slice(tensor, stored.tensor(name), name, model_path)
-            return
+            return _fill(drawn, tensors, fresh)
     logger.info("%s holds no safetensors of these names: rank 0 loads it whole and sends it around", model_path)
-    _send_from_rank_zero(tensors, model_path)
+    absent = _send_from_rank_zero(tensors, model_path, auto_class)
+    if lost := [name for name in absent if name not in fresh]:
+        raise ValueError(f"{model_path} has no weights for {', '.join(lost[:8])}; it is not the model of config.json")
+    return _fill(absent, tensors, fresh)
+
+
+def _fill(names: list[str], tensors: Mapping[str, torch.Tensor], fresh: Mapping[str, FillTensor]) -> list[str]:
+    for name in names:
+        fresh[name](tensors[name])
+    return names
 
 
 @torch.no_grad()
@@ -140,6 +166,17 @@ def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path
         tensor.to_local().copy_(stored[index])
 
 
+@torch.no_grad()
+def copy_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Put this rank's part of `whole` into `parameter`. No communication."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    index = local_index(parameter)
+    if index is not None:
+        parameter.to_local().copy_(whole[index])
+
+
 def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
     """Where the local shard lies in the whole tensor; None when this rank holds nothing of it."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -149,10 +186,12 @@ def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
 
 
 @torch.no_grad()
-def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str) -> None:
+def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str, auto_class: Any) -> list[str]:
+    """Returns the names of this rank's tensors that are not there."""
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", output_loading_info=True)
+        labels = {} if auto_class is AutoModelForCausalLM else {"num_labels": 1}
+        loaded: Any = auto_class.from_pretrained(model_path, dtype="auto", output_loading_info=True, **labels)
         model, loading = loaded
         drawn = loading["missing_keys"]  # at random, because they are not there
         whole = {name: tensor for name, tensor in model.state_dict().items() if name not in drawn}
@@ -168,6 +207,4 @@ def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str) -
                 target.to_local().copy_(tensor[index])
         elif target is not None:
             target.copy_(tensor)
-    absent = sorted(set(tensors) - {name for name, _, _ in described[0]})
-    if absent:
-        raise ValueError(f"{model_path} has no weights for {', '.join(absent[:8])}; it is not the model of config.json")
+    return sorted(set(tensors) - {name for name, _, _ in described[0]})

@@ -22,6 +22,7 @@ from nemo_rl.models.policy import lora, peft_format
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.lora import LoRALinear, apply_lora
 from nemo_rl.models.policy.parallelize import recompute_activations
+from nemo_rl.models.policy.weight_loading import copy_whole
 from tests.worlds import run_world
 
 RANK = 3  # divides by no number of ranks
@@ -58,7 +59,7 @@ def fill(hf: nn.Module, cfg: LoRAConfig) -> None:
     for number, (_, module) in enumerate(lora.adapters(hf)):
         whole = torch.randn(module.lora_B.shape, generator=torch.Generator().manual_seed(number)) * 0.1
         with torch.no_grad():
-            lora.copy_whole(module.lora_B, whole)
+            copy_whole(module.lora_B, whole)
 
 
 def adapted(cfg: LoRAConfig | None = None, **settings: Any) -> Qwen2ForCausalLM:

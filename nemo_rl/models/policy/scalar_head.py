@@ -1,0 +1,142 @@
+"""Reward and value models: the sequence classifiers of transformers with one label.
+
+    hidden states [N, H] -> score, one linear layer without bias [1, H] -> [N]
+
+Whether a model is one is said by the `architectures` of its configuration; `scalar_config` makes one of the
+configuration of a causal language model. Everything that builds a model asks `auto_class`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from nemo_rl.models.policy.weight_loading import copy_whole
+
+HEAD = "score"
+HEAD_WEIGHT = f"{HEAD}.weight"
+KEY = "policy.reward_model_cfg.enabled"
+
+_CLASSIFIER = "ForSequenceClassification"
+_LANGUAGE_HEADS = ("lm_head", "embed_out")
+_HEAD_WORDS = ("head", "classifier", "reward", HEAD)  # `v_head`, `value_head`, `classification_head`, ...
+_DEFAULT_STD = 0.02  # transformers' own, for configurations that say nothing
+
+
+def is_scalar(config: PretrainedConfig) -> bool:
+    """Whether a configuration is that of a sequence classifier, which here means one number."""
+    return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """The class of transformers that builds and loads the model of `config`."""
+    return AutoModelForSequenceClassification if is_scalar(config) else AutoModelForCausalLM
+
+
+def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int | None = None) -> PretrainedConfig:
+    """`config`, of a causal language model or a reward model, as that of a model with one number for a head.
+
+    `pad_token_id`: that of the tokenizer, by which transformers finds the last token of a padded row; None leaves the
+    one that is there. The argument is not changed.
+
+    Raises:
+        ValueError: for a classifier of several labels, and an architecture whose classifier has another head.
+    """
+    known = _class_name(config, model_name)
+    if is_scalar(config) and config.num_labels != 1:
+        labels = ", ".join(map(str, list((config.id2label or {}).values())[:4]))
+        raise ValueError(
+            f"policy.model_name: {model_name!r} is a classifier of {config.num_labels} labels ({labels}), but a reward "
+            "or value model gives one number (num_labels 1 in its config.json); name a reward model, or the language "
+            "model it was made from: its score is then drawn anew"
+        )
+    config = copy.deepcopy(config)
+    config.architectures = [known]
+    config.num_labels = 1
+    if pad_token_id is not None:
+        config.get_text_config().pad_token_id = pad_token_id
+    return config
+
+
+def _class_name(config: PretrainedConfig, model_name: str) -> str:
+    """The name of the classifier of this architecture. ValueError when `config` cannot be made one."""
+    kind = type(config)
+    if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(
+            f"{KEY}=true: transformers has no sequence classifier of {config.model_type!r} models, which "
+            f"{model_name!r} is; use a model of another family, such as Llama, Qwen, Mistral or Gemma"
+        )
+    given = config.architectures or []
+    plain = {name for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) for name in _names(mapping, kind)}
+    usable = [name for name in given if name in plain or name.endswith(("ForCausalLM", _CLASSIFIER))]
+    if given and not usable:
+        raise ValueError(
+            f"policy.model_name: {model_name!r} is a {given[0]}, neither a causal language model nor a sequence "
+            "classifier, so no reward model can be made of it"
+        )
+    (name,) = _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, kind)
+    return name
+
+
+def _names(mapping: Any, kind: type[PretrainedConfig]) -> list[str]:
+    found = mapping.get(kind, ())
+    return [cls.__name__ for cls in (found if isinstance(found, list | tuple) else (found,))]
+
+
+def check_scalar_head(hf: PreTrainedModel) -> None:
+    """ValueError unless the head of a classifier is one linear layer on the last hidden states, with one output."""
+    head = hf._modules.get(HEAD)
+    others = [
+        name
+        for name, child in hf.named_children()
+        if child is not hf.base_model and child is not head and any(True for _ in child.parameters())
+    ]
+    is_plain = isinstance(head, nn.Linear) and head.bias is None and head.out_features == 1
+    if not is_plain or others:
+        raise ValueError(
+            f"{type(hf).__name__} has another head than one linear layer `{HEAD}` with one output and no bias "
+            f"({', '.join(others) or head}); use a model of another family, such as Llama, Qwen, Mistral or Gemma"
+        )
+
+
+def output_module(hf: PreTrainedModel) -> nn.Module | None:
+    """The head of a language, reward or value model; None for a pipeline stage that is without."""
+    return hf._modules[HEAD] if is_scalar(hf.config) else hf.get_output_embeddings()
+
+
+@torch.no_grad()
+def draw_head(weight: torch.Tensor, config: PretrainedConfig, seed: int) -> None:
+    """Draw the head that a language model does not have: normal, with the standard deviation of the architecture.
+
+    Drawn whole from `seed`, each rank keeping its part of `weight` [1, H]: equal for every number of ranks.
+    """
+    settings = config.get_text_config().to_dict()
+    std = settings.get("initializer_range") or _DEFAULT_STD
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{HEAD_WEIGHT}".encode()) >> 1)
+    copy_whole(weight, torch.empty(weight.shape, dtype=torch.float32).normal_(std=std, generator=generator))
+
+
+def foreign_heads(names: set[str]) -> list[str]:
+    """Of the tensors of a checkpoint, those of a head that is neither a language model's nor `score`, by their names.
+
+    Other tensors that the model does not have, such as those of layers for speculative decoding, are left alone.
+    """
+    first_parts = {name: name.partition(".")[0] for name in names if name != HEAD_WEIGHT}
+    return sorted(
+        name
+        for name, first in first_parts.items()
+        if first not in _LANGUAGE_HEADS and any(word in first for word in _HEAD_WORDS)
+    )
