@@ -7,69 +7,14 @@ turns it into its gradient in place and adds it into the gradients of states and
 Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and of Liger Kernel's fused linear cross-entropy (Hsu et al.
 2024, arXiv 2410.10989). Their kernels are Triton's, so for CUDA alone, and sum up to a loss; policy gradients need the
 logprob of every token, under the sampled distribution, with the vocabulary spread over ranks. So this is plain torch.
-
-Tiles go over vocabulary first: the gradient of a block of the head is finished, in float32, before the next one begins,
-and a bfloat16 head needs no float32 copy of its gradient. With top-k or top-p a tile is whole rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.token_filter import smallest_kept
-
-TILE_BYTES = 32 << 20
-"""Memory of one tile of logits: no more fits the caches of CPUs and GPUs, and matrix products are at full speed."""
-
-_MAX_ROWS = 8192
-_COLUMN_MULTIPLE = 64
-_WHOLE_ROWS_TILES = 4  # whole rows are long: with fewer of them at a time, reading the head would take all the time
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogitTransform:
-    """What a model does to its logits after the head: `scale * x`, or `softcap * tanh(scale * x / softcap)`."""
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputHead:
-    """The last linear layer of a language model, or this rank's rows of it.
-
-    Attributes:
-        weight: [V_local, H], with V_local above 0; rows [start, start + V_local) of the vocabulary.
-        bias: [V_local], or None.
-        temperature: logits are divided by it, after `transform`.
-        group: the ranks that hold the vocabulary together; None when it is whole here.
-        vocab_size: rows over all ranks.
-    """
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None
-    transform: LogitTransform = LogitTransform()
-    temperature: float = 1.0
-    group: dist.ProcessGroup | None = None
-    start: int = 0
-    vocab_size: int
-
-    @classmethod
-    def whole(
-        cls,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        transform: LogitTransform | None = None,
-        temperature: float = 1.0,
-    ) -> OutputHead:
-        """The head of one process."""
-        transform = transform or LogitTransform()
-        return cls(weight=weight, bias=bias, transform=transform, temperature=temperature, vocab_size=len(weight))
+from nemo_rl.models.policy.logit_tiles import TILE_BYTES, Gradients, OutputHead, Place, Sums, TileOptions, Tiles
 
 
 def linear_logprobs(
@@ -94,7 +39,7 @@ def linear_logprobs(
         chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
         tile_bytes: memory of one tile of logits; with top-k or top-p four times as much.
     """
-    options = _Options.of(head, chunk_tokens, tile_bytes, top_k, top_p)
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, top_k, top_p)
     return _apply(states, head, targets, options)[0]
 
 
@@ -109,12 +54,12 @@ def linear_logprobs_and_entropy(
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`linear_logprobs`, and the entropy in nats of the same distributions, float32 [N], without gradient."""
-    options = _Options.of(head, chunk_tokens, tile_bytes, top_k, top_p, with_entropy=True)
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, top_k, top_p, with_entropy=True)
     return _apply(states, head, targets, options)
 
 
 def _apply(
-    states: torch.Tensor, head: OutputHead, targets: torch.Tensor, options: _Options
+    states: torch.Tensor, head: OutputHead, targets: torch.Tensor, options: TileOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
     scores = _LinearLogprobs.apply(states, head.weight, head.bias, targets, options)
@@ -128,6 +73,7 @@ def topk_logits(
     head: OutputHead,
     k: int,
     *,
+    vocab_size: int | None = None,
     chunk_tokens: int | None = None,
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,13 +81,16 @@ def topk_logits(
 
     After the transform of the head and its temperature; equal on all ranks of the group, and without gradient.
 
+    Args:
+        vocab_size: only numbers below it are looked at; None: all of the head's.
+
     Raises:
         ValueError: k is larger than the vocabulary.
     """
-    if not 1 <= k <= head.vocab_size:
-        raise ValueError(f"k={k}: the vocabulary has {head.vocab_size} logits; use a k from 1 to that")
-    options = _Options.of(head, chunk_tokens, tile_bytes)
-    tiles = _Tiles(states, head.weight, head.bias, options)
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
+    if not 1 <= k <= options.vocab_size:
+        raise ValueError(f"k={k}: the vocabulary has {options.vocab_size} logits; use a k from 1 to that")
+    tiles = Tiles(states, head.weight, head.bias, options)
     values = tiles.buffer.new_full((len(states), k), float("-inf"))
     indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
     for columns, block in tiles.column_blocks():
@@ -167,189 +116,6 @@ def _keep_largest(values: torch.Tensor, indices: torch.Tensor, found: torch.Tens
     values.copy_(largest)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    """All of a call that is no tensor."""
-
-    transform: LogitTransform
-    temperature: float
-    group: dist.ProcessGroup | None
-    start: int
-    vocab_size: int
-    chunk_tokens: int | None
-    tile_bytes: int
-    top_k: int | None  # None where it takes nothing away
-    top_p: float
-    with_entropy: bool
-
-    @classmethod
-    def of(
-        cls,
-        head: OutputHead,
-        chunk_tokens: int | None,
-        tile_bytes: int,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        *,
-        with_entropy: bool = False,
-    ) -> _Options:
-        assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
-        return cls(
-            transform=head.transform,
-            temperature=head.temperature,
-            group=head.group,
-            start=head.start,
-            vocab_size=head.vocab_size,
-            chunk_tokens=chunk_tokens,
-            tile_bytes=tile_bytes,
-            top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
-            top_p=top_p,
-            with_entropy=with_entropy,
-        )
-
-    @property
-    def is_filtered(self) -> bool:
-        return self.top_k is not None or self.top_p < 1.0
-
-    def rows_per(self, num_bytes: int, itemsize: int) -> int:
-        """Whole rows of logits in `num_bytes`, on every rank as many as where the share of the vocabulary is largest.
-
-        All ranks of the group take part in the filter of every tile, so they must cut the rows alike.
-        """
-        num_ranks = 1 if self.group is None else self.group.size()
-        return max(1, num_bytes // itemsize // -(-self.vocab_size // num_ranks))
-
-    def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
-        """Rows and columns of a tile, out of `num_rows` tokens and this rank's `num_columns` of the vocabulary."""
-        rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else _MAX_ROWS
-        rows = rows if self.chunk_tokens is None else min(rows, self.chunk_tokens)
-        rows = -(-num_rows // max(1, -(-num_rows // rows)))  # equal blocks
-        if self.is_filtered:
-            return rows, num_columns
-        columns = self.tile_bytes // itemsize // max(1, rows) // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
-        return rows, min(max(_COLUMN_MULTIPLE, columns), num_columns)
-
-
-class _Tiles:
-    """Logits of `states` [N, H] on a head, tile by tile in one buffer.
-
-    Half-precision matrices are multiplied as they are on a GPU, whose tensor cores add up in float32 and can answer in
-    it; elsewhere a block of them at a time is turned into float32. So logits are float32 numbers, not rounded ones.
-    """
-
-    def __init__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options):
-        self.dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
-        self.states, self.weight, self.bias, self.options = states.to(self.operand_dtype), weight, bias, options
-        rows, columns = options.tile_shape(len(states), len(weight), self.dtype.itemsize)
-        self.row_blocks = list(_slices(len(states), rows))
-        self.columns_per_block = columns
-        self.buffer = weight.new_empty(rows * columns, dtype=self.dtype)
-        transform, temperature = options.transform, options.temperature
-        self.softcap = transform.softcap
-        self.scale = transform.scale / (temperature if transform.softcap is None else transform.softcap)
-        self.softcap_scale = 1.0 if transform.softcap is None else transform.softcap / temperature
-
-    def column_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(columns, rows of the head that make them [columns, H])."""
-        for columns in _slices(len(self.weight), self.columns_per_block):
-            yield columns, self.weight[columns].to(self.operand_dtype)
-
-    def logits(self, rows: slice, columns: slice, block: torch.Tensor) -> torch.Tensor:
-        """After transform and temperature, [rows, columns]. Valid until the next call."""
-        states = self.states[rows]
-        tile = self.buffer[: len(states) * len(block)].view(len(states), len(block))
-        _matmul(states, block.t(), out=tile)
-        if self.bias is not None:
-            tile.add_(self.bias[columns])
-        if self.scale != 1.0:
-            tile.mul_(self.scale)
-        if self.softcap is not None:
-            tile.tanh_().mul_(self.softcap_scale)
-        return tile
-
-    def slope(self, tile: torch.Tensor) -> torch.Tensor | None:
-        """What is left of the derivative of `logits` by the head's output when `scale` is taken out; None where 1."""
-        if self.softcap is None:
-            return None
-        # d/dx of c tanh(x) is c (1 - tanh^2 x)
-        return tile.mul(1.0 / self.softcap_scale).square_().neg_().add_(1.0).mul_(self.softcap_scale)
-
-    def smallest_kept(self, tile: torch.Tensor) -> torch.Tensor:
-        """The smallest logit [rows] that top-k and top-p leave, of a tile of whole rows."""
-        options = self.options
-        # A few rows at a time: finding a nucleus takes three more tensors of their size.
-        few = options.rows_per(options.tile_bytes, self.dtype.itemsize)
-        return torch.cat([smallest_kept(rows, options.top_k, options.top_p, options.group) for rows in tile.split(few)])
-
-    def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: _Place) -> None:
-        """-inf, in place, to logits below `kept` [rows] that are not the target's."""
-        sampled = tile.gather(1, target.index)
-        tile.masked_fill_(tile < kept[:, None], float("-inf"))
-        tile.scatter_(1, target.index, torch.where(target.is_here, sampled, tile.gather(1, target.index)))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The column of each row's target in a tile: int64 [rows, 1], some column where the target is not in the tile."""
-
-    index: torch.Tensor
-    is_here: torch.Tensor  # bool [rows, 1]
-
-    @classmethod
-    def of(cls, targets: torch.Tensor, first: int, width: int) -> _Place:
-        index = (targets - first)[:, None]
-        return cls(index.clamp(0, width - 1), (index >= 0) & (index < width))
-
-
-@dataclass
-class _Sums:
-    """What is known of each row's distribution so far, [N] each; `maximum` is taken out of the exponents."""
-
-    maximum: torch.Tensor
-    total: torch.Tensor  # sum of e = exp(logit - maximum)
-    target: torch.Tensor  # logit of the target
-    spread: torch.Tensor  # sum of -e (logit - maximum)
-
-    @classmethod
-    def empty(cls, like: torch.Tensor, n: int) -> _Sums:
-        # The lowest finite number, not -inf: -inf - -inf is no number.
-        lowest = torch.finfo(like.dtype).min
-        return cls(like.new_full((n,), lowest), like.new_zeros(n), like.new_zeros(n), like.new_zeros(n))
-
-    def add(self, rows: slice, tile: torch.Tensor, target: _Place, *, with_entropy: bool) -> None:
-        """Take in a tile of logits, which is overwritten."""
-        self.target[rows] += torch.where(target.is_here, tile.gather(1, target.index), 0.0)[:, 0]
-        self._raise_maximum(rows, torch.maximum(self.maximum[rows], tile.amax(dim=1)))
-        tile.sub_(self.maximum[rows, None]).exp_()
-        self.total[rows] += tile.sum(dim=1)
-        if with_entropy:
-            self.spread[rows] += torch.special.entr(tile).sum(dim=1)
-
-    def _raise_maximum(self, rows: slice, maximum: torch.Tensor) -> None:
-        change = self.maximum[rows] - maximum
-        factor = change.exp()
-        self.spread[rows] = factor * (self.spread[rows] - change * self.total[rows])
-        self.total[rows] *= factor
-        self.maximum[rows] = maximum
-
-    def reduce(self, group: dist.ProcessGroup) -> None:
-        """Over the ranks that share the vocabulary."""
-        maximum = self.maximum.clone()
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
-        self._raise_maximum(slice(None), maximum)
-        sums = torch.stack([self.total, self.target, self.spread])
-        dist.all_reduce(sums, group=group)
-        self.total, self.target, self.spread = sums
-
-    def logprobs(self) -> torch.Tensor:
-        # In this order, and not by their logsumexp: large logits would take digits of it.
-        return self.target - self.maximum - self.total.log()
-
-    def entropy(self) -> torch.Tensor:
-        return self.total.log() + self.spread / self.total
-
-
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -358,40 +124,41 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        options: _Options,
+        options: TileOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = _Tiles(states, weight, bias, options)
-        sums = _Sums.empty(tiles.buffer, len(states))
+        tiles = Tiles(states, weight, bias, options)
+        sums = Sums.empty(tiles.buffer, len(states))
         kept = tiles.buffer.new_empty(len(states) if options.is_filtered else 0)
         for columns, block in tiles.column_blocks():
             for rows in tiles.row_blocks:
                 tile = tiles.logits(rows, columns, block)
-                target = _Place.of(targets[rows], options.start + columns.start, len(block))
+                target = Place.of(targets[rows], options.start + columns.start, len(block))
                 if options.is_filtered:
                     kept[rows] = tiles.smallest_kept(tile)
                     tiles.filter(tile, kept[rows], target)
-                sums.add(rows, tile, target, with_entropy=options.with_entropy)
+                sums.chosen[rows] += torch.where(target.is_here, tile.gather(1, target.index), 0.0)
+                sums.add(rows, tile, with_entropy=options.with_entropy)
         if options.group is not None and len(states) > 0:
             sums.reduce(options.group)
         ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total)
         ctx.options = options
         entropy = sums.entropy()
         ctx.mark_non_differentiable(entropy)
-        return sums.logprobs(), entropy
+        return sums.logprobs()[:, 0], entropy
 
     @staticmethod
     def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         states, weight, bias, targets, kept, maximum, total = ctx.saved_tensors
         needs_states, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        options: _Options = ctx.options
-        tiles = _Tiles(states, weight, bias, options)
-        sums = _Gradients(tiles, needs_states, needs_weight, needs_bias)
+        options: TileOptions = ctx.options
+        tiles = Tiles(states, weight, bias, options)
+        sums = Gradients(tiles, needs_states, needs_weight, needs_bias)
         rising = grads[0] * tiles.scale
         falling = -rising / total
         for columns, block in tiles.column_blocks():
             for rows in tiles.row_blocks:
                 tile = tiles.logits(rows, columns, block)
-                target = _Place.of(targets[rows], options.start + columns.start, len(block))
+                target = Place.of(targets[rows], options.start + columns.start, len(block))
                 slope = tiles.slope(tile)
                 if options.is_filtered:
                     tiles.filter(tile, kept[rows], target)
@@ -402,73 +169,4 @@ class _LinearLogprobs(torch.autograd.Function):
                     tile.mul_(slope)
                 sums.add(rows, columns, tile, block)
             sums.finish(columns)
-        if needs_states and options.group is not None and len(states) > 0:
-            dist.all_reduce(sums.states, group=options.group)
-        return (
-            sums.states.to(states.dtype) if needs_states else None,
-            sums.weight if needs_weight else None,
-            sums.bias.to(weight.dtype) if needs_bias else None,
-            None,
-            None,
-        )
-
-
-class _Gradients:
-    """Gradients of states, weight and bias, from tiles of gradients of the head's output.
-
-    They add up in float32: those of the states as a whole [N, H], those of the weight block by block.
-    """
-
-    def __init__(self, tiles: _Tiles, needs_states: bool, needs_weight: bool, needs_bias: bool) -> None:
-        self.tiles = tiles
-        self.needs_states, self.needs_weight, self.needs_bias = needs_states, needs_weight, needs_bias
-        num_rows, hidden = tiles.states.shape
-        num_columns = len(tiles.weight)
-        new_zeros = tiles.buffer.new_zeros
-        self.states = new_zeros((num_rows, hidden) if needs_states else 0)
-        self.bias = new_zeros(num_columns if needs_bias else 0)
-        self.weight = torch.empty_like(tiles.weight) if needs_weight else tiles.weight.new_empty(0)
-        is_rounded = needs_weight and tiles.weight.dtype != tiles.dtype
-        self.block = tiles.buffer.new_empty((tiles.columns_per_block, hidden) if is_rounded else 0)
-        if num_rows == 0:
-            self.weight.zero_()
-
-    def _block(self, columns: slice) -> torch.Tensor:
-        """Where the gradient of these rows of the weight adds up."""
-        return self.block[: columns.stop - columns.start] if self.block.numel() > 0 else self.weight[columns]
-
-    def add(self, rows: slice, columns: slice, tile: torch.Tensor, block: torch.Tensor) -> None:
-        """Take in a tile; `block` are the rows of the head it came from."""
-        if self.needs_bias:
-            self.bias[columns] += tile.sum(dim=0)
-        tile = tile.to(self.tiles.operand_dtype)
-        if self.needs_states:
-            _add_matmul(self.states[rows], tile, block)
-        if self.needs_weight and rows.start == 0:
-            _matmul(tile.t(), self.tiles.states[rows], out=self._block(columns))
-        elif self.needs_weight:
-            _add_matmul(self._block(columns), tile.t(), self.tiles.states[rows])
-
-    def finish(self, columns: slice) -> None:
-        """All tiles of these columns were taken in."""
-        if self.block.numel() > 0 and len(self.tiles.states) > 0:
-            self.weight[columns] = self._block(columns)
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-    for start in range(0, length, max(1, step)):
-        yield slice(start, min(start + step, length))
-
-
-def _matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-    if left.dtype == out.dtype:
-        torch.mm(left, right, out=out)
-    else:
-        torch.mm(left, right, out_dtype=out.dtype, out=out)
-
-
-def _add_matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    if left.dtype == out.dtype:
-        out.addmm_(left, right)
-    else:
-        out.add_(torch.mm(left, right, out_dtype=out.dtype))
+        return *sums.result(options.group, weight.dtype), None, None

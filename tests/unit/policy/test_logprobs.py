@@ -20,13 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.linear_logprobs import (
-    LogitTransform,
-    OutputHead,
-    linear_logprobs,
-    linear_logprobs_and_entropy,
-    topk_logits,
-)
+from nemo_rl.models.policy.linear_logprobs import linear_logprobs, linear_logprobs_and_entropy, topk_logits
+from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
 from nemo_rl.models.policy.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.row_layout import RowLayout
