@@ -1,0 +1,126 @@
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.gae import GAEAdvantages, generalized_advantages
+
+NO_KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
+KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)
+
+
+def estimator(cfg: ClippedPGLossConfig = NO_KL, **changes: Any) -> GAEAdvantages:
+    return GAEAdvantages(cfg, **({"gamma": 1.0, "gae_lambda": 0.95, "normalize": False, "eps": 1e-8} | changes))
+
+
+def row(reward: float, mask: list[int], values: list[float]) -> tuple[dict[str, Tensor], Tensor]:
+    columns = {"advantages": torch.full((len(mask),), reward), "values": torch.tensor(values)}
+    return columns, torch.tensor(mask).float()
+
+
+def naive_advantage(rewards: list[float], values: list[float], gamma: float, gae_lambda: float, step: int) -> float:
+    """The sum over all later steps of (gamma lambda)^l times the temporal difference l steps ahead."""
+    total = 0.0
+    for later in range(step, len(rewards)):
+        after = values[later + 1] if later + 1 < len(values) else 0.0
+        total += (gamma * gae_lambda) ** (later - step) * (rewards[later] + gamma * after - values[later])
+    return total
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.floats(-2, 2), st.floats(-2, 2)), min_size=1, max_size=12),
+    gamma=st.floats(0, 1),
+    gae_lambda=st.floats(0, 1),
+)
+def test_it_is_the_discounted_sum_of_temporal_differences(
+    steps: list[tuple[float, float]], gamma: float, gae_lambda: float
+):
+    rewards, values = ([step[number] for step in steps] for number in (0, 1))
+    expected = [naive_advantage(rewards, values, gamma, gae_lambda, step) for step in range(len(steps))]
+    result = generalized_advantages(
+        torch.tensor(rewards, dtype=torch.float64),
+        torch.tensor(values, dtype=torch.float64),
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    assert result.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_by_hand():
+    """Reward 1 with the last of three tokens after a prompt token."""
+    columns = estimator(gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1], [9.0, 0.2, 0.4, 0.5]))
+    last = 1 - 0.5
+    middle = 0.9 * 0.5 - 0.4 + 0.45 * last
+    first = 0.9 * 0.4 - 0.2 + 0.45 * middle
+    assert columns["advantages"].tolist() == pytest.approx([0.0, first, middle, last])
+    assert columns["returns"].tolist() == pytest.approx([0.0, first + 0.2, middle + 0.4, last + 0.5])
+
+
+def test_lambda_1_gives_the_return_minus_the_value_and_lambda_0_one_step_ahead():
+    batch = row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5])
+    monte_carlo, one_step = (estimator(gae_lambda=value).adjust(*batch) for value in (1.0, 0.0))
+    assert monte_carlo["returns"].tolist() == pytest.approx([0.0, 1.0, 1.0, 1.0])
+    assert one_step["returns"].tolist() == pytest.approx([0.0, 0.4, 0.5, 1.0])
+
+
+def test_tokens_of_the_environment_are_no_steps():
+    """As if they were not there, whatever value they got."""
+    with_gap = estimator(gamma=0.9).adjust(*row(1.0, [0, 1, 1, 0, 0, 1], [0.0, 0.2, 0.4, math.nan, 7.0, 0.5]))
+    without = estimator(gamma=0.9).adjust(*row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]))
+    for name in ("advantages", "returns"):
+        values = with_gap[name].tolist()
+        assert values[3:5] == [0.0, 0.0]
+        assert [*values[:3], values[5]] == without[name].tolist()
+
+
+def test_the_reward_comes_with_the_last_token_that_carries_loss():
+    """Also where an environment had the last word."""
+    columns = estimator(gae_lambda=0.0).adjust(*row(2.0, [0, 1, 1, 0], [0.0] * 4))
+    assert columns["returns"].tolist() == [0.0, 0.0, 2.0, 0.0]
+
+
+def test_a_masked_row_gives_zeros():
+    columns = estimator(KL).adjust(*row(1.0, [0, 0, 0], [math.nan] * 3))
+    assert columns["advantages"].tolist() == columns["returns"].tolist() == [0.0] * 3
+
+
+def test_every_step_is_charged_its_kl():
+    columns, mask = row(1.0, [0, 1, 1], [0.0, 0.0, 0.0])
+    columns |= {
+        "prev_logprobs": torch.tensor([0.0, -1.0, -2.0]),
+        "reference_policy_logprobs": torch.tensor([math.nan, -1.5, -1.0]),
+    }
+    result = estimator(KL, gae_lambda=1.0).adjust(columns, mask)
+    assert result["returns"].tolist() == pytest.approx([0.0, -0.05 + 1 + 0.1, 1 + 0.1])
+
+
+def test_a_bad_value_shows():
+    columns = estimator().adjust(*row(1.0, [0, 1, 1], [0.0, 0.1, math.nan]))
+    assert not columns["advantages"].isfinite().all()
+
+
+def test_whitening_is_over_all_tokens_of_the_batch_and_leaves_returns():
+    rows = [row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]), row(0.0, [0, 1, 0, 0], [0.0, 0.7, 0.0, 0.0])]
+    rows.append(row(1.0, [0, 0, 0, 0], [5.0] * 4))
+    whitening = estimator(normalize=True)
+    adjusted = [whitening.adjust(*each) for each in rows]
+    masks = [mask for _, mask in rows]
+    sums = sum(whitening.sums(c["advantages"], mask) for c, mask in zip(adjusted, masks, strict=True))
+    assert isinstance(sums, Tensor)
+    whitened = torch.cat(
+        [whitening.finish(c["advantages"], mask, sums) for c, mask in zip(adjusted, masks, strict=True)]
+    )
+    valid = torch.cat(masks) > 0
+    raw = torch.cat([c["advantages"] for c in adjusted])[valid].double()
+    torch.testing.assert_close(whitened[valid].double(), (raw - raw.mean()) / raw.std(), rtol=1e-5, atol=1e-6)
+    assert not whitened[~valid].any()
+    plain = [estimator().adjust(*each) for each in rows]
+    for ours, untouched in zip(adjusted, plain, strict=True):
+        assert torch.equal(ours["returns"], untouched["returns"])
+        assert torch.equal(estimator().finish(ours["advantages"], masks[0], sums), ours["advantages"])
