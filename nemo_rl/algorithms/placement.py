@@ -6,10 +6,12 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
@@ -96,12 +98,23 @@ def _rank_lines(cfg: RolloutMasterConfig) -> list[str]:
     return lines
 
 
+class OnMachines(Protocol):
+    """Any configuration of something that runs on machines."""
+
+    @property
+    def cluster(self) -> ClusterConfig: ...
+
+
 def check_hardware(
-    cfg: RolloutMasterConfig, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
+    cfg: OnMachines,
+    *,
+    num_gpus: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+    cpu_config: str = CPU_CONFIG,
 ) -> None:
     """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
 
-    `num_gpus` replaces what is found on this machine.
+    `num_gpus` replaces what is found on this machine; `cpu_config` is what a machine without a GPU can run.
     """
     wanted = cfg.cluster.gpus_per_node
     if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
@@ -109,7 +122,7 @@ def check_hardware(
     found = num_visible_gpus(environment) if num_gpus is None else num_gpus
     path = ("cluster", "gpus_per_node")
     if found == 0:
-        fix = f"to run on CPU take --config {CPU_CONFIG}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
+        fix = f"to run on CPU take --config {cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
         raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted and none found on this machine; {fix}")])
     if wanted > found:
         fix = f"set cluster.gpus_per_node={found}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"

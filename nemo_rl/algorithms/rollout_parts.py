@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.data.messages import ObservationRenderer
@@ -16,6 +17,7 @@ from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, EnvironmentStep
+from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.rollouts.collector import EpisodeFailure, RolloutWorkerSettings
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
@@ -27,22 +29,39 @@ def rollout_settings(
     config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup, environments: Mapping[str, Any]
 ) -> RolloutWorkerSettings:
     """`environments`: section of `env` -> actor handle."""
-    return RolloutWorkerSettings(
-        process=PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length),
-        decode=partial(decode, tokenizer),
-        render=ObservationRenderer(tokenizer),
-        connect_environments=partial(
-            connect_environments, environments, data.task_to_env, config.rollout.env_step_timeout_s
-        ),
+    return worker_settings(
+        PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length),
+        environments,
         limits=EpisodeLimits(
             max_turns=config.rollout.max_rollout_turns,
             max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
         ),
-        run_seed=config.rollout.seed,
+        env_step_timeout_s=config.rollout.env_step_timeout_s,
+        seed=config.rollout.seed,
     )
 
 
-def decode(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]) -> str:
+def worker_settings(
+    process: PromptProcessor,
+    environments: Mapping[str, Any],
+    *,
+    limits: EpisodeLimits,
+    env_step_timeout_s: float,
+    seed: int,
+) -> RolloutWorkerSettings:
+    """`environments`: section of `env` -> actor handle."""
+    task_to_env = {name: task.env_name for name, task in process.tasks.items()}
+    return RolloutWorkerSettings(
+        process=process,
+        decode=partial(decode, process.tokenizer),
+        render=ObservationRenderer(process.tokenizer),
+        connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
+        limits=limits,
+        run_seed=seed,
+    )
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of sampled tokens, without end-of-sequence and other special tokens."""
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     assert isinstance(text, str)
@@ -102,14 +121,19 @@ def sampling_params(
 ) -> tuple[SamplingParams, SamplingParams]:
     """Sampling in training and in validation. Without `stop_token_ids`, the end-of-sequence token stops."""
     generation = config.policy.generation
-    stops = generation.stop_token_ids if generation.stop_token_ids is not None else [tokenizer.eos_token_id]
-    common: dict[str, Any] = {
-        "max_new_tokens": generation.max_new_tokens,
-        "stop_token_ids": tuple(stops),
-        "stop_strings": tuple(generation.stop_strings or ()),
-    }
-    train = SamplingParams(temperature=generation.temperature, top_p=generation.top_p, top_k=generation.top_k, **common)
-    val = SamplingParams(
-        temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k, **common
-    )
+    train = train_sampling(generation, tokenizer)
+    val = replace(train, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)
     return train, val
+
+
+def train_sampling(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:
+    """Sampling as `temperature`, `top_p` and `top_k` of `generation` say."""
+    stops = generation.stop_token_ids if generation.stop_token_ids is not None else [tokenizer.eos_token_id]
+    return SamplingParams(
+        max_new_tokens=generation.max_new_tokens,
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        stop_token_ids=tuple(stops),
+        stop_strings=tuple(generation.stop_strings or ()),
+    )
