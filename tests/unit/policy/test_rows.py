@@ -1,0 +1,331 @@
+"""Rows on the workers: what losses and heads get of them, sums and exchange of columns, pairs, and evaluation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemo_rl.algorithms.loss_config import DPOLossConfig
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.losses.preference import DPOLoss
+from nemo_rl.algorithms.rollout_batch import Batching, plan_samples
+from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs
+from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs
+from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.types import (
+    DistillationInputs,
+    Example,
+    ExampleGroup,
+    LossFunction,
+    PlannedSample,
+    PreferenceInputs,
+    TrainResult,
+    ValueInputs,
+)
+from tests.unit.policy.models import VOCAB, save_random_model
+from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
+from tests.worlds import run_world
+
+CPU = torch.device("cpu")
+
+
+# -- what a loss gets
+
+
+def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | None = None) -> Row:
+    ids = torch.arange(length)
+    return Row(sample_id="s", token_ids=ids + 5, token_mask=ids > 0, mask=mask, columns=columns or {})
+
+
+def test_what_every_loss_gets_is_padded_to_the_longest_row():
+    inputs = loss_inputs([row(3), row(2, mask=0.0)], ValueInputs, CPU)
+    assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]] and inputs.input_ids.dtype == torch.int64
+    assert inputs.token_mask.tolist() == [[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
+    assert inputs.sample_mask.tolist() == [1.0, 0.0]
+    assert inputs.token_mask.dtype == inputs.sample_mask.dtype == torch.float32
+
+
+def test_columns_of_one_number_a_number_per_token_and_several():
+    per_sequence = {"reference_logprob_sum": torch.tensor(-3.5), "margin": torch.tensor(0.0)}
+    pair = [row(2, columns=per_sequence), row(3, columns=per_sequence)]
+    preference = loss_inputs(pair, PreferenceInputs, CPU)
+    assert preference.reference_logprob_sum.tolist() == [-3.5, -3.5] and preference.margin.tolist() == [0.0, 0.0]
+
+    per_token = [
+        row(2, columns={"values": torch.tensor([1.0, 2.0])}),
+        row(3, columns={"values": torch.tensor([3.0, 4.0, 5.0])}),
+    ]
+    value = loss_inputs(per_token, ValueInputs, CPU)
+    assert value.values.tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
+    assert torch.equal(value.returns, torch.zeros(2, 3)), "a column that no row has"
+
+    several = [row(n, columns={"teacher_topk_logits": torch.full((n, 4), float(n))}) for n in (3, 1)]
+    distillation = loss_inputs(several, DistillationInputs, CPU)
+    assert distillation.teacher_topk_logits.shape == (2, 3, 4)
+    assert distillation.teacher_topk_logits[:, :, 0].tolist() == [[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
+
+
+def test_a_column_of_some_rows_alone_is_refused():
+    with pytest.raises(AssertionError, match="some rows have no values"):
+        loss_inputs([row(2, columns={"values": torch.zeros(2)}), row(2)], ValueInputs, CPU)
+
+
+# -- pairs, over every layout
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_random_model("llama", path)
+    return path
+
+
+NUM_PAIRS, PAIRS_PER_GROUP = 12, 4
+
+
+def make_pairs() -> tuple[list[PlannedSample], list[ExampleGroup]]:
+    """12 pairs in 3 groups, one of them masked. What the first tokens of a sequence are carries no loss."""
+    generator = np.random.default_rng(0)
+    planned: list[PlannedSample] = []
+    groups: list[ExampleGroup] = [ExampleGroup(samples=[]) for _ in range(NUM_PAIRS // PAIRS_PER_GROUP)]
+    for number in range(NUM_PAIRS):
+        group = number // PAIRS_PER_GROUP
+        lengths = tuple(int(n) for n in generator.integers(4, 20, 2))
+        index = len(groups[group].samples)
+        mask = 0.0 if number == 5 else 1.0
+        planned.append(PlannedSample(group=group, index=index, lengths=lengths, advantage=0.0, mask=mask))
+        for side, length in zip(("chosen", "rejected"), lengths, strict=True):
+            groups[group].samples.append(
+                Example(
+                    sample_id=f"d:{number}/{side}",
+                    token_ids=generator.integers(2, VOCAB, length).astype(np.int32),
+                    token_mask=np.arange(length) >= 3,
+                )
+            )
+    return planned, groups
+
+
+def pair_config(**changes: Any) -> PolicyConfig:
+    return policy_config(**{"train_global_batch_size": NUM_PAIRS, "train_micro_batch_size": 5, **changes})
+
+
+def load_pairs(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
+    planned, groups = make_pairs()
+    plan = plan_samples(
+        planned,
+        list(range(len(groups))),
+        num_ranks=worker.mesh.sizes.data_parallel,
+        global_batch_size=config.train_global_batch_size,
+        batching=Batching.of(config, quadratic_weight=0.001, sequences_per_sample=2),
+    )
+    worker.load(plan.ranks[worker.mesh.data_rank], list(range(len(groups))), *groups)
+
+
+@dataclass(kw_only=True)
+class Seen:
+    """What a rank saw of one optimizer step on pairs."""
+
+    reference_sums: dict[RowKey, float]
+    before: dict[str, float]
+    unchanged: bool
+    trained: TrainResult
+    after: dict[str, float]
+
+
+def step_on_pairs(rank: int, world: int, path: Path, config: PolicyConfig) -> Seen:
+    worker = make_worker(path, config)
+    load_pairs(worker, config)
+    worker.compute_reference_logprobs()
+    sums = worker.sum_column("reference_policy_logprobs", "reference_logprob_sum")
+    loss_fn = DPOLoss(DPOLossConfig(reference_policy_kl_penalty=0.5, sft_average_log_probs=False))
+    before, unchanged = evaluated(worker, loss_fn)
+    trained = worker.train(loss_fn, Logprobs())
+    return Seen(
+        reference_sums=sums,
+        before=before,
+        unchanged=unchanged,
+        trained=trained,
+        after=worker.evaluate(loss_fn, Logprobs()),
+    )
+
+
+def evaluated(worker: DTensorPolicyWorker, loss_fn: LossFunction) -> tuple[dict[str, float], bool]:
+    """Metrics, and whether weights and gradients are as they were."""
+    weights = whole_weights(worker)
+    metrics = worker.evaluate(loss_fn, Logprobs())
+    same = all(torch.equal(weight, weights[name]) for name, weight in whole_weights(worker).items())
+    return metrics, same and all(p.grad is None for stage in worker.stages for p in stage.parameters())
+
+
+def without(metrics: dict[str, float], name: str) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if key != name}
+
+
+def assert_same_metrics(got: dict[str, float], want: dict[str, float]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name] == pytest.approx(value, rel=1e-6, abs=1e-6), name
+
+
+PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=96)}
+DYNAMIC = {
+    "padding_free": False,
+    "dynamic_batching": DynamicBatchingConfig(
+        enabled=True, train_mb_tokens=96, logprob_mb_tokens=128, sequence_length_round=8
+    ),
+}
+PAIR_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "padded": (1, {"padding_free": False}),
+    "dp2 packed": (2, PACKED),
+    "dp2 dynamic": (2, DYNAMIC),
+    "cp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
+    "pp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path) -> Seen:
+    """One rank, one micro-batch: nothing was split."""
+    config = pair_config(train_micro_batch_size=NUM_PAIRS, logprob_batch_size=NUM_PAIRS, padding_free=False)
+    return run_world(step_on_pairs, 1, llama, config)[0]
+
+
+def plain_sums(path: Path) -> dict[RowKey, float]:
+    """By transformers alone, one sequence at a time; tests sample with temperature 0.8."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    sums = {}
+    for group, examples in enumerate(make_pairs()[1]):
+        for index, sample in enumerate(examples.samples):
+            ids = torch.from_numpy(sample.token_ids).long()
+            with torch.no_grad():
+                logprobs = (model(input_ids=ids[None]).logits[0, :-1] / 0.8).log_softmax(-1)
+            scored = logprobs.gather(1, ids[1:, None])[:, 0] * torch.from_numpy(sample.token_mask)[1:]
+            sums[group, index] = scored.sum().item()
+    return sums
+
+
+def test_a_first_step_on_pairs_by_hand(llama: Path, alone: Seen):
+    assert alone.before["preference_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert alone.before["global_valid_seqs"] == 2 * (NUM_PAIRS - 1), "sequences; one pair is masked"
+    assert alone.after["loss"] < alone.before["loss"] - 1e-3
+    assert alone.reference_sums == pytest.approx(plain_sums(llama), abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", PAIR_LAYOUTS)
+def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of_training(
+    llama: Path, alone: Seen, layout: str
+):
+    world, changes = PAIR_LAYOUTS[layout]
+    ranks = run_world(step_on_pairs, world, llama, pair_config(**changes))
+    for seen in ranks:
+        assert seen.unchanged
+        assert_same_metrics(seen.before, seen.trained.metrics)
+        # Policy and reference are equal at first: which answer is the better one is a matter of rounding.
+        assert_same_metrics(without(seen.before, "accuracy"), without(alone.before, "accuracy"))
+        assert_same_metrics(seen.after, alone.after)
+        assert seen.trained.grad_norms == pytest.approx(alone.trained.grad_norms, rel=1e-5)
+    reported = [key for seen in ranks for key in seen.reference_sums]
+    assert len(reported) == len(set(reported)) == 2 * NUM_PAIRS, "every row by one rank"
+    together = {key: value for seen in ranks for key, value in seen.reference_sums.items()}
+    assert together == pytest.approx(alone.reference_sums, abs=1e-5)
+
+
+@pytest.mark.parametrize(("world", "cut"), [(1, {}), (2, {}), (2, {"pipeline_parallel_size": 2})])
+def test_evaluation_on_rollouts_gives_the_metrics_of_training_and_changes_nothing(llama: Path, world: int, cut: Any):
+    config = policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
+
+    def rank_main(rank: int, world: int) -> tuple[dict[str, float], bool, TrainResult]:
+        worker = make_worker(llama, config)
+        load_step(worker, config)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.compute_reference_logprobs()
+        return *evaluated(worker, ClippedPGLoss(LOSS)), worker.train(ClippedPGLoss(LOSS), Logprobs())
+
+    for metrics, unchanged, result in run_world(rank_main, world):
+        assert unchanged
+        assert_same_metrics(metrics, result.metrics)
+
+
+# -- columns
+
+
+class WithColumn(HeadTask):
+    """Each token's logprob, and what its row's column `extra` says of it."""
+
+    @property
+    def num_values(self) -> int:
+        return 2
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return ("extra",)
+
+    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)
+
+
+@pytest.mark.parametrize("layout", ["dp2 packed", "cp packed", "pp packed"])
+def test_a_head_gets_the_columns_it_names_and_may_say_several_numbers(llama: Path, layout: str):
+    world, changes = PAIR_LAYOUTS[layout]
+
+    def rank_main(rank: int, world: int) -> None:
+        config = pair_config(**changes)
+        worker = make_worker(llama, config)
+        load_pairs(worker, config)
+        for (group, index), row in worker.rows.items():
+            row.columns["extra"] = 100.0 * (10 * group + index) + torch.arange(len(row.token_ids))
+        worker.compute(WithColumn(), "both")
+        worker.compute(Logprobs(), "prev_logprobs")
+        for row in worker.rows.values():
+            both = row.columns["both"]
+            assert both.shape == (len(row.token_ids), 2)
+            assert torch.equal(both[:, 0], row.columns["prev_logprobs"])
+            assert torch.equal(both[:, 1], row.columns["extra"] * row.token_mask)
+
+    run_world(rank_main, world)
+
+
+def test_a_sum_is_over_the_tokens_that_carry_loss_and_keeps_small_terms(llama: Path):
+    def rank_main(rank: int, world: int) -> None:
+        config = pair_config()
+        worker = make_worker(llama, config)
+        load_pairs(worker, config)
+        for row in worker.rows.values():
+            row.columns["x"] = torch.ones(len(row.token_ids))
+            row.columns["x"][:3] = 7.0  # of the prompt
+            row.columns["x"][3] = 2.0**24  # float32 cannot add 1 to it
+        sums = worker.sum_column("x", "total")
+        for key, row in worker.rows.items():
+            num_ones = len(row.token_ids) - 4
+            assert sums[key] == row.columns["total"].item() == float(np.float32(2.0**24 + num_ones))
+
+    run_world(rank_main, 1)
+
+
+def test_columns_of_another_group_are_copied_in(llama: Path):
+    def rank_main(rank: int, world: int) -> None:
+        config = pair_config()
+        worker = make_worker(llama, config)
+        load_pairs(worker, config)
+        keys = list(reversed(worker.rows))
+        shared = [np.full((len(worker.rows[key].token_ids), 3), 10 * key[0] + key[1], dtype=np.float32) for key in keys]
+        for values in shared:
+            values.flags.writeable = False  # as the object store gives them
+        worker.attach("teacher_topk_logits", keys, *shared)
+        for key, values in zip(keys, shared, strict=True):
+            own = worker.rows[key].columns["teacher_topk_logits"]
+            assert np.array_equal(own.numpy(), values)
+            own += 1.0
+            assert not np.array_equal(own.numpy(), values), "a copy"
+
+    run_world(rank_main, 2)
