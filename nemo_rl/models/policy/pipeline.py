@@ -157,8 +157,7 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
         return
     text = config.get_text_config()
     _check_depth(f"the {config.model_type} model", text.num_hidden_layers, size * per_rank)
-    is_tied = text.tie_word_embeddings or config.tie_word_embeddings
-    if is_tied and not is_scalar(config):
+    if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
         raise ValueError(
             f"policy.dtensor_cfg.pipeline_parallel_size={size}: this {config.model_type} model shares one matrix "
             "between its embeddings (first stage) and its head (last stage); set pipeline_parallel_size=1 and use "
@@ -174,8 +173,7 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
 
 def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
     """Every rank must have something to train."""
-    base, _ = _parts(hf)
-    layers = list(cast(nn.ModuleList, base.layers))
+    layers = list(cast(nn.ModuleList, _parts(hf)[0].layers))
     size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
     stages = layers_of_stages(len(layers), size * per_rank)
     for rank in range(size):
@@ -415,7 +413,7 @@ class PipelineRunner:
         if scored:
             flat = torch.cat([values.flatten() for values in scored])
         else:
-            flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+            flat = torch.empty(sum(sizes), dtype=task.dtype, device=self.device)
         dist.broadcast(flat, src=dist.get_global_rank(self.group, self.size - 1), group=self.group)
         for shape, part in zip(shapes, flat.split(sizes), strict=True):
             yield part.view(shape)
