@@ -98,6 +98,26 @@ GROUP_ADVANTAGES = frozenset(
     }
 )
 
+ROWS = frozenset(
+    {
+        "total_num_tokens",
+        "num_left_out",
+        "num_too_long",
+        "num_identical_answers",
+        "num_empty_answer",
+        "num_ends_with_user",
+        "num_no_loss_tokens",
+    }
+)
+"""Of every step that learns from rows."""
+
+NLL = frozenset({"token_probability", "num_unmasked_tokens", "num_valid_samples"})
+PAIRS = frozenset(
+    {"accuracy", "rewards_chosen_mean", "rewards_rejected_mean", "rewards_margin_mean", "num_valid_samples"}
+)
+DPO = PAIRS | {"preference_loss", "sft_loss", "logprobs_chosen_mean", "logprobs_rejected_mean"}
+REWARD_MODEL = PAIRS
+
 DYNAMIC_SAMPLING = frozenset(
     {
         "filtered_reward",

@@ -1,17 +1,19 @@
-"""What a GRPO run would place where, and whether this machine has it. Starts nothing."""
+"""What a run would place where, and whether this machine has it. Starts nothing."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
+from nemo_rl.algorithms.supervised_config import SupervisedMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
@@ -20,11 +22,28 @@ LABEL_WIDTH = 19
 
 def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Text for people: each rank's node and device, and how a step's samples are shared out."""
-    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *_rank_lines(cfg)])
+    ranks = _rank_lines(cfg.policy, cfg.cluster, {"generation": _engine_of_ranks(cfg)})
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *ranks])
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:
     return [title, *(f"  {name:<{LABEL_WIDTH}}{text}" for name, text in rows.items())]
+
+
+def describe_supervised(cfg: SupervisedMasterConfig) -> str:
+    """The same of a run that learns from rows."""
+    policy, cluster = cfg.policy, cfg.cluster
+    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers).data_parallel
+    what = "rows" if cfg.sequences_per_row == 1 else "pairs"
+    batch = policy.train_global_batch_size
+    rows = {
+        "optimizer steps": f"1 of {batch} {what}",
+        "per data rank": f"{batch // num_ranks} {what}",
+        "micro-batches": _micro_batches(policy, batch // num_ranks, what, cfg.sequences_per_row),
+        "tokens per row": f"at most {cfg.examples.max_input_seq_length}; longer ones are left out and counted",
+    }
+    layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
+    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *_rank_lines(policy, cluster, {})])
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
@@ -36,32 +55,49 @@ def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
         "samples": f"{samples} = {cfg.rollout.num_prompts_per_step} prompts x {cfg.rollout.num_generations_per_prompt}",
         "optimizer steps": f"{samples // policy.train_global_batch_size} of {policy.train_global_batch_size} samples",
         "per data rank": f"{samples // num_ranks} samples, {per_rank} in each optimizer step",
+        "micro-batches": _micro_batches(policy, per_rank, "samples"),
+        "tokens per sample": (
+            f"at most {policy.max_total_sequence_length}, prompt at most {cfg.data.max_input_seq_length}"
+        ),
     }
-    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        train, logprobs = token_budgets(policy)
-        how = "packed" if policy.sequence_packing.enabled else "of similar lengths, padding counted"
-        rows["micro-batches"] = f"{how}, at most {train} tokens; for logprobs alone {logprobs}"
-    else:
-        size = policy.train_micro_batch_size
-        rows["micro-batches"] = (
-            f"{per_rank // size} of {size} samples; for logprobs alone of {policy.logprob_batch_size}"
-        )
-    if policy.dtensor_cfg.context_parallel_size > 1:
-        rows["micro-batches"] += f"; each cut over {policy.dtensor_cfg.context_parallel_size} context ranks"
-    rows["tokens per sample"] = (
-        f"at most {policy.max_total_sequence_length}, prompt at most {cfg.data.max_input_seq_length}"
-    )
     return _labelled("one step:", rows)
 
 
+def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per_sample: int = 1) -> str:
+    """How `per_rank` samples of a rank become micro-batches."""
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        train, logprobs = token_budgets(policy, sequences_per_sample)
+        how = "packed" if policy.sequence_packing.enabled else "of similar lengths, padding counted"
+        text = f"{how}, at most {train} tokens; for logprobs alone {logprobs}"
+    else:
+        size = policy.train_micro_batch_size
+        text = f"{per_rank // size} of {size} {what}; for logprobs alone of {policy.logprob_batch_size}"
+    if policy.dtensor_cfg.context_parallel_size > 1:
+        text += f"; each cut over {policy.dtensor_cfg.context_parallel_size} context ranks"
+    return text
+
+
 def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
-    cluster, settings = cfg.cluster, cfg.policy.dtensor_cfg
-    sizes = ParallelSizes.of(settings, cluster.num_workers)
+    cluster = cfg.cluster
     device = "GPU" if cluster.use_gpus else "CPU worker"
     per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
     sharing = "taking turns with the policy on the same devices" if cluster.use_gpus else "beside the policy"
+    engines = _count(cluster.num_workers // per_engine, "engine")
+    rows = _policy_rows(cfg.policy, cluster)
+    rows["generation"] = f"vLLM, {engines} of {_count(per_engine, device)}, {sharing}"
+    return _labelled(f"layout on {_where(cluster)}:", rows)
+
+
+def _where(cluster: ClusterConfig) -> str:
+    device = "GPU" if cluster.use_gpus else "CPU worker"
+    return f"{_count(cluster.num_workers, device)} on {_count(cluster.num_nodes, 'node')}"
+
+
+def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]:
+    settings = policy.dtensor_cfg
+    sizes = ParallelSizes.of(settings, cluster.num_workers)
     rows = {
-        "policy": f"{cfg.policy.model_name} on {_count(sizes.world_size, 'rank')}"
+        "policy": f"{policy.model_name} on {_count(sizes.world_size, 'rank')}"
         + (f": {sizes.describe()}" if sizes.world_size > 1 else ""),
         "parameters": sizes.describe_shards(),
     }
@@ -69,33 +105,34 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
         lora = settings.lora_cfg
         layers = "all linear layers" if lora.match_all_linear else ", ".join(lora.target_modules)
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
-    engines = _count(cluster.num_workers // per_engine, "engine")
-    rows["generation"] = f"vLLM, {engines} of {_count(per_engine, device)}, {sharing}"
-    where = f"{_count(cluster.num_workers, device)} on {_count(cluster.num_nodes, 'node')}"
-    return _labelled(f"layout on {where}:", rows)
+    return rows
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def _rank_lines(cfg: RolloutMasterConfig) -> list[str]:
-    cluster = cfg.cluster
+def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
     per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    sizes = ParallelSizes.of(cfg.policy.dtensor_cfg, cluster.num_workers)
+    places = [divmod(rank, per_engine) for rank in range(cfg.cluster.num_workers)]
+    return [f"engine {engine}" + (f" shard {shard}" if per_engine > 1 else "") for engine, shard in places]
+
+
+def _rank_lines(policy: PolicyConfig, cluster: ClusterConfig, others: Mapping[str, Sequence[str]]) -> list[str]:
+    """A table of the ranks: node, device, place in the policy, and further columns with a text per rank."""
+    sizes = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers)
     policies = []
     for rank in range(cluster.num_workers):
         place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())
         policies.append(f"rank {rank}" + (f" ({place})" if place else ""))
-    width = max(len(policy) for policy in policies) + 2
+    columns = {"policy": policies, **others}
+    places = [divmod(rank, cluster.workers_per_node) for rank in range(cluster.num_workers)]
     device = "GPU" if cluster.use_gpus else "CPU worker"
-    lines = [f"  {'node':<6}{device:<12}{'policy':<{width}}generation"]
-    for rank, policy in enumerate(policies):
-        node, index = divmod(rank, cluster.workers_per_node)
-        engine, shard = divmod(rank, per_engine)
-        part = f" shard {shard}" if per_engine > 1 else ""
-        lines.append(f"  {node:<6}{index:<12}{policy:<{width}}engine {engine}{part}")
-    return lines
+    table = [["node", *(str(node) for node, _ in places)], [device, *(str(index) for _, index in places)]]
+    table += [[name, *texts] for name, texts in columns.items()]
+    widths = [6, 12, *(max(map(len, column)) + 2 for column in table[2:])]
+    rows = zip(*table, strict=True)
+    return ["  " + "".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 class OnMachines(Protocol):

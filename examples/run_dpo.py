@@ -1,0 +1,34 @@
+"""Direct preference optimisation on pairs of answers.
+
+uv run examples/run_dpo.py                                             # Llama-3.2-1B-Instruct on one GPU
+uv run --extra cpu examples/run_dpo.py --config examples/configs/dpo_cpu.yaml   # a CPU machine
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from nemo_rl.algorithms.placement import check_hardware, describe_supervised
+from nemo_rl.algorithms.supervised_config import DPOMasterConfig
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        DPOMasterConfig,
+        description="Direct preference optimisation: prefer the chosen answers of a dataset of pairs.",
+        default_config=str(CONFIGS / "dpo.yaml"),
+        placement=describe_supervised,
+        check=partial(check_hardware, cpu_config="examples/configs/dpo_cpu.yaml"),
+    )
+    from nemo_rl.algorithms.supervised_setup import run_dpo  # torch and Ray load here, after the configuration is good
+
+    return run_dpo(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

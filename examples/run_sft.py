@@ -1,0 +1,34 @@
+"""Supervised fine-tuning on conversations.
+
+uv run examples/run_sft.py                                             # Llama-3.2-1B on one GPU
+uv run --extra cpu examples/run_sft.py --config examples/configs/sft_cpu.yaml   # a CPU machine
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from nemo_rl.algorithms.placement import check_hardware, describe_supervised
+from nemo_rl.algorithms.supervised_config import SFTMasterConfig
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        SFTMasterConfig,
+        description="Supervised fine-tuning: learn what the assistant says in a dataset of conversations.",
+        default_config=str(CONFIGS / "sft.yaml"),
+        placement=describe_supervised,
+        check=partial(check_hardware, cpu_config="examples/configs/sft_cpu.yaml"),
+    )
+    from nemo_rl.algorithms.supervised_setup import run_sft  # torch and Ray load here, after the configuration is good
+
+    return run_sft(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
