@@ -301,9 +301,10 @@ class ValueInputs(LossInputs):
 
 @dataclass(kw_only=True)
 class DistillationInputs(LossInputs):
-    """What the teacher says of each token; K largest logits. Zeros where the student's head has done the comparison."""
+    """What the teacher says of each token."""
 
-    teacher_topk_logits: torch.Tensor  # [B, S, K]
+    teacher_topk: torch.Tensor  # [B, S, 2K]: its K largest logits, then the tokens they are of; or, where no row has
+    # them because the student's head compares whole distributions, zeros [B, S]
 
 
 LossMetrics = dict[str, "torch.Tensor"]

@@ -64,3 +64,17 @@ class ValueLossConfig(StrictModel):
 
     scale: float = Field(default=0.5, gt=0)
     """Factor on the mean squared error."""
+
+
+class DistillationLossConfig(StrictModel):
+    """The loss of on-policy distillation."""
+
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    """`forward`: KL(teacher || student); `reverse`: KL(student || teacher); `mixed`: both, see `mixed_kl_weight`."""
+
+    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of the forward KL in `mixed`; the reverse KL has the rest."""
+
+    zero_outside_topk: bool = False
+    """false: teacher and student are compared as distributions over the teacher's largest logits alone. true: the
+    student is taken whole, and the teacher as having nothing elsewhere, so that the student's mass there costs."""

@@ -1,0 +1,114 @@
+"""KL between teacher and student at the tokens that the student sampled (on-policy distillation).
+
+    forward  KL(teacher || student): the student spreads over all that the teacher may say
+    reverse  KL(student || teacher): the student keeps to what the teacher is likely to say
+    mixed    w forward + (1 - w) reverse
+
+On-policy distillation is that of Agarwal et al. 2023, "On-Policy Distillation of Language Models" (GKD), arXiv
+2306.13649, whose generalised Jensen-Shannon divergence is another way between the two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.loss_config import DistillationLossConfig
+from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
+from nemo_rl.types import DistillationInputs, LossMetrics
+
+LOG_OUTSIDE = -100.0
+"""What stands for the teacher's log-probability where it is taken to be zero: the reverse KL stays finite."""
+
+
+class DistillationLoss:
+    """A `nemo_rl.types.LossFunction`: the mean KL of the loss tokens of the optimizer step.
+
+    Over the teacher's k largest logits: `outputs` [B, S, k + 1] are the student's log-probabilities of the same tokens,
+    then its entropy; `inputs.teacher_topk` [B, S, 2k] the teacher's logits, then the numbers of the tokens. The teacher
+    is softmax(logits) of these k. The student is
+
+    - its own softmax over these k (`zero_outside_topk: false`), or
+    - its whole distribution (`true`), for which the teacher's log-probability elsewhere is `LOG_OUTSIDE`.
+
+    Over the whole vocabulary: `outputs` [B, S, 2] are forward and reverse KL, and rows have no `teacher_topk`.
+
+    Values at masked positions are never looked at; a non-finite value of a loss token makes the loss NaN; a micro-batch
+    without a loss token gives 0 with a graph.
+    """
+
+    inputs_type = DistillationInputs
+
+    def __init__(self, cfg: DistillationLossConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, outputs: Tensor, inputs: DistillationInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, LossMetrics]:
+        """Metrics: loss, both KL, sequences that took part; over a top k also those of `_TopK.metrics`."""
+        assert outputs.shape[:2] == inputs.token_mask.shape, (outputs.shape, inputs.token_mask.shape)
+        mask = inputs.token_mask * inputs.sample_mask[:, None]
+        valid = mask[..., None] > 0
+        outputs = torch.where(valid, outputs, 0.0)
+        used = [outputs]
+        extra: dict[str, Tensor] = {}
+        if inputs.teacher_topk.ndim == 2:
+            forward, reverse = outputs.unbind(-1)
+        else:
+            teacher = torch.where(valid, inputs.teacher_topk, 0.0)
+            used.append(teacher)
+            topk = _TopK.of(outputs, teacher)
+            forward, reverse = topk.full_kl() if self.cfg.zero_outside_topk else topk.renormalised_kl()
+            extra = topk.metrics()
+        weight = {"forward": 1.0, "reverse": 0.0, "mixed": self.cfg.mixed_kl_weight}[self.cfg.kl_type]
+        loss = token_mean(weight * forward + (1.0 - weight) * reverse, mask, global_valid_toks)
+        loss = nan_unless_finite(loss, used)
+        per_token = {"forward_kl": forward, "reverse_kl": reverse, **extra}
+        metrics = {name: token_mean(values, mask, global_valid_toks) for name, values in per_token.items()}
+        metrics |= {"loss": loss, "num_valid_samples": inputs.sample_mask.sum()}
+        return loss, {name: value.detach() for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class _TopK:
+    """Both distributions at the teacher's k largest logits, in its order."""
+
+    teacher: Tensor  # [B, S, k]; log of its softmax over these
+    student: Tensor  # [B, S, k]; log-probabilities under the whole distribution
+    entropy: Tensor  # [B, S]; of the student's whole distribution
+
+    @classmethod
+    def of(cls, outputs: Tensor, teacher_topk: Tensor) -> _TopK:
+        k = outputs.shape[-1] - 1
+        assert teacher_topk.shape[-1] == 2 * k, (teacher_topk.shape, outputs.shape)
+        return cls(teacher_topk[..., :k].log_softmax(-1), outputs[..., :k], outputs[..., k])
+
+    def renormalised_kl(self) -> tuple[Tensor, Tensor]:
+        """Forward and reverse [B, S] of the two softmaxes over the k tokens."""
+        student = self.student.log_softmax(-1)
+        return _kl(self.teacher, student), _kl(student, self.teacher)
+
+    def full_kl(self) -> tuple[Tensor, Tensor]:
+        """Forward and reverse [B, S] with the student's whole distribution."""
+        probabilities = self.student.exp()
+        within = (probabilities * self.teacher).sum(-1)
+        outside = (1.0 - probabilities.sum(-1)) * LOG_OUTSIDE
+        return _kl(self.teacher, self.student), -self.entropy - within - outside
+
+    def metrics(self) -> dict[str, Tensor]:
+        """[B, S] each: entropies in nats, of the teacher over the k tokens and of the student over all; the student's
+        mass on the k tokens; whether the teacher's first token is also, among these, the student's."""
+        with torch.no_grad():
+            return {
+                "teacher_entropy": torch.special.entr(self.teacher.exp()).sum(-1),
+                "student_entropy": self.entropy,
+                "student_topk_mass": self.student.exp().sum(-1),
+                "top1_agreement": (self.student.argmax(-1) == 0).to(self.student.dtype),
+            }
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) over the last dimension."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
