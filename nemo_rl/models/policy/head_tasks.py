@@ -1,6 +1,6 @@
 """What a model's head says of each scored token, from the hidden state that the token is judged from.
 
-hidden states [N, H] of the scored tokens -> head -> [N] or [N, C], float32
+hidden states [N, H] of the scored tokens -> head -> [N] or [N, C], float32 unless said
 """
 
 from __future__ import annotations
@@ -25,6 +25,11 @@ class HeadTask(ABC):
     def num_values(self) -> int | None:
         """Numbers per token, C; None: one, without a dimension of its own."""
         return None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the numbers."""
+        return torch.float32
 
     @property
     def columns(self) -> tuple[str, ...]:
