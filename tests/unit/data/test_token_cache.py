@@ -1,0 +1,188 @@
+import datetime
+import logging
+import multiprocessing
+import os
+import signal
+import sqlite3
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.token_cache import TokenCache, check_cache_dir, decode_row, default_cache_dir, encode_row
+from nemo_rl.types import Example, ExampleMeta, Prompt
+
+
+def prompt(number, row=None, *, name="d", task="t"):
+    return Prompt(prompt_id=f"{name}:{number}", row=row or {"text": f"row {number}"}, idx=number, task_name=task)
+
+
+def make(of, *, pair=False, problem=None):
+    ends = ["/chosen", "/rejected"] if pair else [""]
+    examples = [
+        Example(
+            sample_id=of.prompt_id + end,
+            token_ids=np.arange(3 + of.idx + k, dtype=np.int32),
+            token_mask=np.arange(3 + of.idx + k) % 2 == 0,
+            margin=0.1 * k,
+        )
+        for k, end in enumerate(ends)
+    ]
+    meta = ExampleMeta(
+        prompt_id=of.prompt_id,
+        index=0,
+        lengths=tuple(len(example.token_ids) for example in examples),
+        num_loss_tokens=2,
+        problem=problem,
+        problem_kind="too_long" if problem else "",
+    )
+    return examples, meta
+
+
+def assert_same(one, other):
+    assert one[1] == other[1]
+    assert [(e.sample_id, e.margin) for e in one[0]] == [(e.sample_id, e.margin) for e in other[0]]
+    for a, b in zip(one[0], other[0], strict=True):
+        for x, y in ((a.token_ids, b.token_ids), (a.token_mask, b.token_mask)):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=9), min_size=1, max_size=3),
+    st.floats(allow_nan=False),
+    st.none() | st.text(max_size=20),
+)
+def test_what_is_written_is_what_is_read(sequences, margin, problem):
+    examples = [
+        Example(
+            sample_id=f"d:1/{k}",
+            token_ids=np.array(ids, dtype=np.int32),
+            token_mask=np.array([i % 3 == 0 for i in ids], dtype=bool),
+            margin=margin,
+        )
+        for k, ids in enumerate(sequences)
+    ]
+    lengths = tuple(len(ids) for ids in sequences)
+    meta = ExampleMeta(prompt_id="d:1", index=0, lengths=lengths, num_loss_tokens=1, problem=problem)
+    assert_same(decode_row(encode_row((examples, meta), "d:1"), prompt(1)), (examples, meta))
+
+
+def test_rows_are_found_again_by_content_under_the_ids_of_the_prompt(tmp_path):
+    prompts = [prompt(i) for i in range(5)]
+    made = [make(p, pair=True, problem=f"row {p.prompt_id} is too long" if p.idx == 2 else None) for p in prompts]
+    cache = TokenCache("f", tmp_path)
+    assert cache.load(prompts) == [None] * 5
+    cache.store(prompts, made)
+    again = TokenCache("f", tmp_path)
+    for found, expected in zip(again.load(prompts), made, strict=True):
+        assert_same(found, expected)
+    renamed = prompt(77, prompts[2].row, name="other")
+    (found,) = again.load([renamed])
+    assert found is not None
+    assert [example.sample_id for example in found[0]] == ["other:77/chosen", "other:77/rejected"]
+    assert (found[1].prompt_id, found[1].problem) == ("other:77", "row other:77 is too long")
+
+
+def test_another_row_task_order_of_keys_or_maker_is_another_entry(tmp_path):
+    row = {"a": 1, "b": {"x": 1, "y": 2}}
+    cache = TokenCache("f", tmp_path)
+    cache.store([prompt(0, row)], [make(prompt(0))])
+    assert cache.load([prompt(0, row)]) != [None]
+    others = [
+        prompt(0, {"a": 2, "b": {"x": 1, "y": 2}}),
+        prompt(0, {"a": 1, "b": {"y": 2, "x": 1}}),  # a template writes keys in their order
+        prompt(0, row, task="u"),
+    ]
+    assert cache.load(others) == [None] * 3
+    assert TokenCache("g", tmp_path).load([prompt(0, row)]) == [None]
+
+
+def test_values_without_an_exact_text_are_not_kept(tmp_path):
+    cache = TokenCache("f", tmp_path)
+    exact = [{"day": datetime.date(2026, 1, day)} for day in (1, 2)] + [{"v": np.arange(5000) + k} for k in (0, 1)]
+    for number, row in enumerate(exact):
+        assert cache.load([prompt(number, row)]) == [None]
+        cache.store([prompt(number, row)], [make(prompt(number))])
+    found = cache.load([prompt(number, row) for number, row in enumerate(exact)])
+    assert [row[1].lengths for row in found if row is not None] == [(3,), (4,), (5,), (6,)]
+    cache.store([prompt(9, {"image": object()})], [make(prompt(9))])
+    assert cache.load([prompt(9, {"image": object()})]) == [None]
+
+
+@pytest.mark.parametrize("damage", ["no database", "one value", "another format", "pages"])
+def test_a_damaged_file_is_put_aside_and_made_anew(tmp_path, caplog, damage):
+    prompts = [prompt(i) for i in range(200)]
+    cache = TokenCache("f", tmp_path)
+    cache.store(prompts, [make(p) for p in prompts])
+    cache.close()
+    if damage == "no database":
+        cache.path.write_bytes(b"hello" * 1000)
+    elif damage == "pages":
+        content = bytearray(cache.path.read_bytes())
+        content[4096:] = os.urandom(len(content) - 4096)
+        cache.path.write_bytes(content)
+    else:
+        connection = sqlite3.connect(cache.path)
+        connection.execute(
+            "UPDATE rows SET value = CAST(value || 'x' AS BLOB)" if damage == "one value" else "PRAGMA user_version = 7"
+        )
+        connection.commit()
+        connection.close()
+    with caplog.at_level(logging.WARNING):
+        again = TokenCache("f", tmp_path)
+        assert again.load(prompts) == [None] * 200
+    again.store(prompts[:3], [make(p) for p in prompts[:3]])
+    assert None not in again.load(prompts[:3])
+    assert len(list(tmp_path.glob("f.damaged-*"))) == 1
+    assert caplog.text.count("put aside as f.damaged-") == 1
+
+
+def test_a_cache_that_was_removed_or_replaced_meanwhile_is_left(tmp_path):
+    one = TokenCache("f", tmp_path)
+    one.store([prompt(0)], [make(prompt(0))])
+    one.path.unlink()
+    assert one.load([prompt(0)]) == [None]
+    one.store([prompt(1)], [make(prompt(1))])
+    assert TokenCache("f", tmp_path).load([prompt(1)]) != [None]
+
+
+def _write(directory, first, started):
+    cache = TokenCache("f", directory)
+    started.set()
+    for number in range(first, first + 200):
+        cache.store([prompt(number), prompt(0)], [make(prompt(number % 7)), make(prompt(0))])
+
+
+def test_several_processes_write_at_once_and_one_is_killed(tmp_path):
+    context = multiprocessing.get_context("fork")
+    events = [context.Event() for _ in range(4)]
+    writers = [context.Process(target=_write, args=(tmp_path, 1000 * k, event)) for k, event in enumerate(events)]
+    for writer in writers:
+        writer.start()
+    assert all(event.wait(20) for event in events)
+    time.sleep(0.02)
+    assert writers[3].pid is not None
+    os.kill(writers[3].pid, signal.SIGKILL)
+    for writer in writers:
+        writer.join(30)
+    assert [writer.exitcode for writer in writers[:3]] == [0, 0, 0]
+    cache = TokenCache("f", tmp_path)
+    found = cache.load([prompt(number) for k in range(3) for number in range(1000 * k, 1000 * k + 200)])
+    assert None not in found
+    assert list(tmp_path.glob("*.damaged*")) == []
+
+
+def test_the_folder_is_that_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "here"))
+    assert default_cache_dir() == tmp_path / "here" / "tokens"
+    assert TokenCache("f").path == tmp_path / "here" / "tokens" / "f.sqlite"
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_the_fix(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"set NEMO_RL_CACHE .* data.cache_tokens=false"):
+        check_cache_dir(tmp_path / "file" / "tokens")
