@@ -128,7 +128,8 @@ def sampling_params(
 
 def train_sampling(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:
     """Sampling as `temperature`, `top_p` and `top_k` of `generation` say."""
-    stops = generation.stop_token_ids if generation.stop_token_ids is not None else [tokenizer.eos_token_id]
+    end: Any = tokenizer.eos_token_id  # a number, for a single token
+    stops = generation.stop_token_ids if generation.stop_token_ids is not None else [end]
     return SamplingParams(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,

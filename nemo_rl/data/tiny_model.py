@@ -13,7 +13,6 @@ The same machine and package versions give the same bytes: seeds, thread count a
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -21,14 +20,13 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.data.datasets.arithmetic import arithmetic_space
+from nemo_rl.utils.checkpoint_files import file_lock
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +116,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     if target.is_dir():
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _file_lock(target.with_name(target.name + ".lock")):
+    with file_lock(target.with_name(target.name + ".lock")):
         if target.is_dir():
             return str(target)
         logger.info("making the tiny model in %s (a minute at most, once)", target)
@@ -130,13 +128,6 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return str(target)
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def build_tiny_tokenizer() -> PreTrainedTokenizerFast:

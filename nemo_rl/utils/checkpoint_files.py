@@ -5,6 +5,8 @@ import fcntl
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,14 @@ def try_lock(directory_fd: int) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
     return True
+
+
+@contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Inside, no other process is inside with the same file, which is made if it is not there."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def remove_tree(path: Path) -> None:

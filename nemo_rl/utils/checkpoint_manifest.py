@@ -79,6 +79,12 @@ def sealed_names(directory: Path) -> list[str]:
     return sorted((_read_manifest(manifest_path) or {}) if manifest_path.is_file() else {})
 
 
+def sealed_digest(directory: Path) -> str | None:
+    """A digest of everything that was sealed; None when the manifest is missing or damaged."""
+    files = _read_manifest(directory / MANIFEST_NAME) if (directory / MANIFEST_NAME).is_file() else None
+    return None if files is None else _digest_of(files)
+
+
 def write_synced(path: Path, text: str) -> None:
     """Writes `text` and returns once it is on stable storage."""
     with path.open("w", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from examples.converters.convert_dcp_to_hf import convert
+from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from tests.functional.cli import SMALL, run, run_until
 
 pytestmark = pytest.mark.timeout(600)

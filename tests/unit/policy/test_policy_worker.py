@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_model import DTYPES, trainable

@@ -15,9 +15,9 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
 
-from examples.converters.convert_dcp_to_hf import convert
 from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
+from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.head_tasks import Scalars
 from nemo_rl.models.policy.microbatches import Row, scored_sequences

@@ -1,0 +1,285 @@
+"""Checkpoints of this library as Hugging Face model directories, for transformers, vLLM or a hub.
+
+convert_checkpoint   step_N, its policy/weights of either format, or a consolidated directory -> a new directory
+convert_adapter      adapters in PEFT's format and their base model -> a new directory
+model_of_checkpoint  step_N, or a folder of them -> a model directory, converted once and kept; adapters are merged
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.policy.checkpoint import load_tensors, names_and_shapes, policy_tensors
+from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, holds_tensors, saved_tensors
+from nemo_rl.models.policy.merge_adapter import merge_adapter
+from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
+from nemo_rl.models.policy.peft_format import read_peft_adapter
+from nemo_rl.models.policy.scalar_head import auto_class
+from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint_files import file_lock, remove_tree
+from nemo_rl.utils.checkpoint_manifest import find_damage, sealed_digest, sealed_names
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONVERTED = "converted"  # beside the checkpoints
+_STEP = re.compile(r"step_(\d+)")
+_NUM_DIGITS = 12  # of the digest in the name of a converted directory
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the parts of a model lie."""
+
+    weights: Path
+    policy: Path  # config.json, generation_config.json and tokenizer/
+    is_model_directory: bool  # weights is a Hugging Face model directory of its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointModel:
+    """A checkpoint as a model directory."""
+
+    model: Path
+    tokenizer: Path
+    step: Path  # the checkpoint taken
+    digest: str  # of everything in that checkpoint
+
+
+def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> None:
+    """Write `output` from `checkpoint`. `dtype` of the parameters, such as "bfloat16"; None: as they were saved.
+
+    The whole model is held in memory once, in `dtype`. `output` appears when it is whole.
+
+    Raises:
+        ValueError, CheckpointError, OSError: with what to change.
+    """
+    _check_free(output)
+    source = find_source(checkpoint)
+    with _whole_or_not_at_all(output) as partial:
+        if source.is_model_directory:
+            _convert_model_directory(source.weights, partial, dtype)
+        else:
+            _convert_shards(source, partial, dtype)
+        _copy_tokenizer(source, partial)
+
+
+def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
+    """Write `output`: a base model with an adapter merged into it; see `merge_adapter`.
+
+    Raises:
+        ValueError: for an adapter that cannot be merged into this model, and when `output` holds files already.
+    """
+    _check_free(output)
+    with _whole_or_not_at_all(output) as partial:
+        merge_adapter(adapter, base_name, base_path, partial)
+
+
+def _check_free(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already; name a directory that is new or empty")
+
+
+@contextmanager
+def _whole_or_not_at_all(output: Path) -> Iterator[Path]:
+    """A directory beside `output` to write into; it becomes `output` when the block ends well."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+# -- a checkpoint, used as a model
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a `step_N`, or a folder with some in it."""
+    return (path / "policy").is_dir() or bool(_steps(path))
+
+
+def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Callable[[str], str]) -> CheckpointModel:
+    """The model directory of a `step_N`, or of the newest sound one in a folder of them.
+
+    A consolidated directory in the checkpoint is taken as it is. Other weights are converted to `dtype` once, adapters
+    merged into their base model, into `converted/` beside the checkpoints (under `cache` where that cannot be written),
+    named by step, digest of the checkpoint and dtype. Safe from several processes.
+
+    Args:
+        resolve_base: from the name of an adapter's base model to its directory or hub name.
+
+    Raises:
+        ValueError, CheckpointError, OSError: with what to change.
+    """
+    if _steps(path) and not (path / "policy").is_dir():
+        step = _newest_sound(path)
+    else:
+        step = path
+        if damage := _damage(step):
+            raise ValueError(f"{step} is damaged: {damage}; restore it from a copy, or name another checkpoint")
+    digest = sealed_digest(step)
+    assert digest is not None, "a sound checkpoint has a manifest"
+    policy = step / "policy"
+    consolidated = policy / "weights" / "consolidated"
+    model = consolidated
+    if not (consolidated / "config.json").is_file():
+        folder = step.absolute().parent / CONVERTED
+        if not os.access(step.absolute().parent, os.W_OK):
+            folder = cache / CONVERTED
+        model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
+        _convert_once(step, model, dtype, resolve_base)
+    return CheckpointModel(model=model, tokenizer=policy / "tokenizer", step=step, digest=digest)
+
+
+def _convert_once(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
+    if target.is_dir():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(target.with_name(f"{target.name}.lock")):
+        if target.is_dir():
+            return
+        logger.info("converting %s into %s (once; it may be deleted)", step, target)
+        for left in target.parent.glob(f"{target.name}.partial-*"):  # of a process that was killed
+            remove_tree(left)
+        adapter = step / "policy" / "adapter"
+        if not (adapter / ADAPTER_CONFIG).is_file():
+            convert_checkpoint(step, target, dtype)
+            return
+        name = read_peft_adapter(adapter).base_model_name
+        assert name is not None, "adapters of this library name their base model"
+        with _whole_or_not_at_all(target) as partial:
+            merge_adapter(adapter, name, resolve_base(name), partial)
+            for file in ("config.json", "generation_config.json"):  # with the overrides it was trained under
+                if (step / "policy" / file).is_file():
+                    shutil.copy(step / "policy" / file, partial / file)
+
+
+def _steps(path: Path) -> list[Path]:
+    """The finished checkpoints in a folder, newest first."""
+    if not path.is_dir():
+        return []
+    numbered = [(int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name))]
+    return [child for _, child in sorted(numbered, reverse=True)]
+
+
+def _newest_sound(path: Path) -> Path:
+    reasons = []
+    for step in _steps(path):
+        damage = _damage(step)
+        if damage is None:
+            return step
+        logger.warning("%s is refused: %s", step, damage)
+        reasons.append(f"  {step.name}: {damage}")
+    raise CheckpointError(f"{path} holds {len(reasons)} checkpoints and none is sound:\n" + "\n".join(reasons))
+
+
+def _damage(step: Path) -> str | None:
+    """What is wrong with the files of a model in a checkpoint; the optimizer's are not read."""
+    return find_damage(step, _model_files(step))
+
+
+def _model_files(step: Path) -> list[str]:
+    names = sealed_names(step)
+    return [name for name in names if name.startswith("policy/") and not name.startswith("policy/optimizer/")]
+
+
+# -- conversion
+
+
+def find_source(checkpoint: Path) -> Source:
+    """The weights that `checkpoint` means. ValueError when there are none, or adapters alone."""
+    if not checkpoint.is_dir():
+        raise ValueError(f"{checkpoint} is no directory; give a step_N directory")
+    if checkpoint.name.startswith("tmp_step_"):
+        raise ValueError(f"{checkpoint} was never finished; give a step_N directory")
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        raise _only_adapters(checkpoint)
+    names = _model_files(checkpoint)
+    damage = find_damage(checkpoint, names) if names else None
+    if damage is not None:
+        raise ValueError(f"{checkpoint} is damaged: {damage}")
+    for weights in (checkpoint / "policy" / "weights", checkpoint / "weights", checkpoint):
+        if holds_tensors(weights):
+            is_model = (weights / "config.json").is_file()
+            return Source(weights, weights.parent.parent if is_model else weights.parent, is_model)
+    raise ValueError(
+        f"{checkpoint} is no checkpoint: it holds no policy/weights; give a step_N directory, its policy/weights, or a "
+        "directory that checkpointing.save_consolidated wrote"
+    )
+
+
+def _only_adapters(directory: Path) -> ValueError:
+    return ValueError(
+        f"{directory} holds adapters alone (policy.dtensor_cfg.lora_cfg); examples/converters/convert_lora_to_hf.py "
+        "merges them into their base model"
+    )
+
+
+def _convert_model_directory(directory: Path, output: Path, dtype: str | None) -> None:
+    chosen = _torch_dtype(dtype) or _main_dtype(saved_tensors(directory))
+    auto_class(_read_config(directory)).from_pretrained(directory, dtype=chosen).save_pretrained(output)
+
+
+def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
+    saved = saved_tensors(source.weights)
+    if all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in saved):
+        raise _only_adapters(source.weights)
+    chosen = _torch_dtype(dtype)
+    config = _read_config(source.policy)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=chosen or _main_dtype(saved))
+    wanted = policy_tensors([model])
+    check_checkpoint_fits(source.weights, names_and_shapes(wanted))
+    state = {}
+    for name, tensor in wanted.items():
+        is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers keep what they need
+        state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
+    load_tensors(state, source.weights)
+    if (source.policy / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.policy)
+    # Under the names and in the shapes that models have on disk: experts, for one, are taken apart.
+    model.save_pretrained(output, state_dict=state)
+
+
+def _read_config(policy: Path) -> PretrainedConfig:
+    if not (policy / "config.json").is_file():
+        raise ValueError(f"{policy / 'config.json'} is missing: it says what model the weights are of")
+    return AutoConfig.from_pretrained(policy)
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else DTYPES[name]
+
+
+def _main_dtype(saved: dict[str, TensorStorageMetadata]) -> torch.dtype:
+    """That of most tensors."""
+    dtypes = [tensor.properties.dtype for tensor in saved.values() if tensor.properties.dtype.is_floating_point]
+    return max(dtypes, key=dtypes.count)
+
+
+def _copy_tokenizer(source: Source, output: Path) -> None:
+    own = source.weights if (source.weights / "tokenizer_config.json").is_file() else source.policy / "tokenizer"
+    if not own.is_dir():
+        logger.warning("%s holds no tokenizer; put one into the new directory yourself", source.policy)
+        return
+    for file in own.iterdir():
+        is_of_model = file.suffix == ".safetensors" or (output / file.name).exists()
+        if file.is_file() and not is_of_model and file.name != "model.safetensors.index.json":
+            shutil.copy(file, output / file.name)
