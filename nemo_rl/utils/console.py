@@ -26,9 +26,14 @@ _SUMMARY = (  # metric, name shown, format
     ("train/loss", "loss", ".5f"),
     ("train/grad_norm", "grad norm", ".4f"),
     ("train/token_mult_prob_error", "token_mult_prob_error", ".7f"),
+    ("train/accuracy", "accuracy", ".4f"),
+    ("train/value/loss", "value loss", ".5f"),
+    ("train/reverse_kl", "reverse KL", ".5f"),
     ("validation/accuracy", "accuracy", ".4f"),
+    ("validation/val_loss", "val loss", ".5f"),
+    ("validation/validation-default_accuracy", "val accuracy", ".4f"),
 )
-_MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/accuracy")
+_MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/accuracy", "validation/val_loss")
 _TOKENS_PER_S = "performance/tokens_per_sec"
 _TIMING_PREFIX = "timing/train/"
 _STEP_TIMER = "total_step_time"  # not a phase: the sum of them
