@@ -27,13 +27,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
-from nemo_rl.models.policy.checkpoint_metadata import METADATA_NAME, check_tensors_are_there, saved_tensors
 from nemo_rl.models.policy.optimizer_state import (
     as_tensors,
     load_optimizer_settings,
@@ -42,7 +41,7 @@ from nemo_rl.models.policy.optimizer_state import (
     prepare_state,
 )
 from nemo_rl.models.policy.weight_loading import named_tensors
-from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint_tensors import load_tensors, saved_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -191,26 +190,6 @@ def save_tensors(
             dcp.save(dict(tensors), checkpoint_id=str(directory), process_group=group)
     except CheckpointException as error:  # which is no Exception: it would pass by those who report failures
         raise RuntimeError(f"{directory} could not be written: {error}") from error
-
-
-def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill `tensors` (name -> tensor or DTensor) in place from a directory that `save_tensors` wrote, or from the
-    safetensors files of a Hugging Face model. Collective.
-
-    Values are cast to the dtype of the tensor they go into.
-
-    Raises:
-        CheckpointError: when tensors are missing or of another shape; all of them are listed.
-    """
-    check_tensors_are_there(directory, names_and_shapes(tensors))
-    state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-    try:
-        if (directory / METADATA_NAME).exists():
-            dcp.load(state, checkpoint_id=str(directory))
-        else:
-            dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
-    except CheckpointException as error:
-        raise CheckpointError(f"{directory} could not be read: {error}") from error
 
 
 class AsyncSaver:

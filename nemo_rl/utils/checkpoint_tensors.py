@@ -1,4 +1,4 @@
-"""What a directory of saved tensors holds, by its headers alone: names and shapes, of every format.
+"""Directories of saved tensors: what they hold, by their headers alone, and reading them, of every format.
 
     .metadata + *.distcp         torch.distributed.checkpoint with its own files
     shard-*.safetensors          torch.distributed.checkpoint with safetensors: each file holds the parts of one rank
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from nemo_rl.utils.checkpoint import CheckpointError
@@ -96,6 +97,26 @@ def check_checkpoint_fits(directory: Path, names_and_shapes: Mapping[str, Sequen
 def check_tensors_are_there(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
     """Like `check_checkpoint_fits` for one rank's part of a model: more may have been saved."""
     _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=False)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill `tensors` (name -> tensor or DTensor) in place from a directory that `save_tensors` wrote, or from the
+    safetensors files of a Hugging Face model. Collective.
+
+    Values are cast to the dtype of the tensor they go into.
+
+    Raises:
+        CheckpointError: when tensors are missing or of another shape; all of them are listed.
+    """
+    check_tensors_are_there(directory, {name: tensor.shape for name, tensor in tensors.items()})
+    state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    try:
+        if (directory / METADATA_NAME).exists():
+            dcp.load(state, checkpoint_id=str(directory))
+        else:
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} could not be read: {error}") from error
 
 
 def _raise_differences(
