@@ -7,7 +7,6 @@ import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config import ClippedPGLossConfig
-from nemo_rl.algorithms.config_checks import TRAIN_METRICS, validation_metric_names
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.metrics import rollout_metrics, validation_metrics
 from nemo_rl.algorithms.preflight import check_metric_name
@@ -36,11 +35,11 @@ def one_group(num_samples: int) -> GroupHandle:
 def test_validation_metrics() -> None:
     config = build("grpo.val_num_generations_per_prompt=6")
     computed = validation_metrics([one_group(6)], k_values=config.grpo.val_k_values)
-    assert set(validation_metric_names(config)) == set(computed)
+    assert config.val_metrics == set(computed)
 
 
 def test_rollout_metrics() -> None:
-    assert set(rollout_metrics([one_group(2)], current_weight_version=0)) <= TRAIN_METRICS
+    assert set(rollout_metrics([one_group(2)], current_weight_version=0)) <= build().train_metrics
 
 
 @pytest.mark.parametrize("section", [None, "sequence_packing", "dynamic_batching"])
@@ -48,7 +47,7 @@ def test_packing_metrics(section: str | None) -> None:
     switch = () if section is None else (f"policy.{section}.enabled=true",)
     batching = Batching.of(build(*switch).policy, quadratic_weight=1e-4)
     plan = plan_batch([one_group(4)], [[0.0] * 4], [[1.0] * 4], num_ranks=1, global_batch_size=4, batching=batching)
-    assert set(packing_metrics(plan, batching)) <= TRAIN_METRICS
+    assert set(packing_metrics(plan, batching)) <= build().train_metrics
 
 
 def test_a_metric_of_experts_may_be_named_and_is_refused_for_a_dense_model() -> None:
@@ -71,4 +70,4 @@ def test_loss_metrics() -> None:
         reference_policy_logprobs=-ones,
     )
     _, metrics = ClippedPGLoss(ClippedPGLossConfig())(-ones, inputs, torch.tensor(1.0), torch.tensor(3.0))
-    assert set(metrics) <= TRAIN_METRICS
+    assert set(metrics) <= build().train_metrics

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.grpo import GRPOTrainer, NonFiniteLoss, TooManyFailures
+from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.policy_trainer import NonFiniteLoss
+from nemo_rl.algorithms.rollout_trainer import RolloutParts, TooManyFailures
 from nemo_rl.algorithms.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
@@ -65,15 +67,17 @@ class Run:
                 resolved_config_yaml=dump_config(self.config),
                 identity={"data": identity},
             ),
-            policy=self.policy,  # type: ignore[arg-type]
-            generation=None,  # type: ignore[arg-type]
-            refit=self.refit,  # type: ignore[arg-type]
-            rollouts=self.rollouts,  # type: ignore[arg-type]
-            prompts=PromptDataLoader(data, self.config.grpo.num_prompts_per_step, seed=1),
-            validation_prompts=[data[0], data[1]],
-            train_sampling=sampling,
-            val_sampling=sampling,
-            flops=FLOPS,
+            RolloutParts(
+                policy=self.policy,  # type: ignore[arg-type]
+                generation=None,  # type: ignore[arg-type]
+                refit=self.refit,  # type: ignore[arg-type]
+                rollouts=self.rollouts,  # type: ignore[arg-type]
+                prompts=PromptDataLoader(data, self.config.grpo.num_prompts_per_step, seed=1),
+                validation_prompts=[data[0], data[1]],
+                train_sampling=sampling,
+                val_sampling=sampling,
+                flops=FLOPS,
+            ),
         )
 
     def go(self) -> list[dict[str, Any]]:
