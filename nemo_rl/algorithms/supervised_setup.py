@@ -116,7 +116,7 @@ def _prompt_source(config: SupervisedMasterConfig, setup: ExampleSetup) -> Promp
         return PromptDataLoader(setup.train, batch, **order)
     streams = [
         NamedStream(
-            name=rows.name, task_name=rows.task_name, open_rows=partial(copy.copy, rows.table), convert=rows.convert
+            name=rows.name, task_name=rows.task_name, open_rows=partial(copy.deepcopy, rows.table), convert=rows.convert
         )
         for rows in setup.train
     ]

@@ -36,9 +36,9 @@ class NamedStream:
     name: str
     task_name: str
     open_rows: Callable[[], Iterable[Row]]
-    """Gives the rows from the first on, the same at every call, e.g.
-    `lambda: load_dataset("json", data_files=path, split="train", streaming=True)`. Not shuffled by itself: the buffer
-    of such a shuffle is in no saved state."""
+    """Gives the rows from the first on, the same at every call; of a `datasets.IterableDataset`
+    `partial(copy.deepcopy, table)`, for shallow copies share their place. Not shuffled by itself: the buffer of such a
+    shuffle is in no saved state."""
     convert: Callable[[Row], Row] | None = None  # applied to each row
     repeat: int = 1
 
