@@ -1,0 +1,208 @@
+"""What teacher and student say in distillation, whatever direction the two are cut in, against whole logits."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from nemo_rl.algorithms.loss_config import DistillationLossConfig
+from nemo_rl.algorithms.losses.distillation import DistillationLoss
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePackingConfig
+from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.head_tasks_distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
+from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.row_layout import RowLayout
+from tests.unit.policy.models import save_random_model
+from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config
+from tests.worlds import run_world
+
+K, COMMON = 5, 90  # tokens that both know; the heads have more
+HIDDEN, TEACHER_VOCAB = 48, 103
+TEMPERATURE = 0.8  # of `make_worker`
+
+
+def save_teacher(directory: Path, *, tied: bool) -> None:
+    torch.manual_seed(1)
+    config = Qwen2Config(
+        vocab_size=TEACHER_VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_random_model("llama", folder / "student")
+    save_teacher(folder / "tied", tied=True)
+    save_teacher(folder / "untied", tied=False)
+    return folder
+
+
+@dataclass(kw_only=True)
+class Found:
+    """What one rank has after a step of each kind of distillation."""
+
+    columns: dict[str, dict[str, torch.Tensor]]  # sample id -> name -> values
+    losses: list[float]
+    grad_norms: list[float]
+
+
+def distill(
+    rank: int, world: int, config: PolicyConfig, teacher_path: Path, student_path: Path, with_training: bool = True
+) -> Found:
+    precision = config.precision
+    teacher = make_worker(teacher_path, config)
+    load_step(teacher, config)
+    teacher.compute(TopKLogits(K, COMMON), "teacher_topk")
+    teacher.compute(LastStates(HIDDEN, precision), "teacher_states")
+    stored = StoredHead.of(AutoConfig.from_pretrained(teacher_path), str(teacher_path), precision)
+    student_tasks: dict[str, HeadTask] = {"topk": TopKLogprobs(K), "kl": FullKL(stored, COMMON)}
+    found = Found(columns={}, losses=[], grad_norms=[])
+    student = make_worker(student_path, config)
+    load_step(student, config)
+    for name in ("teacher_topk", "teacher_states"):
+        keys = list(teacher.rows)
+        student.attach(name, keys, *(teacher.rows[key].columns[name].numpy() for key in keys))
+    for name, task in student_tasks.items():
+        student.compute(task, name)
+    found.columns = {row.sample_id: {**row.columns} for row in student.rows.values()}
+    for name, task in student_tasks.items() if with_training else ():
+        if name == "kl":
+            for row in student.rows.values():
+                del row.columns["teacher_topk"]
+        result = student.train(DistillationLoss(DistillationLossConfig()), task)
+        found.losses += result.losses
+        found.grad_norms += result.grad_norms
+    return found
+
+
+@functools.cache
+def expected_columns(teacher_path: Path, student_path: Path) -> dict[str, dict[str, torch.Tensor]]:
+    teacher, student = (AutoModelForCausalLM.from_pretrained(path).double() for path in (teacher_path, student_path))
+    expected = {}
+    for group in make_groups()[1]:
+        for sample in group.samples:
+            ids = torch.from_numpy(sample.token_ids)[None]
+            with torch.no_grad():
+                logits = teacher(ids).logits[0, :-1] / TEMPERATURE
+                own = student(ids).logits[0, :-1] / TEMPERATURE
+            top = logits[:, :COMMON].topk(K, dim=-1)
+            log_p = own.log_softmax(-1)
+            entropy = -(log_p.exp() * log_p).sum(-1, keepdim=True)
+            p, q = own[:, :COMMON].log_softmax(-1), logits[:, :COMMON].log_softmax(-1)
+            columns = {
+                "teacher_topk": torch.cat([top.values, top.indices.double()], dim=-1),
+                "topk": torch.cat([log_p.gather(-1, top.indices), entropy], dim=-1),
+                "kl": torch.stack([(q.exp() * (q - p)).sum(-1), (p.exp() * (p - q)).sum(-1)], dim=-1),
+            }
+            mask = torch.from_numpy(sample.token_mask)[1:, None]
+            expected[sample.sample_id] = {
+                name: torch.nn.functional.pad(values * mask, (0, 0, 1, 0)) for name, values in columns.items()
+            }
+    return expected
+
+
+PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "one": (1, "tied", {}),
+    "tp": (2, "tied", PACKED | {"dtensor_cfg": DTensorConfig(tensor_parallel_size=2)}),
+    "cp": (2, "tied", PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
+    "pp": (2, "untied", PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)}),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> dict[str, Found]:
+    """By teacher, what one process finds."""
+    return {
+        teacher: run_world(distill, 1, policy_config(), folder / teacher, folder / "student")[0]
+        for teacher in ("tied", "untied")
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_says_what_whole_logits_say(layout: str, folder: Path, whole: dict[str, Found]):
+    world, teacher, changes = LAYOUTS[layout]
+    want = expected_columns(folder / teacher, folder / "student")
+    reference = whole[teacher]
+    results = [reference]
+    if changes:
+        results = run_world(distill, world, policy_config(**changes), folder / teacher, folder / "student")
+    for result in results:
+        for sample_id, columns in result.columns.items():
+            for name, values in want[sample_id].items():
+                assert columns[name].dtype == torch.float32
+                assert (columns[name] - values).abs().max() < 1e-5, (name, sample_id)
+            assert columns["teacher_states"].shape[1:] == (HIDDEN,)
+        assert result.losses == pytest.approx(reference.losses, rel=1e-5)
+        assert result.grad_norms == pytest.approx(reference.grad_norms, rel=1e-5)
+    assert set().union(*(result.columns for result in results)) == set(want)
+
+
+def test_half_precision_states_pass_from_pipeline_stages_to_a_student(folder: Path, whole: dict[str, Found]):
+    changes = LAYOUTS["pp"][2] | {"precision": "bfloat16"}
+    for found in run_world(distill, 2, policy_config(**changes), folder / "untied", folder / "student", False):
+        for sample_id, columns in found.columns.items():
+            exact = whole["untied"].columns[sample_id]
+            assert columns["teacher_states"].dtype == torch.int32
+            states = columns["teacher_states"].view(torch.bfloat16).float()
+            assert (states - exact["teacher_states"]).norm() <= 0.02 * exact["teacher_states"].norm()
+            assert (columns["kl"] - exact["kl"]).norm() <= 0.03 * exact["kl"].norm()
+
+
+def test_bits_of_half_precision_states_survive_the_sum_over_ranks_of_a_sequence():
+    model = LogprobModel(Qwen2ForCausalLM(Qwen2Config(vocab_size=97, hidden_size=32, num_hidden_layers=1)))
+    random = torch.Generator().manual_seed(0)
+    sequences = [(torch.arange(n), torch.ones(n, dtype=torch.bool)) for n in (11, 17)]
+    batch = RowLayout(padding_free=True).build(sequences)
+    # Any bits: those of numbers that are not, and of numbers that some devices take for 0.
+    bits = torch.randint(-(2**15), 2**15, (1, batch.input_ids.shape[1], 32), generator=random, dtype=torch.int16)
+    states = bits.view(torch.bfloat16)
+    task = LastStates(32, "bfloat16")
+    assert task.num_values == 16 and LastStates(32, "float32").num_values == 32
+
+    def rank_main(rank: int, world: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("context_parallel",))
+        here = [slice(0, 5), slice(5, None)][rank]
+        names = ("states", "targets", "rows", "positions")
+        part = replace(batch, **{name: getattr(batch, name)[here] for name in names})
+        return LogprobModel(model.hf, context=mesh).score(states, part, task)
+
+    want = torch.zeros(2, 17, 32, dtype=torch.int16)
+    want[batch.rows, batch.positions] = bits[0, batch.states]
+    for got in run_world(rank_main, 2):
+        assert torch.equal(got.view(torch.int16), want)
+
+
+def test_numbers_in_the_vocabulary_are_exact_as_float32():
+    last = torch.arange(2**24 - 1000, 2**24 + 1)
+    assert torch.equal(last.float().long(), last)
+
+
+def test_a_teacher_without_safetensors_is_refused(folder: Path, tmp_path: Path):
+    config = AutoConfig.from_pretrained(folder / "tied")
+    config.save_pretrained(tmp_path)
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"no safetensors file with model\.embed_tokens\.weight"):
+        StoredHead.of(config, str(tmp_path), "float32")
