@@ -9,12 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.chat_template import ChatTemplate, format_chat, plain_message
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
@@ -26,13 +27,11 @@ def render_chat(
     *,
     add_generation_prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The conversation as text, by the tokenizer's chat template."""
-    plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-    rendered = tokenizer.apply_chat_template(
-        plain, tokenize=False, add_generation_prompt=add_generation_prompt, tools=cast(Any, tools)
-    )
-    return str(rendered)
+    """The conversation as text, by the tokenizer's chat template, which sees all keys of a message."""
+    template = ChatTemplate(tokenizer, tools, chat_template_kwargs or {})
+    return template.render([plain_message(message) for message in messages], prompt=add_generation_prompt)[0]
 
 
 def get_formatted_message_log(
@@ -43,30 +42,49 @@ def get_formatted_message_log(
     add_eos_token: bool = True,
     add_generation_prompt: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> LLMMessageLogType:
-    """New messages {"role", "content", "token_ids" int64 [n]} with the rendered text of each as its content.
+    """The messages with the rendered text of each as its `content`, its `token_ids` int64 [n], and its `loss_spans`.
 
     A system prompt of the task goes first unless the log begins with one; its prompt template is filled with the first
-    user message. `add_bos_token` and `add_eos_token` add the token where the template itself does not. The generation
-    prompt belongs to the last message. Where a template renders an early message differently once more follow, the text
-    that the whole conversation has counts.
+    user message. `add_bos_token` and `add_eos_token` add the token where the template itself does not. Where a template
+    renders an early message differently once more follow, the text that the whole conversation has counts.
+
+    With `add_generation_prompt` the header of an assistant's turn is given and belongs to the message before it, and a
+    log that does not end with the assistant ends with such a header. Without it, the header is part of the assistant's
+    message. `loss_spans`, [begin, end) of the message's tokens, are what its author wrote: no header that is given and
+    no white space behind the mark that ends the turn; for the assistant, what `{% generation %}` blocks of the template
+    hold, where it has them and headers are given.
+
+    Raises:
+        ValueError: when there is no message, or the template refuses the conversation or leaves out a role.
     """
+    if not message_log:
+        raise ValueError("a conversation without a single message")
     messages = _with_task_prompts(message_log, task_data_spec)
-    full = render_chat(messages, tokenizer, add_generation_prompt=add_generation_prompt, tools=tools)
-    bos = str(tokenizer.bos_token or "")
-    if add_bos_token and not full.startswith(bos):
-        full = bos + full
-    if add_eos_token and not add_generation_prompt and not full.rstrip().endswith(str(tokenizer.eos_token)):
-        full += str(tokenizer.eos_token)
-    cuts = _cuts(messages, full, tokenizer, tools)
-    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True)
+    chat = format_chat(
+        messages,
+        ChatTemplate(tokenizer, tools, chat_template_kwargs or {}),
+        add_bos=add_bos_token,
+        add_eos=add_eos_token,
+        add_generation_prompt=add_generation_prompt,
+    )
+    encoded = tokenizer(chat.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     starts = [start for start, _ in encoded["offset_mapping"]]
+    all_ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     formatted: LLMMessageLogType = []
     first = 0
-    for message, begin, end in zip(messages, [0, *cuts[:-1]], cuts, strict=True):
-        last = len(starts) if end == len(full) else bisect_left(starts, end, lo=first)
-        ids = torch.tensor(encoded["input_ids"][first:last], dtype=torch.int64)
-        formatted.append({**message, "content": full[begin:end], "token_ids": ids})
+    for message, answers, begin, end in zip(
+        messages, chat.answers, chat.begins, [*chat.begins[1:], len(chat.text)], strict=True
+    ):
+        last = len(starts) if end == len(chat.text) else bisect_left(starts, end, lo=first)
+        spans = [
+            (bisect_left(starts, a, first, last) - first, bisect_left(starts, b, first, last) - first)
+            for a, b in answers
+        ]
+        formatted.append(
+            {**message, "content": chat.text[begin:end], "token_ids": all_ids[first:last], "loss_spans": spans}
+        )
         first = last
     return formatted
 
@@ -80,33 +98,6 @@ def _with_task_prompts(message_log: Sequence[Mapping[str, Any]], spec: TaskDataS
     if spec.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
         messages.insert(0, {"role": "system", "content": spec.system_prompt})
     return messages
-
-
-def _cuts(
-    messages: Sequence[Mapping[str, Any]],
-    full: str,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict[str, Any]] | None,
-) -> list[int]:
-    """Where each message's text ends in `full`: as far as the conversation up to it is a prefix of the whole."""
-    cuts: list[int] = []
-    shift = None  # characters of a beginning-of-sequence token added in front of the template's own text
-    for end in range(1, len(messages)):
-        try:
-            partial = render_chat(messages[:end], tokenizer, tools=tools)
-        except TemplateError:  # some templates refuse a conversation without a user: its text goes to the next message
-            cuts.append(cuts[-1] if cuts else 0)
-            continue
-        if shift is None:
-            bos = str(tokenizer.bos_token or "")
-            shift = len(bos) if bos and full.startswith(bos) and not partial.startswith(bos) else 0
-        reached = shift + _common_length(partial, full[shift:])
-        cuts.append(max(reached, cuts[-1] if cuts else 0))
-    return [*cuts, len(full)]
-
-
-def _common_length(a: str, b: str) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True)
@@ -181,9 +172,14 @@ def add_loss_mask_to_message_log(
     roles_to_train_on: Sequence[str] = ("assistant",),
     only_unmask_final: bool = False,
 ) -> None:
-    """Put `token_loss_mask` (1 on tokens to train on, like `token_ids`) into every message, in place."""
+    """Put `token_loss_mask` (1 on tokens to train on, like `token_ids`) into every message, in place.
+
+    Of a message to train on these are the tokens in its `loss_spans`, or all of them where it has none.
+    """
     for message_log in message_logs:
         for i, message in enumerate(message_log):
             trained = message["role"] in roles_to_train_on and (not only_unmask_final or i == len(message_log) - 1)
-            make = torch.ones_like if trained else torch.zeros_like
-            message["token_loss_mask"] = make(message["token_ids"])
+            mask = torch.zeros_like(message["token_ids"])
+            for begin, end in message.get("loss_spans", [(0, len(mask))]) if trained else ():
+                mask[begin:end] = 1
+            message["token_loss_mask"] = mask
