@@ -16,7 +16,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes, layout_problems
 
 if TYPE_CHECKING:
-    from nemo_rl.algorithms.config import GRPOMasterConfig
+    from nemo_rl.algorithms.config import ClippedPGLossConfig, GRPOMasterConfig
     from nemo_rl.algorithms.loop_config import LoopConfig
     from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 
@@ -25,8 +25,10 @@ Problems = Iterator[tuple[str, str]]
 
 def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
     """What every algorithm that samples has to hold to."""
-    yield from check_rollout_batches(cfg)
+    yield from check_rollout_batches(cfg, cfg.policy)
     yield from check_layout(cfg.policy, cfg.cluster)
+    for model in cfg.further_models:
+        yield from check_layout(model.config, model.cluster, model.key)
     yield from check_engines(cfg)
     yield from check_sampling(cfg)
     yield from check_lengths(cfg)
@@ -42,24 +44,24 @@ def check_grpo(cfg: GRPOMasterConfig) -> Problems:
     yield from check_loss(cfg)
 
 
-def check_rollout_batches(cfg: RolloutMasterConfig) -> Problems:
-    """Whether the samples of a step are shared out evenly to optimizer steps and ranks."""
-    rollout, section, global_batch = cfg.rollout, cfg.section, cfg.policy.train_global_batch_size
+def check_rollout_batches(cfg: RolloutMasterConfig, policy: PolicyConfig, key: str = "policy") -> Problems:
+    """Whether the samples of a step are shared out evenly to the optimizer steps and ranks of the model `key`."""
+    rollout, section, global_batch = cfg.rollout, cfg.section, policy.train_global_batch_size
     samples = rollout.num_samples_per_step
     if samples % global_batch:
         yield (
-            "policy.train_global_batch_size",
+            f"{key}.train_global_batch_size",
             f"{global_batch} does not divide the {samples} samples of a step ({section}.num_prompts_per_step="
             f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
             f"these would: {near(divisors(samples), global_batch)}",
         )
-    num_ranks = data_parallel_size(cfg.policy, cfg.cluster)
+    num_ranks = data_parallel_size(policy, cfg.cluster)
     multiples = [size for size in divisors(samples) if num_ranks is not None and size % num_ranks == 0]
     fix = f"these would: {near(multiples, global_batch)}"
     if not multiples:
         prompts = rollout.num_prompts_per_step
         fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-    yield from check_batch_size(cfg.policy, cfg.cluster, fix=fix)
+    yield from check_batch_size(policy, cfg.cluster, fix=fix, key=key)
 
 
 def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | None:
@@ -145,13 +147,7 @@ def check_lengths(cfg: RolloutMasterConfig) -> Problems:
 
 def check_loss(cfg: GRPOMasterConfig) -> Problems:
     loss, grpo = cfg.loss_fn, cfg.grpo
-    generation = cfg.policy.generation
-    if loss.reference_policy_kl_penalty != 0 and (generation.top_p < 1 or generation.top_k is not None):
-        yield (
-            "loss_fn.reference_policy_kl_penalty",
-            "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
-            "the reference; set it to 0, or top_p=1 and top_k=null",
-        )
+    yield from check_reference_kl(cfg, loss, skips_reference=grpo.skip_reference_policy_logprobs_calculation)
     num_updates = grpo.num_samples_per_step / cfg.policy.train_global_batch_size
     if loss.force_on_policy_ratio and num_updates != 1:
         yield (
@@ -159,14 +155,25 @@ def check_loss(cfg: GRPOMasterConfig) -> Problems:
             f"needs exactly one optimizer step per RL step; set policy.train_global_batch_size="
             f"{grpo.num_samples_per_step} (num_prompts_per_step x num_generations_per_prompt)",
         )
-    if grpo.skip_reference_policy_logprobs_calculation and loss.reference_policy_kl_penalty != 0:
+    if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
+        yield "loss_fn.use_kl_in_reward", "only grpo.adv_estimator.name=reinforce_plus_plus has the KL in the reward"
+
+
+def check_reference_kl(cfg: RolloutMasterConfig, loss: ClippedPGLossConfig, *, skips_reference: bool) -> Problems:
+    """Whether the KL penalty, in the loss or in the reward, has what it needs."""
+    generation = cfg.policy.generation
+    if loss.reference_policy_kl_penalty != 0 and (generation.top_p < 1 or generation.top_k is not None):
         yield (
-            "grpo.skip_reference_policy_logprobs_calculation",
+            "loss_fn.reference_policy_kl_penalty",
+            "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
+            "the reference; set it to 0, or top_p=1 and top_k=null",
+        )
+    if skips_reference and loss.reference_policy_kl_penalty != 0:
+        yield (
+            f"{cfg.section}.skip_reference_policy_logprobs_calculation",
             f"the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 "
             f"(it is {loss.reference_policy_kl_penalty})",
         )
-    if loss.use_kl_in_reward and grpo.adv_estimator.name != "reinforce_plus_plus":
-        yield "loss_fn.use_kl_in_reward", "only grpo.adv_estimator.name=reinforce_plus_plus has the KL in the reward"
     if loss.use_kl_in_reward and loss.reference_policy_kl_penalty == 0:
         yield "loss_fn.use_kl_in_reward", "has no effect without loss_fn.reference_policy_kl_penalty above 0"
 

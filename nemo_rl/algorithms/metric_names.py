@@ -14,6 +14,7 @@ from nemo_rl.config.errors import nearest_key
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import GRPOConfig
+    from nemo_rl.algorithms.distillation_config import DistillationConfig
     from nemo_rl.algorithms.loop_config import LoopConfig
     from nemo_rl.algorithms.rollout_config import RolloutConfig
     from nemo_rl.utils.config import CheckpointingConfig
@@ -85,6 +86,25 @@ POLICY_GRADIENT = frozenset(
 )
 """Of the clipped policy-gradient loss."""
 
+VALUE = frozenset(
+    {
+        "value_loss",
+        "num_valid_samples",
+        "value_clip_fraction",
+        "values_mean",
+        "returns_mean",
+        "returns_square_mean",
+        "value_error_mean",
+        "value_error_square_mean",
+        "explained_variance",
+    }
+)
+"""Of the value model, under `value/`, beside those of every optimizer step."""
+
+DISTILLATION = frozenset({"forward_kl", "reverse_kl", "num_valid_samples"})
+TOP_K = frozenset({"teacher_entropy", "student_entropy", "student_topk_mass", "top1_agreement"})
+"""Of distillation over the teacher's largest logits."""
+
 GROUP_ADVANTAGES = frozenset(
     {
         "advantages/mean",
@@ -137,6 +157,16 @@ def grpo(cfg: GRPOConfig) -> frozenset[str]:
     if cfg.seq_logprob_error_threshold is not None:
         names |= LOGPROB_ERROR
     return names
+
+
+def ppo() -> frozenset[str]:
+    """What every PPO step reports under `train/`."""
+    return TRAINING | ROLLOUT | POLICY_GRADIENT | {f"value/{name}" for name in UPDATE | MOE | VALUE}
+
+
+def distillation(cfg: DistillationConfig) -> frozenset[str]:
+    """What every step of distillation reports under `train/`."""
+    return TRAINING | ROLLOUT | DISTILLATION | (TOP_K if cfg.topk_logits_k is not None else frozenset())
 
 
 def rollout_validation(cfg: RolloutConfig) -> frozenset[str]:

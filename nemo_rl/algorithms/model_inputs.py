@@ -36,6 +36,16 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig, key:
     Raises:
         ValueError: with what to change.
     """
+    try:
+        return _prepare(policy, checkpointing, key)
+    except ValueError as error:
+        if key == "policy":
+            raise
+        # A critic or a teacher has the keys of `policy`, and the checks name those.
+        raise ValueError(str(error).replace("policy.", f"{key}.")) from error
+
+
+def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str) -> ModelInputs:
     model_path = resolve_model(policy.model_name)
     model = read_model_config(policy, model_path)
     tokenizer_path = resolve_model(policy.tokenizer.name)

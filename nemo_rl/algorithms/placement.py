@@ -22,7 +22,8 @@ LABEL_WIDTH = 19
 
 def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Text for people: each rank's node and device, and how a step's samples are shared out."""
-    ranks = _rank_lines(cfg.policy, cfg.cluster, {"generation": _engine_of_ranks(cfg)})
+    beside = {model.key: _rank_texts(model.config, model.cluster) for model in cfg.further_models if not model.is_apart}
+    ranks = _rank_lines(cfg.policy, cfg.cluster, {**beside, "generation": _engine_of_ranks(cfg)})
     return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *ranks])
 
 
@@ -85,6 +86,10 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     engines = _count(cluster.num_workers // per_engine, "engine")
     rows = _policy_rows(cfg.policy, cluster)
     rows["generation"] = f"vLLM, {engines} of {_count(per_engine, device)}, {sharing}"
+    for model in cfg.further_models:
+        sizes = ParallelSizes.of(model.config.dtensor_cfg, model.cluster.num_workers)
+        where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing
+        rows[model.key] = f"{_model_on_ranks(model.config, sizes)}, {where}"
     return _labelled(f"layout on {_where(cluster)}:", rows)
 
 
@@ -97,8 +102,7 @@ def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]
     settings = policy.dtensor_cfg
     sizes = ParallelSizes.of(settings, cluster.num_workers)
     rows = {
-        "policy": f"{policy.model_name} on {_count(sizes.world_size, 'rank')}"
-        + (f": {sizes.describe()}" if sizes.world_size > 1 else ""),
+        "policy": _model_on_ranks(policy, sizes),
         "parameters": sizes.describe_shards(),
     }
     if settings.lora_cfg.enabled:
@@ -106,6 +110,11 @@ def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]
         layers = "all linear layers" if lora.match_all_linear else ", ".join(lora.target_modules)
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
     return rows
+
+
+def _model_on_ranks(policy: PolicyConfig, sizes: ParallelSizes) -> str:
+    layout = f": {sizes.describe()}" if sizes.world_size > 1 else ""
+    return f"{policy.model_name} on {_count(sizes.world_size, 'rank')}{layout}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -120,12 +129,7 @@ def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
 
 def _rank_lines(policy: PolicyConfig, cluster: ClusterConfig, others: Mapping[str, Sequence[str]]) -> list[str]:
     """A table of the ranks: node, device, place in the policy, and further columns with a text per rank."""
-    sizes = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers)
-    policies = []
-    for rank in range(cluster.num_workers):
-        place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())
-        policies.append(f"rank {rank}" + (f" ({place})" if place else ""))
-    columns = {"policy": policies, **others}
+    columns = {"policy": _rank_texts(policy, cluster), **others}
     places = [divmod(rank, cluster.workers_per_node) for rank in range(cluster.num_workers)]
     device = "GPU" if cluster.use_gpus else "CPU worker"
     table = [["node", *(str(node) for node, _ in places)], [device, *(str(index) for _, index in places)]]
@@ -133,6 +137,16 @@ def _rank_lines(policy: PolicyConfig, cluster: ClusterConfig, others: Mapping[st
     widths = [6, 12, *(max(map(len, column)) + 2 for column in table[2:])]
     rows = zip(*table, strict=True)
     return ["  " + "".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
+    """Each rank of a model, with its place on every axis."""
+    sizes = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers)
+    texts = []
+    for rank in range(cluster.num_workers):
+        place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())
+        texts.append(f"rank {rank}" + (f" ({place})" if place else ""))
+    return texts
 
 
 class OnMachines(Protocol):

@@ -13,6 +13,7 @@ from nemo_rl.algorithms.trainer import RunTools, Schedule, Trainer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.loss_metrics import reduce_steps
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint import require_optimizer
 from nemo_rl.utils.checkpoint_save import AllWritten, StateWrite
@@ -51,26 +52,33 @@ class PolicyTrainer(Trainer):
         self.data = data
         self.nonfinite_action = nonfinite_action
 
-    def take_steps(self, policy: PolicyInterface, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        """The optimizer steps of the loaded plan. A loss or gradient that is not finite is written down, then skipped
-        or raised."""
-        result = policy.train(loss_fn, task)
+    def take_steps(
+        self, policy: PolicyInterface, loss_fn: LossFunction, task: HeadTask, *, num_passes: int = 1
+    ) -> TrainResult:
+        """The optimizer steps of the loaded plan, `num_passes` times over. A loss or gradient that is not finite is
+        written down, then skipped or raised."""
+        results = []
+        for _ in range(num_passes):
+            results.append(policy.train(loss_fn, task))
+            if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
+                break
+        result = merged(results)
         if result.nonfinite_samples:
-            self._report_nonfinite(result)
+            self._report_nonfinite(policy, result)
         metrics = {
             **result.metrics,
             "grad_norm": math.fsum(result.grad_norms) / len(result.grad_norms),
             "lr": result.learning_rates[-1],
             "num_skipped_steps": result.num_skipped_steps,
         }
-        prefix = "train" if policy is self.policies[0] else f"train/{policy.name_prefix}"
-        self.record(prefix, metrics)
+        self.record("train" if policy is self.policies[0] else f"train/{policy.name_prefix}", metrics)
         return result
 
-    def _report_nonfinite(self, result: TrainResult) -> None:
+    def _report_nonfinite(self, policy: PolicyInterface, result: TrainResult) -> None:
         step = self.state.total_steps + 1
         records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
-        path = self.tools.logger.log_records(records, f"nonfinite_step_{step}.jsonl")
+        whose = "" if policy is self.policies[0] else f"{policy.name_prefix}_"
+        path = self.tools.logger.log_records(records, f"{whose}nonfinite_step_{step}.jsonl")
         text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
         if self.nonfinite_action == "stop":
             raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
@@ -109,3 +117,15 @@ class PolicyTrainer(Trainer):
         for policy in self.policies:
             policy.load_checkpoint(directory, load_optimizer=True)
         self.data.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
+
+
+def merged(results: Sequence[TrainResult]) -> TrainResult:
+    """One result of several passes over a plan: counts add up, means are averaged."""
+    return TrainResult(
+        losses=[loss for result in results for loss in result.losses],
+        grad_norms=[norm for result in results for norm in result.grad_norms],
+        learning_rates=[rate for result in results for rate in result.learning_rates],
+        metrics=reduce_steps([result.metrics for result in results]),
+        num_skipped_steps=sum(result.num_skipped_steps for result in results),
+        nonfinite_samples=sorted({sample for result in results for sample in result.nonfinite_samples}),
+    )

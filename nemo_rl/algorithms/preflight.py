@@ -22,13 +22,13 @@ from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
-from nemo_rl.models.policy.checkpoint_metadata import DamagedTensorsError, check_checkpoint_fits
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lora import apply_lora
 from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.parallelize import build_on_meta
-from nemo_rl.utils.checkpoint import CheckpointManager, check_identity, require_optimizer
+from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager, check_identity, require_optimizer
+from nemo_rl.utils.checkpoint_tensors import DamagedTensorsError, check_checkpoint_fits
 from nemo_rl.utils.config import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
@@ -91,10 +91,13 @@ def check_metric_name(config: CheckpointingConfig, model: PretrainedConfig) -> N
         )
 
 
-def check_saved_weights(checkpointing: CheckpointingConfig, policy: PolicyConfig, model: PretrainedConfig) -> None:
+def check_saved_weights(
+    checkpointing: CheckpointingConfig, policy: PolicyConfig, model: PretrainedConfig, folder: str = "policy"
+) -> None:
     """Whether the weights of the newest checkpoint are those that this run trains, by their headers.
 
-    Damaged ones are left to the resuming run, which falls back to an older checkpoint.
+    `folder` of the checkpoint is where they are. Damaged ones are left to the resuming run, which falls back to an
+    older checkpoint.
 
     Raises:
         CheckpointError: with the missing, the unexpected and the differently shaped tensors.
@@ -102,8 +105,9 @@ def check_saved_weights(checkpointing: CheckpointingConfig, policy: PolicyConfig
     latest = CheckpointManager(checkpointing).latest_finished() if checkpointing.enabled else None
     if latest is None:
         return
-    weights, _ = CheckpointManager.get_resume_paths(latest)
-    assert weights is not None
+    weights = latest / folder / "weights"
+    if not weights.is_dir():
+        raise CheckpointError(f"{latest} holds no {folder}/weights")
     lora_cfg = policy.dtensor_cfg.lora_cfg
     hf = build_on_meta(copy.deepcopy(model), torch.float32)
     if lora_cfg.enabled:

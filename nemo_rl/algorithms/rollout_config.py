@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -12,8 +13,9 @@ from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
 from nemo_rl.algorithms.metric_names import rollout_validation
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig
+from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection
-from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 
 
 class RewardShapingConfig(StrictModel):
@@ -125,6 +127,16 @@ class ScoredRolloutConfig(RolloutConfig):
     """Linear map of rewards."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FurtherModel:
+    """A model of a run beside its policy: a critic, a teacher."""
+
+    key: str  # its section, dotted
+    config: PolicyConfig
+    cluster: ClusterConfig
+    is_apart: bool = False  # on machines of its own; else it takes turns with the policy on the same ones
+
+
 class RolloutMasterConfig(RunConfig):
     """A whole run of an algorithm that samples."""
 
@@ -155,6 +167,11 @@ class RolloutMasterConfig(RunConfig):
     @abstractmethod
     def train_metrics(self) -> frozenset[str]:
         """What its steps report under `train/`, as far as the configuration decides it."""
+
+    @property
+    def further_models(self) -> list[FurtherModel]:
+        """Models beside the policy; none, unless the algorithm has a critic or a teacher."""
+        return []
 
     @property
     def val_metrics(self) -> frozenset[str]:

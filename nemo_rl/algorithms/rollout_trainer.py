@@ -162,10 +162,11 @@ class RolloutTrainer(PolicyTrainer):
                 self.tools.console.warn(f"{first_line(error)}; the engine is started again")
                 self.rollouts.use_generation(self.restart_generation(version))
 
-    def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan) -> None:
+    def report(self, trained_groups: Sequence[GroupHandle], plan: BatchPlan, *, num_passes: int = 1) -> None:
         """What is known of the step from metadata, and what the environments say of it.
 
-        Rollouts are judged by everything that was generated, throughput of training by what was trained on.
+        Rollouts are judged by everything that was generated, throughput of training by what was trained on, in
+        `num_passes` over it.
         """
         generated = [sample for handle in self.generated for sample in handle.samples]
         trained = [sample for group in trained_groups for sample in group.samples]
@@ -196,7 +197,7 @@ class RolloutTrainer(PolicyTrainer):
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
         is_frozen = self.run.policy.dtensor_cfg.lora_cfg.enabled
-        train_flops = self.flops.train((sample.length for sample in trained), is_frozen=is_frozen)
+        train_flops = num_passes * self.flops.train((sample.length for sample in trained), is_frozen=is_frozen)
         throughput |= flops_metrics(train_flops, seconds["policy_training"], workers, self.policy.peak_flops)
         self.record("performance", throughput)
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from nemo_rl.algorithms.loop_config import RunConfig
 from nemo_rl.algorithms.model_inputs import ModelInputs
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lm_policy import Policy
@@ -15,14 +16,18 @@ from nemo_rl.types import SamplingParams
 
 def start_cluster(config: RunConfig, stack: ExitStack, groups_per_bundle: int) -> RayVirtualCluster:
     """The bundles of a run: one per GPU, or per CPU worker."""
-    cluster = config.cluster
+    return start_machines(config.cluster, stack, groups_per_bundle, config.section)
+
+
+def start_machines(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:
+    """Bundles of the run or, under a name of their own, of a part of it."""
     return stack.enter_context(
         RayVirtualCluster(
             [cluster.workers_per_node] * cluster.num_nodes,
             use_gpus=cluster.use_gpus,
             max_colocated_worker_groups=groups_per_bundle,
             num_gpus_per_node=cluster.gpus_per_node,
-            name=config.section,
+            name=name,
         )
     )
 
@@ -40,11 +45,14 @@ def start_policy(
     name: str = "policy",
     init_optimizer: bool = True,
     init_reference_model: bool = False,
+    machines: ClusterConfig | None = None,
 ) -> Policy:
     """The workers of a policy, of a critic (`value`) or of a teacher, ended with the stack.
 
-    Whoever is on the devices leaves them first. Without `sampling`, logprobs are those of temperature 1.
+    Whoever is on the devices leaves them first. Without `sampling`, logprobs are those of temperature 1. `machines` are
+    what `cluster` was made of where it is not that of the run.
     """
+    machines = machines or run.cluster
     if accelerator.present is not None:
         accelerator.release(accelerator.present)
     policy = Policy(
@@ -55,9 +63,9 @@ def start_policy(
         model_path=model.model_path,
         sampling=sampling or SamplingParams(max_new_tokens=1),
         seed=seed,
-        use_gpu=run.cluster.use_gpus,
-        workers_per_node=run.cluster.workers_per_node,
-        timeout_s=run.cluster.worker_timeout_s,
+        use_gpu=machines.use_gpus,
+        workers_per_node=machines.workers_per_node,
+        timeout_s=machines.worker_timeout_s,
         name_prefix=name,
         checkpoint_folder=name,
         init_optimizer=init_optimizer,

@@ -1,0 +1,35 @@
+"""PPO on math problems, with a value model.
+
+uv run examples/run_ppo.py                                                   # Qwen2.5-1.5B on one GPU
+uv run --extra cpu examples/run_ppo.py --config examples/configs/ppo_math_cpu.yaml   # a CPU machine
+uv run examples/run_ppo.py --dry-run ppo.ppo_epochs=2                        # what would run where
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+
+from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        PPOMasterConfig,
+        description="PPO on math problems: a value model learns what to expect, the policy what is better than that.",
+        default_config=str(CONFIGS / "ppo_math_1B.yaml"),
+        placement=describe_placement,
+        check=partial(check_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
+    )
+    from nemo_rl.algorithms.ppo_setup import run_ppo  # torch and Ray load here, after the configuration is known good
+
+    return run_ppo(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
