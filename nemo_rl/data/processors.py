@@ -82,8 +82,32 @@ def multichoice_qa_processor(
     )
 
 
+def conversation_processor(
+    datum_dict: Mapping[str, Any],
+    task_data_spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    max_seq_length: int | None,
+    idx: int,
+) -> DatumSpec:
+    """The row's conversation up to its last user turn, for environments that read what was said.
+
+    Metadata {"messages": that conversation as it stands in the row, without template, prompt file or system prompt}.
+
+    Raises:
+        ValueError: when nobody asks anything.
+    """
+    given = datum_dict["messages"] if "messages" in datum_dict else [{"role": "user", "content": datum_dict["problem"]}]
+    messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not any(message["role"] == "user" for message in messages):
+        raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
+    return _prompt(messages, {"messages": messages}, task_data_spec, tokenizer, max_seq_length, idx)
+
+
 PROCESSOR_REGISTRY: dict[str, ProcessorFn] = {
     "default": math_hf_data_processor,
+    "conversation_processor": conversation_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,

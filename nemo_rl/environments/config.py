@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.base import NamedByKey, NotYet, StrictModel, one_of
+from nemo_rl.config.base import NamedByKey, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.models.policy.config import TokenizerConfig
 
 
 class MathEnvironmentConfig(StrictModel):
@@ -31,6 +33,75 @@ class MathEnvironmentConfig(StrictModel):
     not_yet: ClassVar = (NotYet("stop_strings", one_of(None)),)
 
 
+class RewardModelResources(StrictModel):
+    """Where the reward model runs."""
+
+    gpus_per_node: int = Field(default=0, ge=0)
+    """1: on a GPU of its own, beside those of `cluster`; 0: on the CPU."""
+
+    num_nodes: int = Field(default=1, ge=1)
+    """Always 1."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.gpus_per_node > 1:
+            yield "gpus_per_node", "the reward model runs on one device; set it to 1, or to 0 for the CPU"
+        if self.num_nodes > 1:
+            yield "num_nodes", "the reward model runs on one device; set it to 1"
+
+
+class RewardModelEnvironmentConfig(StrictModel):
+    """A reward model that scores whole conversations; datasets that it answers need `conversation_processor`."""
+
+    type: Literal["reward_model"] = "reward_model"
+    """Registry name of the environment."""
+
+    model_name: str = Field(min_length=1)
+    """Hugging Face name or directory of a sequence classifier with one label, or a checkpoint of a reward model run
+    (`results/rm/step_100`)."""
+
+    checkpoint_path: str | None = None
+    """A checkpoint (`step_N`) whose weights are used instead; null: those of `model_name`."""
+
+    tokenizer: TokenizerConfig
+    """The tokenizer of the reward model, whose chat template the conversations go through."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of weights and computation."""
+
+    batch_size: int = Field(default=16, ge=1)
+    """Conversations of one forward pass, of similar lengths."""
+
+    max_total_sequence_length: int | None = Field(default=None, ge=1)
+    """Tokens of the longest conversation that is scored; the sample of a longer one counts as failed. null: as many as
+    the model has positions."""
+
+    add_bos: bool = True
+    """Begin with the token for it where the template does not, as training of reward models does."""
+
+    add_eos: bool = True
+    """End with the end-of-sequence token where the template does not, as training of reward models does."""
+
+    sigmoid: bool = False
+    """Reward is the logistic function of the score, between 0 and 1, instead of the score."""
+
+    resources: RewardModelResources = RewardModelResources()
+    """Where the reward model runs."""
+
+    not_yet: ClassVar = (
+        NotYet("enabled", one_of(True, None)),
+        NotYet("logprob_batch_size", anything),
+        NotYet("max_grad_norm", anything),
+        NotYet("generation", anything),
+        NotYet("dtensor_cfg", anything),
+        NotYet("reward_model_cfg", anything),
+        NotYet("reward_model_type", one_of("bradley_terry", None)),
+        NotYet("megatron_cfg", switched_off),
+        NotYet("dynamic_batching", anything),
+        NotYet("sequence_packing", anything),
+        NotYet("make_sequence_length_divisible_by", anything),
+    )
+
+
 class EnvironmentConfig(BaseModel):
     """Any other environment: `type` and its own keys, which it receives as a dictionary."""
 
@@ -48,15 +119,19 @@ class EnvironmentConfig(BaseModel):
 def _variant(value: Any) -> str | None:
     if isinstance(value, MathEnvironmentConfig):
         return "math"
+    if isinstance(value, RewardModelEnvironmentConfig):
+        return "reward_model"
     if isinstance(value, EnvironmentConfig):
         return "other"
     if isinstance(value, dict):
-        return "math" if value.get("type") == "math" else "other"
+        return value["type"] if value.get("type") in ("math", "reward_model") else "other"
     return None
 
 
 AnyEnvironmentConfig = Annotated[
-    Annotated[MathEnvironmentConfig, Tag("math")] | Annotated[EnvironmentConfig, Tag("other")],
+    Annotated[MathEnvironmentConfig, Tag("math")]
+    | Annotated[RewardModelEnvironmentConfig, Tag("reward_model")]
+    | Annotated[EnvironmentConfig, Tag("other")],
     Discriminator(_variant),
 ]
 

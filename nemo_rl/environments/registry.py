@@ -13,7 +13,12 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import RayActorError
 
-from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
+from nemo_rl.environments.config import (
+    AnyEnvironmentConfig,
+    EnvironmentConfig,
+    MathEnvironmentConfig,
+    RewardModelEnvironmentConfig,
+)
 
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 
@@ -21,6 +26,10 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
     "math": {
         "actor_class_fqn": "nemo_rl.environments.math.MathEnvironment",
         "default_processor": "math_hf_data_processor",
+    },
+    "reward_model": {
+        "actor_class_fqn": "nemo_rl.environments.reward_model.RewardModelEnvironment",
+        "default_processor": "conversation_processor",
     },
 }
 
@@ -57,14 +66,14 @@ def find_env_class(env_type: str) -> Any:
     return vars(module)[class_name]
 
 
-def create_env(env_name: str, env_config: EnvironmentConfig | MathEnvironmentConfig | Mapping[str, Any]) -> Any:
+def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
 
     `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
     as one dictionary. The actor imports from the driver's import paths and is restarted when its process dies.
 
     Raises:
-        ValueError: for an unknown environment.
+        ValueError: for an unknown environment, and one that asks for a GPU when none is left.
     """
     env_type, options = _type_and_options(env_name, env_config)
     env_class = find_env_class(env_type)
@@ -73,7 +82,10 @@ def create_env(env_name: str, env_config: EnvironmentConfig | MathEnvironmentCon
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
     else:
-        actor_class = ray.remote(env_class).options(num_cpus=0, max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
+        num_gpus = _num_gpus(env_name, env_config)
+        actor_class = ray.remote(env_class).options(
+            num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
+        )
     return actor_class.remote(options)
 
 
@@ -92,12 +104,25 @@ def wait_for_envs(actors: Mapping[str, Any]) -> None:
             raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {lines[-1]} ({where})") from error
 
 
+def _num_gpus(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> int:
+    if not isinstance(env_config, RewardModelEnvironmentConfig):
+        return 0
+    wanted = env_config.resources.gpus_per_node
+    free = ray.available_resources().get("GPU", 0.0)
+    if wanted > free:  # Ray would wait for it for ever
+        raise ValueError(
+            f"env.{env_name}.resources.gpus_per_node={wanted}: no GPU is left for it; lower cluster.gpus_per_node by "
+            f"one, or set env.{env_name}.resources.gpus_per_node=0 to score on the CPU"
+        )
+    return wanted
+
+
 def _type_and_options(
-    env_name: str, env_config: EnvironmentConfig | MathEnvironmentConfig | Mapping[str, Any]
+    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     if isinstance(env_config, EnvironmentConfig):
         return env_config.type, env_config.options
-    if isinstance(env_config, MathEnvironmentConfig):
+    if isinstance(env_config, MathEnvironmentConfig | RewardModelEnvironmentConfig):
         return env_config.type, env_config.model_dump(exclude={"type"})
     options = dict(env_config)
     return options.pop("type", env_name), options

@@ -1,0 +1,239 @@
+"""A reward model as an environment: reward is its score of the whole conversation, after one turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+import torch
+from jinja2.exceptions import TemplateError
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import RewardModelEnvironmentConfig
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.types import LLMMessageLogType
+from nemo_rl.utils.checkpoint_tensors import holds_tensors, load_tensors, saved_tensors
+from nemo_rl.utils.tokenizer import get_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TEMPLATE_ROLE = {"environment": "user"}  # by which chat templates know whoever is no assistant
+
+
+class ConversationMetadata(TypedDict):
+    """What `conversation_processor` gives."""
+
+    messages: list[dict[str, str]]  # what was said before the policy's first turn
+
+
+# -- where a model lies
+
+
+@dataclass(frozen=True)
+class RewardModelFiles:
+    """`model`: a Hugging Face directory or name. `weights`: where its tensors are; None: in `model` itself."""
+
+    model: str
+    tokenizer: str
+    weights: Path | None = None
+
+
+def find_reward_model(name: str) -> RewardModelFiles:
+    """The files of a Hugging Face model, or of a checkpoint: `step_N`, or the `policy` in it.
+
+    Raises:
+        ValueError: for a checkpoint that holds adapters alone.
+    """
+    for policy in (Path(name) / "policy", Path(name)):
+        weights = policy / "weights"
+        if (weights / "consolidated" / "config.json").is_file():
+            return RewardModelFiles(str(weights / "consolidated"), str(policy / "tokenizer"))
+        if (policy / "config.json").is_file() and weights.is_dir() and holds_tensors(weights):
+            if any(tensor.endswith(".lora_A") for tensor in saved_tensors(weights)):
+                raise ValueError(
+                    f"{name} holds adapters without their base model; train with checkpointing.save_consolidated=true, "
+                    "which writes the merged model, or load it with PEFT (policy/adapter), merge and save_pretrained it"
+                )
+            return RewardModelFiles(str(policy), str(policy / "tokenizer"), weights)
+    return RewardModelFiles(name, name)
+
+
+def load_reward_model(files: RewardModelFiles, dtype: torch.dtype) -> PreTrainedModel:
+    """A classifier of transformers with one label, in evaluation mode, on the CPU.
+
+    Raises:
+        ValueError: it is none, or its files are not all there.
+    """
+    try:
+        config = AutoConfig.from_pretrained(files.model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_name: the reward model {files.model!r} cannot be loaded: {error}") from error
+    _check(config, files.model)
+    if files.weights is None:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            files.model, dtype=dtype, output_loading_info=True
+        )
+        model, loading = loaded
+        if loading["missing_keys"]:
+            raise ValueError(
+                f"model_name: {files.model!r} has no weights for {', '.join(sorted(loading['missing_keys'])[:4])}"
+            )
+        return model.eval()
+    model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+    load_tensors(model.state_dict(), files.weights)
+    return model.eval()
+
+
+def _check(config: PretrainedConfig, name: str) -> None:
+    kind = (config.architectures or ["a model of unknown architecture"])[0]
+    if not kind.endswith("ForSequenceClassification") or config.num_labels != 1:
+        raise ValueError(
+            f"model_name: {name!r} is no reward model but {kind}"
+            + (f" with {config.num_labels} labels" if kind.endswith("ForSequenceClassification") else "")
+            + "; wanted is a sequence classifier with one label, as examples/run_rm.py trains them"
+        )
+
+
+# -- scoring
+
+
+class RewardScorer:
+    """Scores of conversations, each from the state of its last token, found as transformers does."""
+
+    def __init__(self, cfg: RewardModelEnvironmentConfig, device: torch.device) -> None:
+        source = cfg.checkpoint_path or cfg.model_name
+        files = find_reward_model(source)
+        if cfg.checkpoint_path is not None and files.model == source:
+            raise ValueError(f"checkpoint_path: {source!r} is no checkpoint; give a step_N directory")
+        name = files.tokenizer if cfg.tokenizer.name == cfg.model_name else cfg.tokenizer.name
+        self.tokenizer: PreTrainedTokenizerFast = get_tokenizer(cfg.tokenizer.model_copy(update={"name": name}))
+        self.model = load_reward_model(files, DTYPES[cfg.precision]).to(device)  # pyright: ignore[reportArgumentType]
+        self.device = device
+        self.cfg = cfg
+        text = self.model.config.get_text_config()
+        if text.pad_token_id is None:
+            text.pad_token_id = self.tokenizer.pad_token_id
+        assert isinstance(text.pad_token_id, int)
+        self.pad_token_id = text.pad_token_id
+        self.max_length = cfg.max_total_sequence_length or text.to_dict().get("max_position_embeddings")
+
+    def tokenize(self, conversation: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            ValueError: the template refuses it, or it is too long.
+        """
+        messages = [
+            {"role": TEMPLATE_ROLE.get(message["role"], message["role"]), "content": message["content"]}
+            for message in conversation
+        ]
+        try:
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"the chat template of the reward model refuses the roles {roles}: {error}; give another with "
+                "tokenizer.chat_template"
+            ) from error
+        bos, eos = str(self.tokenizer.bos_token or ""), str(self.tokenizer.eos_token)
+        if self.cfg.add_bos and not text.startswith(bos):
+            text = bos + text
+        if self.cfg.add_eos and not text.rstrip().endswith(eos):
+            text += eos
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert isinstance(ids, list)
+        if self.max_length is not None and len(ids) > self.max_length:
+            raise ValueError(
+                f"a conversation of {len(ids)} tokens is longer than the {self.max_length} that the reward model "
+                "scores; raise max_total_sequence_length, or lower policy.max_total_sequence_length"
+            )
+        return ids
+
+    @torch.inference_mode()
+    def score(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> torch.Tensor:
+        """float32 [len(conversations)] on the CPU, in their order."""
+        rows = [self.tokenize(conversation) for conversation in conversations]
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+        scores = torch.zeros(len(rows))
+        for begin in range(0, len(order), self.cfg.batch_size):
+            numbers = order[begin : begin + self.cfg.batch_size]
+            scores[numbers] = self._score_rows([rows[number] for number in numbers])
+        return scores.sigmoid() if self.cfg.sigmoid else scores
+
+    def _score_rows(self, rows: list[list[int]]) -> torch.Tensor:
+        width = max(len(row) for row in rows)
+        padded = [row + [self.pad_token_id] * (width - len(row)) for row in rows]
+        mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
+        logits = self.model(
+            input_ids=torch.tensor(padded, device=self.device),
+            attention_mask=torch.tensor(mask, device=self.device),
+            use_cache=False,
+        ).logits
+        return logits[:, 0].float().cpu()
+
+
+class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
+    """Scores `metadata["messages"]` and the turns that follow."""
+
+    def __init__(self, cfg: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = cfg if isinstance(cfg, RewardModelEnvironmentConfig) else RewardModelEnvironmentConfig(**cfg)
+        self.scorer = RewardScorer(self.cfg, torch.device("cuda" if self.cfg.resources.gpus_per_node else "cpu"))
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[ConversationMetadata]
+    ) -> EnvironmentReturn[ConversationMetadata]:
+        """One turn, then the episode is over.
+
+        Raises:
+            ValueError: without the conversation in the metadata, or as `RewardScorer.tokenize`.
+        """
+        scores = self.scorer.score(
+            [_conversation(log, known) for log, known in zip(message_log_batch, metadata, strict=True)]
+        )
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": f"Environment: reward {score:.4f}"} for score in scores.tolist()
+            ],
+            metadata=metadata,
+            next_stop_strings=[None] * len(metadata),
+            rewards=scores,
+            terminateds=torch.ones(len(metadata)),
+        )
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B]."""
+        rewards = batch["rewards"].float()
+        return batch, {
+            "reward_mean": rewards.mean().item(),
+            "reward_std": rewards.std(correction=0).item(),
+            "reward_min": rewards.min().item(),
+            "reward_max": rewards.max().item(),
+            "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
+            "generation_lengths": batch["generation_lengths"].float().mean().item(),
+        }
+
+
+def _conversation(log: LLMMessageLogType, metadata: ConversationMetadata) -> list[dict[str, str]]:
+    """What the row says, as it stands there, and the turns since: the log's prompt went through a template already."""
+    if not metadata or "messages" not in metadata:
+        raise ValueError(
+            "a reward model reads the conversation of the row, which this dataset's processor does not hand on; set "
+            "processor: conversation_processor for the dataset (or in data.default)"
+        )
+    said = metadata["messages"]
+    has_task_prompt = log[0]["role"] == "system" and said[0]["role"] != "system"
+    turns = log[len(said) + has_task_prompt :]
+    return [*said, *({"role": message["role"], "content": str(message["content"])} for message in turns)]

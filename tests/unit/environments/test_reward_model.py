@@ -1,0 +1,181 @@
+"""The reward model environment on a tiny random model, without Ray."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import find_processor
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import RewardModelEnvironmentConfig
+from nemo_rl.environments.registry import find_env_class
+from nemo_rl.environments.reward_model import RewardModelEnvironment, find_reward_model
+from nemo_rl.models.policy.config import TokenizerConfig
+
+PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
+ANSWERS = ["2", "nine, I think", "24", "5"]
+
+
+def tiny_classifier(**changes: Any) -> Qwen2ForSequenceClassification:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": len(build_tiny_tokenizer()),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+        "num_labels": 1,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+        "initializer_range": 0.3,
+    }
+    return Qwen2ForSequenceClassification(Qwen2Config(**(settings | changes))).eval()
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("reward_model")
+    tiny_classifier().save_pretrained(directory)
+    build_tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def config(name: Path | str, **changes: Any) -> RewardModelEnvironmentConfig:
+    settings = {"tokenizer": TokenizerConfig(name=str(name)), "precision": "float32", "batch_size": 3}
+    return RewardModelEnvironmentConfig(model_name=str(name), **(settings | changes))
+
+
+def asked(system_prompt_file: Path | None = None) -> tuple[list[Any], list[Any]]:
+    """The message logs and metadata of answered prompts, as an episode sends them."""
+    spec = TaskDataSpec(task_name="t", system_prompt_file=system_prompt_file)
+    process, logs, metadata = find_processor("conversation_processor"), [], []
+    for number, (problem, answer) in enumerate(zip(PROBLEMS, ANSWERS, strict=True)):
+        datum = process({"problem": problem}, spec, build_tiny_tokenizer(), 64, number)
+        log = [{"role": m["role"], "content": m["content"]} for m in datum["message_log"]]
+        logs.append([*log, {"role": "assistant", "content": answer}])
+        metadata.append(datum["extra_env_info"])
+    return logs, metadata
+
+
+def one_by_one(directory: Path) -> torch.Tensor:
+    """Scores of what the template makes of each conversation, without any padding."""
+    model = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = build_tiny_tokenizer()
+    scores = []
+    for problem, answer in zip(PROBLEMS, ANSWERS, strict=True):
+        text = f"<|user|>{problem}<eos><|assistant|>{answer}<eos>"
+        with torch.no_grad():
+            scores.append(model(**tokenizer(text, return_tensors="pt")).logits[0, 0])
+    return torch.stack(scores)
+
+
+@pytest.mark.parametrize("has_system_prompt", [False, True])
+def test_reward_is_the_score_of_the_row_and_the_answer(model_directory, tmp_path, has_system_prompt):
+    (tmp_path / "system.txt").write_text("Be brief.")
+    environment = RewardModelEnvironment(config(model_directory).model_dump())
+    returned = environment.step(*asked(tmp_path / "system.txt" if has_system_prompt else None))
+    want = one_by_one(model_directory)
+    assert want.std() > 0.1, "scores that differ"
+    torch.testing.assert_close(returned.rewards, want, rtol=1e-5, atol=1e-5)
+    assert returned.terminateds.tolist() == [1.0] * 4
+    squashed = RewardModelEnvironment(config(model_directory, sigmoid=True)).step(*asked())
+    torch.testing.assert_close(squashed.rewards, want.sigmoid(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file_format", ["torch_save", "safetensors", "consolidated"])
+def test_a_checkpoint_of_a_run_is_a_reward_model(model_directory, tmp_path, file_format):
+    policy = tmp_path / "step_7" / "policy"
+    model = AutoModelForSequenceClassification.from_pretrained(model_directory, dtype=torch.float32)
+    build_tiny_tokenizer().save_pretrained(policy / "tokenizer")
+    model.config.save_pretrained(policy)
+    if file_format == "consolidated":
+        model.save_pretrained(policy / "weights" / "consolidated")
+    elif file_format == "safetensors":
+        writer = dcp.HuggingFaceStorageWriter(path=str(policy / "weights"), save_distributed=True)
+        dcp.save(model.state_dict(), storage_writer=writer, no_dist=True)
+    else:
+        dcp.save(model.state_dict(), checkpoint_id=policy / "weights", no_dist=True)
+    want = one_by_one(model_directory)
+    for name in (tmp_path / "step_7", policy):
+        torch.testing.assert_close(RewardModelEnvironment(config(name)).step(*asked()).rewards, want)
+    other = RewardModelEnvironment(config(model_directory, checkpoint_path=str(tmp_path / "step_7")))
+    torch.testing.assert_close(other.step(*asked()).rewards, want)
+    with pytest.raises(ValueError, match="is no checkpoint; give a step_N directory"):
+        RewardModelEnvironment(config(model_directory, checkpoint_path=str(tmp_path)))
+
+
+def test_adapters_alone_are_no_reward_model(tmp_path):
+    policy = tmp_path / "policy"
+    tiny_classifier().config.save_pretrained(policy)
+    dcp.save({"model.layers.0.mlp.up_proj.lora_A": torch.zeros(2, 2)}, checkpoint_id=policy / "weights", no_dist=True)
+    with pytest.raises(ValueError, match=r"adapters without their base model.*save_consolidated=true"):
+        find_reward_model(str(tmp_path))
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    tiny_classifier(num_labels=3).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Qwen2ForSequenceClassification with 3 labels"):
+        RewardModelEnvironment(config(tmp_path))
+    settings = tiny_classifier().config
+    settings.architectures = ["Qwen2ForCausalLM"]
+    settings.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no reward model but Qwen2ForCausalLM"):
+        RewardModelEnvironment(config(tmp_path))
+
+
+def test_conversations_that_cannot_be_scored_are_refused(model_directory):
+    environment = RewardModelEnvironment(config(model_directory, max_total_sequence_length=12))
+    logs, metadata = asked()
+    assert len(environment.step(logs[:1], metadata[:1]).rewards) == 1
+    with pytest.raises(ValueError, match=r"of \d+ tokens is longer than the 12"):
+        environment.step(logs, metadata)
+    with pytest.raises(ValueError, match="processor: conversation_processor"):
+        environment.step(logs, [{"ground_truth": "2"}] * 4)  # pyright: ignore[reportArgumentType]
+    strict = config(
+        model_directory,
+        tokenizer=TokenizerConfig(name=str(model_directory), chat_template="{{ raise_exception('only poems') }}"),
+    )
+    with pytest.raises(ValueError, match=r"refuses the roles user, assistant: only poems"):
+        RewardModelEnvironment(strict).step(logs, metadata)
+
+
+def test_metrics_are_those_of_the_rewards(model_directory):
+    environment = RewardModelEnvironment(config(model_directory))
+    batch = BatchedDataDict(
+        rewards=torch.tensor([1.0, -3.0]), is_end=torch.tensor([1, 0]), generation_lengths=torch.tensor([4, 6])
+    )
+    _, metrics = environment.global_post_process_and_metrics(batch)
+    assert metrics["reward_mean"] == -1.0 and metrics["reward_std"] == 2.0
+    assert metrics["reward_min"] == -3.0 and metrics["generation_lengths"] == 5.0
+
+
+def test_it_is_registered():
+    assert find_env_class("reward_model") is RewardModelEnvironment
+
+
+def test_the_prompt_is_what_comes_before_the_last_answer():
+    row = {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ]
+    }
+    process = find_processor("conversation_processor")
+    datum = process(row, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 0)
+    info = datum["extra_env_info"]
+    assert info is not None and [message["content"] for message in info["messages"]] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="row 3 has no message of a user"):
+        process({"messages": row["messages"][1:2]}, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 3)
