@@ -376,19 +376,24 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
     An identity names what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint
     of the dataset, the settings that decide what a sample and a step are.
     """
-    saved_flat, current_flat = _flatten(saved), _flatten(current)
-    absent = "(absent)"
-    differences = [
-        f"  {key}: the checkpoint has {saved_flat.get(key, absent)!r}, this run {current_flat.get(key, absent)!r}"
-        for key in sorted(saved_flat.keys() | current_flat.keys())
-        if saved_flat.get(key, absent) != current_flat.get(key, absent)
-    ]
+    differences = flat_differences(saved, current, theirs="the checkpoint")
     if differences:
         raise CheckpointIdentityError(
             "the checkpoint belongs to another run:\n"
             + "\n".join(differences)
             + f"\nTo continue it, put these back; {_START_ANEW}."
         )
+
+
+def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
+    """A line for each leaf in which two nested identities differ; `theirs` is what the saved one belongs to."""
+    saved_flat, current_flat = _flatten(saved), _flatten(current)
+    absent = "(absent)"
+    return [
+        f"  {key}: {theirs} has {saved_flat.get(key, absent)!r}, this run {current_flat.get(key, absent)!r}"
+        for key in sorted(saved_flat.keys() | current_flat.keys())
+        if saved_flat.get(key, absent) != current_flat.get(key, absent)
+    ]
 
 
 def require_optimizer(path: Path) -> None:

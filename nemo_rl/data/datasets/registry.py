@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.datasets import arithmetic, hub
+from nemo_rl.data.datasets import arithmetic, evaluation, hub
 from nemo_rl.data.datasets.files import load_response_rows
 from nemo_rl.data.interfaces import IndexedRows, Rows
 
@@ -20,6 +20,7 @@ DatasetFactory = Callable[[DatasetConfig], Rows]
 DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "arithmetic": arithmetic.load_arithmetic,
     "ResponseDataset": load_response_rows,
+    **evaluation.EVAL_DATASETS,
     **hub.FACTORIES,
 }
 
@@ -72,7 +73,7 @@ def find_factory(cfg: DatasetConfig) -> DatasetFactory:
     if name is None:
         return load_response_rows
     if name in DATASET_REGISTRY:
-        if cfg.kwargs and isinstance(DATASET_REGISTRY[name], hub.HubDataset):
+        if cfg.kwargs and isinstance(DATASET_REGISTRY[name], hub.HubDataset | evaluation.EvalDataset):
             raise ValueError(f"dataset {name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
         return DATASET_REGISTRY[name]
     if ":" in name:

@@ -1,0 +1,34 @@
+"""Evaluation of a model on problems with known answers.
+
+uv run examples/run_eval.py generation.model_name=results/grpo/step_100 data.dataset_name=math500     # one GPU
+uv run --extra cpu examples/run_eval.py --config examples/configs/evals/eval_cpu.yaml                 # a CPU machine
+uv run examples/run_eval.py --dry-run eval.num_tests_per_prompt=16 generation.temperature=0.6         # what would run
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.config.cli import load_from_command_line
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.placement import check_hardware, describe_placement
+
+CONFIGS = Path(__file__).parent / "configs" / "evals"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        EvalMasterConfig,
+        description="Evaluation: sample answers to problems, judge them, report how many are right.",
+        default_config=str(CONFIGS / "eval.yaml"),
+        placement=describe_placement,
+        check=check_hardware,
+    )
+    from nemo_rl.evals.run import run_eval  # torch and Ray load here, after the configuration is known good
+
+    return run_eval(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

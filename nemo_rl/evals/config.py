@@ -1,0 +1,277 @@
+"""Configuration of an evaluation: what is asked, how answers are sampled, which data and environments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.config.errors import nearest_key
+from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, answer_kind
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.policy.config import TokenizerConfig
+
+WITHOUT_ANSWERS = ("reward_model",)  # environments that score and extract nothing
+
+
+class EvalConfig(StrictModel):
+    """The metric, how many samples it takes, and where results go."""
+
+    metric: Literal["pass@k", "cons@k"] = "pass@k"
+    """`pass@k`: is one of k samples right (unbiased estimate); `cons@k`: is the answer that most of k samples give."""
+
+    num_tests_per_prompt: int = Field(default=1, ge=1)
+    """Samples of each prompt."""
+
+    k_value: int = Field(default=1, ge=1)
+    """The k of the metric."""
+
+    seed: int = Field(default=42, ge=0)
+    """Seed of everything random."""
+
+    save_path: str | None = None
+    """Folder of samples and results; the same command continues what is there. null: results/eval/ and a name made of
+    model, datasets and settings."""
+
+    max_rollout_turns: int = Field(default=1, ge=1)
+    """Turns of a sample with its environment."""
+
+    max_failed_sample_fraction: float = Field(default=0.1, ge=0, le=1)
+    """The evaluation stops when more than this fraction of its samples failed in the environment or the engine."""
+
+    env_step_timeout_s: float = Field(default=300.0, gt=0)
+    """Time limit for one step of an environment; past it the sample counts as failed."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.k_value > self.num_tests_per_prompt:
+            yield (
+                "k_value",
+                f"{self.k_value} is more than num_tests_per_prompt={self.num_tests_per_prompt}; set "
+                f"num_tests_per_prompt to {self.k_value} or more (four times as many make a good estimate), or k_value "
+                f"to {self.num_tests_per_prompt} or less",
+            )
+
+
+class EvalVllmConfig(VllmConfig):
+    """The vLLM engine."""
+
+    precision: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Data type of weights and activations."""
+
+    max_model_len: int = Field(default=2048, ge=1)
+    """Tokens of the longest sequence, prompt included: where a completion is cut."""
+
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Fraction of the GPU's memory for weights and KV cache."""
+
+
+class EvalGenerationConfig(GenerationConfig):
+    """The model, sampling parameters and the vLLM engine."""
+
+    model_name: str
+    """Hugging Face name or folder, `tiny:arithmetic`, a checkpoint (`results/grpo/step_100`), or a folder of
+    checkpoints, of which the newest sound one is taken."""
+
+    num_prompts_per_step: int = Field(default=-1, ge=-1)
+    """Prompts under way at a time; -1: as many as keep the engines busy."""
+
+    max_new_tokens: Annotated[int, Derived("${.vllm_cfg.max_model_len}"), Field(ge=1)]
+    """Tokens of the longest completion of one turn."""
+
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+
+    vllm_cfg: EvalVllmConfig
+    """The vLLM engine."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.num_prompts_per_step == 0:
+            yield "num_prompts_per_step", "must be 1 or more, or -1 for as many as keep the engines busy"
+        sampled = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        asked = {"temperature": self.val_temperature, "top_p": self.val_top_p, "top_k": self.val_top_k}
+        for name, value in asked.items():
+            if value != sampled[name]:
+                yield f"val_{name}", f"is for validation during training; an evaluation samples with {name}: set that"
+
+
+class EvalTokenizerConfig(TokenizerConfig):
+    """The tokenizer."""
+
+    name: Annotated[str, Derived("${generation.model_name}")]
+    """Hugging Face name or folder; that of the model by default, with a checkpoint the one saved in it."""
+
+
+class EvalDatasetConfig(StrictModel):
+    """One dataset to evaluate on."""
+
+    dataset_name: str | None = None
+    """Registry name (`aime2024`, `math500`, `gpqa_diamond`, `mmlu`, `arithmetic`, ...), import path
+    (`pkg.module:function`), Hugging Face path, or a local CSV, JSON, JSONL or Parquet file."""
+
+    data_path: str | None = None
+    """Local copy of a dataset of the registry."""
+
+    problem_key: str | None = None
+    """Column of the problem in a file or a Hugging Face path; null: `problem`."""
+
+    solution_key: str | None = None
+    """Column of the expected answer there; null: `answer`."""
+
+    file_format: str | None = None
+    """`csv`, `json`, `jsonl` or `parquet`, for a file whose name does not say so."""
+
+    subset: str | None = None
+    """Configuration name of a Hugging Face dataset."""
+
+    split: str | None = None
+    """Split to read; null: the dataset's own default."""
+
+    seed: int = 42
+    """Seed of what the dataset draws: the order of GPQA's options, generated problems."""
+
+    download_dir: str | None = None
+    """Cache folder of downloads; null: that of Hugging Face."""
+
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
+
+    prompt_file: Annotated[str | None, Derived("${data.prompt_file}")] = None
+    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+
+    system_prompt_file: Annotated[str | None, Derived("${data.system_prompt_file}")] = None
+    """Text file with the system prompt; null: none."""
+
+    processor: str | None = None
+    """Registry name or import path of the function that turns a row into a prompt; null: the dataset's own."""
+
+    env_name: str | None = None
+    """Section of `env` that judges the answers; null: the first math environment whose `verifier_type` is right."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.dataset_name in EVAL_DATASETS:
+            for key in ("problem_key", "solution_key", "file_format"):
+                if self.model_dump()[key] is not None:
+                    yield key, f"{self.dataset_name} has columns of its own; remove it, or name the file: dataset_name"
+
+
+class EvalDataConfig(EvalDatasetConfig):
+    """What is asked: one dataset, or several under `datasets`, and the texts around each problem."""
+
+    prompt_file: str | None = None
+    """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
+
+    system_prompt_file: str | None = None
+    """Text file with the system prompt; null: none."""
+
+    datasets: list[EvalDatasetConfig] = Field(default_factory=list)
+    """Several datasets, in place of `dataset_name`."""
+
+    max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
+    """Tokens of the longest prompt; a longer one is not asked, and counted."""
+
+    not_yet: ClassVar = (NotYet("num_workers", anything),)
+
+    @property
+    def chosen(self) -> list[EvalDatasetConfig]:
+        """The datasets to evaluate on."""
+        if self.datasets:
+            return self.datasets
+        return [EvalDatasetConfig(**{name: self.model_dump()[name] for name in EvalDatasetConfig.model_fields})]
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from super().cross_checks()
+        if self.datasets and self.dataset_name is not None:
+            yield "datasets", f"and dataset_name={self.dataset_name} are both set; set dataset_name=null, or move it in"
+        if not self.datasets and self.dataset_name is None:
+            yield "dataset_name", "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl"
+        for index, dataset in enumerate(self.datasets):
+            if dataset.dataset_name is None:
+                yield f"datasets.{index}.dataset_name", "name a dataset, e.g. math500, or a file"
+
+
+class EvalMasterConfig(StrictModel):
+    """A whole evaluation."""
+
+    eval: EvalConfig = EvalConfig()
+    """The metric, how many samples it takes, and where results go."""
+
+    generation: EvalGenerationConfig
+    """The model, sampling parameters and the vLLM engine."""
+
+    tokenizer: EvalTokenizerConfig
+    """The tokenizer."""
+
+    data: EvalDataConfig
+    """What is asked: one dataset, or several, and the texts around each problem."""
+
+    env: EnvSection
+    """Environments that judge the answers, by name."""
+
+    cluster: ClusterConfig = ClusterConfig()
+    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    not_yet: ClassVar = (NotYet("env.should_use_nemo_gym", one_of(False, None)),)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        num, longest = self.eval.num_tests_per_prompt, self.generation.vllm_cfg.max_model_len
+        if num > 1 and self.generation.temperature == 0:
+            yield (
+                "generation.temperature",
+                f"0 gives {num} equal samples of each prompt (eval.num_tests_per_prompt={num}); set it above 0, for "
+                "instance 0.6, or eval.num_tests_per_prompt=1",
+            )
+        if self.data.max_input_seq_length > longest:
+            yield (
+                "data.max_input_seq_length",
+                f"{self.data.max_input_seq_length} is more than generation.vllm_cfg.max_model_len={longest}: such "
+                "prompts could never be answered; use at most that",
+            )
+        yield from self._check_engines()
+        for index, dataset in enumerate(self.data.chosen):
+            yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
+
+    def _check_engines(self) -> Iterator[tuple[str, str]]:
+        size, per_node = self.generation.vllm_cfg.tensor_parallel_size, self.cluster.workers_per_node
+        if per_node % size:
+            works = ", ".join(str(number) for number in range(1, per_node + 1) if per_node % number == 0)
+            kind = "GPUs" if self.cluster.use_gpus else "CPU workers"
+            yield (
+                "generation.vllm_cfg.tensor_parallel_size",
+                f"engines of {size} do not fill nodes of {per_node} {kind}; these would: {works}",
+            )
+
+    def _check_environment(self, dataset: EvalDatasetConfig, key: str) -> Iterator[tuple[str, str]]:
+        name = self.environment_of(dataset)
+        if dataset.env_name is not None and dataset.env_name not in self.env:
+            near = nearest_key(dataset.env_name, self.env)
+            fix = f"did you mean {near}?" if near else f"there are: {', '.join(self.env) or 'none'}"
+            yield f"{key}.env_name", f"no section env.{dataset.env_name}; {fix}"
+        elif name is None:
+            kind = answer_kind(dataset.dataset_name)
+            yield (
+                f"{key}.env_name",
+                f"no math environment judges the answers of {dataset.dataset_name}: add a section to env, for "
+                f"instance '+env.{kind}={{type: math, verifier_type: {kind}}}', or name one with {key}.env_name",
+            )
+        elif self.eval.metric == "cons@k" and self.env[name].type in WITHOUT_ANSWERS:
+            yield (
+                "eval.metric",
+                f"cons@k takes a vote on answers, and env.{name} ({self.env[name].type}) finds none; set pass@k",
+            )
+
+    def environment_of(self, dataset: EvalDatasetConfig) -> str | None:
+        """The section of `env` that judges a dataset; None when there is none."""
+        if dataset.env_name is not None:
+            return dataset.env_name if dataset.env_name in self.env else None
+        kind = answer_kind(dataset.dataset_name)
+        fitting = (n for n, env in self.env.items() if isinstance(env, MathEnvironmentConfig))
+        return next((n for n in fitting if self.env[n].model_dump()["verifier_type"] == kind), None)
+
+    def processor_of(self, dataset: EvalDatasetConfig) -> str:
+        """The processor of a dataset: its own, or the one asked for."""
+        is_math = answer_kind(dataset.dataset_name) == "math"
+        return dataset.processor or ("math_hf_data_processor" if is_math else "multichoice_qa_processor")

@@ -1,0 +1,136 @@
+"""The model of an evaluation: a hub name, a directory, a tiny model or a checkpoint; found and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from nemo_rl.config.loader import build_config
+from nemo_rl.data.tiny_model import cache_root, resolve_model
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
+from nemo_rl.models.policy.pretrained import check_fit, read_model_config
+from nemo_rl.utils.tokenizer import get_tokenizer
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+SAMPLED_BYTES = 1 << 20  # of the beginning and the end of each weight file
+
+# Parts that evaluation shares with training name the keys of a training configuration.
+KEYS = {
+    "policy.generation.": "generation.",
+    "policy.model_name": "generation.model_name",
+    "policy.max_total_sequence_length": "generation.vllm_cfg.max_model_len",
+    "policy.tokenizer.": "tokenizer.",
+    "policy.hf_config_overrides": "generation.vllm_kwargs.hf_overrides",
+    "grpo.seed": "eval.seed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalModel:
+    """What the engines are made from, checked."""
+
+    model_path: str
+    tokenizer_path: str
+    tokenizer: PreTrainedTokenizerFast
+    name: str  # for people
+    identity: dict[str, Any]
+
+
+def in_eval_keys(text: str) -> str:
+    """A message about a training configuration as one about an evaluation."""
+    for training, evaluation in KEYS.items():
+        text = text.replace(training, evaluation)
+    return text
+
+
+def prepare_model(config: EvalMasterConfig) -> EvalModel:
+    """Find the model, convert it when it is a checkpoint that no engine can read, and check that everything fits.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with what to change.
+    """
+    name = config.generation.model_name
+    checkpoint = _checkpoint(config)
+    model_path = str(checkpoint.model) if checkpoint is not None else resolve_model(name)
+    tokenizer_path = resolve_model(config.tokenizer.name)
+    if config.tokenizer.name == name:
+        tokenizer_path = str(checkpoint.tokenizer) if checkpoint is not None else _tokenizer_of(model_path)
+    policy = _as_policy(config)
+    model = read_model_config(policy, model_path)
+    tokenizer = get_tokenizer(config.tokenizer.model_copy(update={"name": tokenizer_path}))
+    check_fit(policy, model, tokenizer)
+    return EvalModel(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer,
+        name=name if checkpoint is None else str(checkpoint.step),
+        identity={
+            "generation.model_name": {
+                "weights": checkpoint.digest if checkpoint is not None else _weights_identity(name, model_path, model),
+                "config_hash": _digest(model.to_json_string()),
+            },
+            "tokenizer": {
+                "vocabulary_hash": _digest(repr(sorted(tokenizer.get_vocab().items()))),
+                "chat_template_hash": _digest(str(tokenizer.chat_template)),
+            },
+        },
+    )
+
+
+def _checkpoint(config: EvalMasterConfig) -> CheckpointModel | None:
+    path = Path(config.generation.model_name).expanduser()
+    if (path / "config.json").is_file() or not is_checkpoint(path):
+        return None
+    return model_of_checkpoint(
+        path, dtype=config.generation.vllm_cfg.precision, cache=cache_root(), resolve_base=resolve_model
+    )
+
+
+def _tokenizer_of(model_path: str) -> str:
+    """The tokenizer of a model: in its directory, or, of a consolidated one inside a checkpoint, in the checkpoint."""
+    directory = Path(model_path)
+    beside = directory.parent.parent / "tokenizer"
+    own = directory / "tokenizer_config.json"
+    return str(beside) if directory.is_dir() and not own.is_file() and beside.is_dir() else model_path
+
+
+def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
+    """The section `policy` that checks of models and tokenizers ask for."""
+    own = ("model_name", "num_prompts_per_step")
+    generation = config.generation.model_dump()
+    values: Mapping[str, Any] = {
+        "model_name": config.generation.model_name,
+        "precision": config.generation.vllm_cfg.precision,
+        "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
+        "train_global_batch_size": 1,
+        "tokenizer": config.tokenizer.model_dump(),
+        "generation": {key: value for key, value in generation.items() if key not in own},
+    }
+    return build_config(RolloutPolicyConfig, values)
+
+
+def _weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str:
+    """Of a directory the sizes of its weight files and what they begin and end with; of a hub model its revision."""
+    directory = Path(model_path)
+    if not directory.is_dir():
+        return f"{name}@{model._commit_hash}"
+    digest = xxhash.xxh3_128()
+    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(SAMPLED_BYTES))
+            handle.seek(max(0, size - SAMPLED_BYTES))
+            digest.update(handle.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode())

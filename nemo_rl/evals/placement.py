@@ -1,0 +1,37 @@
+"""What an evaluation would run where. Starts nothing, loads nothing."""
+
+from __future__ import annotations
+
+from nemo_rl.algorithms import placement
+from nemo_rl.evals.config import EvalMasterConfig
+
+CPU_CONFIG = "examples/configs/evals/eval_cpu.yaml"
+
+
+def describe_placement(cfg: EvalMasterConfig) -> str:
+    """Text for people: what is asked of which model, judged by whom, and where the engines are."""
+    num, cluster = cfg.eval.num_tests_per_prompt, cfg.cluster
+    size = cfg.generation.vllm_cfg.tensor_parallel_size
+    device = "GPU" if cluster.use_gpus else "CPU worker"
+    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
+    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
+    lines = [
+        f"{metric} of {cfg.generation.model_name}, {num} sample{'s' if num > 1 else ''} of each prompt, {greedy}",
+        "",
+        "datasets:",
+    ]
+    for dataset in cfg.data.chosen:
+        judge = cfg.environment_of(dataset)
+        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
+    engines = cluster.num_workers // size
+    lines += ["", f"{engines} vLLM engine{'s' if engines > 1 else ''} of {size} {device}{'s' if size > 1 else ''}:"]
+    for engine in range(engines):
+        node, first = divmod(engine * size, cluster.workers_per_node)
+        devices = ", ".join(str(first + number) for number in range(size))
+        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
+    return "\n".join(lines)
+
+
+def check_hardware(cfg: EvalMasterConfig) -> None:
+    """ConfigError when there are too few GPUs; see `nemo_rl.algorithms.placement.check_hardware`."""
+    placement.check_hardware(cfg, cpu_config=CPU_CONFIG)

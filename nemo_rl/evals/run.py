@@ -1,0 +1,374 @@
+"""A whole evaluation: prepare, play what is not played yet, write, report."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import xxhash
+
+from nemo_rl.algorithms.launch import RUN_ERRORS, USER_ERRORS
+from nemo_rl.algorithms.preflight import check_prompts
+from nemo_rl.algorithms.rollout_parts import train_sampling, worker_settings
+from nemo_rl.algorithms.rollout_trainer import TooManyFailures
+from nemo_rl.config.loader import dump_config
+from nemo_rl.data.processing import PromptProcessor
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.environments.config import MathEnvironmentConfig
+from nemo_rl.environments.registry import create_env, wait_for_envs
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.data import EvalData, load_eval_data
+from nemo_rl.evals.model import EvalModel, in_eval_keys, prepare_model
+from nemo_rl.evals.report import make_results, show_results
+from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
+from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.types import GroupHandle, Prompt, SampleStatus
+from nemo_rl.utils import strict_json
+from nemo_rl.utils.console import RunConsole, format_duration
+from nemo_rl.utils.seeds import sample_seed, seed_everything
+
+COLOCATED_GROUPS = 2  # generation and the rollout worker share each bundle
+SAMPLES_IN_FLIGHT = 1024  # of each engine, with num_prompts_per_step=-1: it computes 256 at a time
+WRITE_EVERY_S = 2.0
+SHOW_EVERY_S = 10.0
+SEED_STEP = 0
+MAX_REASONS_SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What an evaluation is made from, checked."""
+
+    model: EvalModel
+    data: EvalData
+    process: PromptProcessor
+    identity: dict[str, Any]
+    folder: Path
+
+
+def run_eval(config: EvalMasterConfig) -> int:
+    """Prepare, sample, judge, report. Returns the exit status: 2 for what the user has to change, 1 for what broke."""
+    console = RunConsole(num_steps=1)
+    console.configure_logging()
+    folder: Path | None = None
+    try:
+        inputs = prepare(config)
+        folder = inputs.folder
+        num_samples = config.eval.num_tests_per_prompt
+        with open_folder(folder, inputs.identity, dump_config(config), num_samples) as samples:
+            _say_what_is_there(samples, inputs.data, console)
+            play(config, inputs, samples, console)
+            results = make_results(config, inputs.model, outcomes_by_dataset(inputs.data, samples))
+            path = samples.write_results(results)
+        show_results(results)
+    except RUN_ERRORS as error:
+        console.error(in_eval_keys(f"{error}\nthe samples so far are in {folder}; the same command continues"))
+        return 1
+    except USER_ERRORS as error:
+        console.error(in_eval_keys(str(error)))
+        return 2
+    except KeyboardInterrupt:
+        console.warn("interrupted; the same command continues")
+        return 130
+    console.info(f"done; the numbers are in {path}, the samples in {samples.path}")
+    return 0
+
+
+def prepare(config: EvalMasterConfig) -> Inputs:
+    """Load what needs no worker, and find what is wrong with it.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with what to change.
+    """
+    seed_everything(config.eval.seed)
+    data = load_eval_data(config)
+    model = prepare_model(config)
+    process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
+    check_prompts(process, data.prompts, "evaluation")
+    sampling = train_sampling(config.generation, model.tokenizer)
+    identity = {
+        **model.identity,
+        **data.identity(config),
+        "eval": {
+            "seed": config.eval.seed,
+            "num_tests_per_prompt": config.eval.num_tests_per_prompt,
+            "max_rollout_turns": config.eval.max_rollout_turns,
+        },
+        "generation": {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_new_tokens": sampling.max_new_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop_strings": list(sampling.stop_strings),
+            "max_model_len": config.generation.vllm_cfg.max_model_len,
+            "precision": config.generation.vllm_cfg.precision,
+            "vllm_kwargs": config.generation.vllm_kwargs,
+        },
+    }
+    return Inputs(model=model, data=data, process=process, identity=identity, folder=_folder(config, data, identity))
+
+
+def _folder(config: EvalMasterConfig, data: EvalData, identity: dict[str, Any]) -> Path:
+    if config.eval.save_path is not None:
+        return Path(config.eval.save_path).expanduser()
+    digest = xxhash.xxh3_64_hexdigest(strict_json.dumps(identity).encode())[:8]
+    names = [config.generation.model_name, *data.tasks]
+    return Path("results/eval") / "_".join([*(re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in names), digest])
+
+
+def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Any]]]:
+    """The samples of each prompt, in the order of the data."""
+    found: dict[str, list[list[Any]]] = {part.name: [] for part in data.prompts.parts}
+    for prompt in _prompts(data):
+        found[prompt.task_name].append(samples.outcomes[prompt.prompt_id])
+    return found
+
+
+def _prompts(data: EvalData) -> Iterator[Prompt]:
+    return (data.prompts[index] for index in range(len(data.prompts)))
+
+
+def _say_what_is_there(samples: SampleFolder, data: EvalData, console: RunConsole) -> None:
+    if samples.num_bytes_dropped:
+        console.warn(f"{samples.path}: {samples.num_bytes_dropped} bytes of unfinished samples are dropped")
+    num, total = len(samples.outcomes), len(data.prompts)
+    if num == total:
+        console.info(f"this evaluation is finished; its samples are in {samples.path}, and only the numbers are new")
+    elif num:
+        console.info(f"continuing in {samples.folder}: {num:,} of {total:,} prompts are there already")
+    else:
+        console.info(f"{total:,} prompts; samples go to {samples.path}")
+
+
+# -- sampling
+
+
+def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, console: RunConsole) -> None:
+    """Sample and judge every prompt that is not in the folder yet, and write each as it is finished.
+
+    Raises:
+        TooManyFailures: when more samples have no outcome than `eval.max_failed_sample_fraction` allows. Prompts with
+            such samples are not written then: the same command asks them again.
+    """
+    left = [prompt for prompt in _prompts(inputs.data) if prompt.prompt_id not in samples.outcomes]
+    if not left:
+        return
+    with ExitStack() as stack:
+        init_ray(str(samples.folder))
+        stack.callback(ray.shutdown)
+        collector, num_engines = _start(config, stack, inputs)
+        num = config.eval.num_tests_per_prompt
+        sampling = train_sampling(config.generation, inputs.model.tokenizer)
+        requests = (
+            GroupRequest(
+                group_id=f"eval/{prompt.prompt_id}",
+                prompt=prompt,
+                num_generations=num,
+                sampling=sampling,
+                seed_step=SEED_STEP,
+            )
+            for prompt in left
+        )
+        in_flight = config.generation.num_prompts_per_step
+        if in_flight == -1:
+            in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // num)
+        writer = _Writer(config, inputs, samples, console, collector, {prompt.prompt_id: prompt for prompt in left})
+        for handles in collector.stream(requests, in_flight):
+            writer.take(handles)
+        writer.finish()
+
+
+def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
+    """The running collector and the number of engines; everything ends with the stack."""
+    machines = config.cluster
+    cluster = stack.enter_context(
+        RayVirtualCluster(
+            [machines.workers_per_node] * machines.num_nodes,
+            use_gpus=machines.use_gpus,
+            max_colocated_worker_groups=COLOCATED_GROUPS,
+            num_gpus_per_node=machines.gpus_per_node,
+            name="eval",
+        )
+    )
+    accelerator = Accelerator(exclusive=machines.use_gpus)
+    # Begun here, so that they start while the model loads.
+    environments = {name: create_env(name, config.env[name]) for name in inputs.data.environments}
+    generation = VllmGeneration(
+        cluster,
+        config.generation,
+        model=inputs.model.model_path,
+        tokenizer=inputs.model.tokenizer_path,
+        seed=config.eval.seed,
+        accelerator=accelerator,
+        load_format="auto",
+        timeout_s=machines.worker_timeout_s,
+    )
+    stack.callback(generation.shutdown)
+    wait_for_envs(environments)
+    settings = worker_settings(
+        inputs.process,
+        environments,
+        limits=EpisodeLimits(
+            max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.vllm_cfg.max_model_len
+        ),
+        env_step_timeout_s=config.eval.env_step_timeout_s,
+        seed=config.eval.seed,
+    )
+    collector = RolloutCollector(
+        cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s
+    )
+    stack.callback(collector.shutdown)
+
+    def restart_dead_engines() -> Sequence[Any]:
+        for index in generation.dead_workers():
+            generation.restart_worker(index)
+        generation.abandon_requests()
+        return generation.workers
+
+    collector.restart_generation = restart_dead_engines
+    return collector, len(generation.workers)
+
+
+class _Writer:
+    """Finished groups -> lines on disk, every few seconds; what went wrong is counted and said."""
+
+    def __init__(
+        self,
+        config: EvalMasterConfig,
+        inputs: Inputs,
+        samples: SampleFolder,
+        console: RunConsole,
+        collector: RolloutCollector,
+        prompts: dict[str, Prompt],
+    ) -> None:
+        self.config = config
+        self.inputs = inputs
+        self.samples = samples
+        self.console = console
+        self.collector = collector
+        self.prompts = prompts
+        self.pending: list[GroupHandle] = []
+        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or asked again
+        self.reasons: dict[str, int] = {}
+        self.num_tokens = 0
+        self.num_played = 0
+        self.started = self.written_at = self.shown_at = time.monotonic()
+
+    def take(self, handles: Sequence[GroupHandle]) -> None:
+        """Note finished groups; write and show when it is time."""
+        self.pending += handles
+        now = time.monotonic()
+        if now - self.written_at >= WRITE_EVERY_S:
+            self._write()
+            self.written_at = now
+        if now - self.shown_at >= SHOW_EVERY_S:
+            self._show(now)
+            self.shown_at = now
+
+    def finish(self) -> None:
+        """Write everything that is left."""
+        self._write()
+        self.samples.append(self.held_back)
+        too_long = [p for p, group in self.samples.outcomes.items() if group[0].status is SampleStatus.PROMPT_TOO_LONG]
+        if too_long:
+            self.console.warn(
+                f"{len(too_long)} prompts are longer than data.max_input_seq_length="
+                f"{self.config.data.max_input_seq_length} and were not asked, so they are in no score: "
+                f"{', '.join(too_long[:8])}"
+            )
+        if self.reasons:
+            self.console.warn(f"{sum(self.reasons.values())} samples failed and are in no score:\n{self._said()}")
+
+    def _write(self) -> None:
+        if not self.pending:
+            return
+        handles, self.pending = self.pending, []
+        spoken = self.collector.conversations(handles)
+        groups = [
+            [self._record(handle, index, messages) for index, messages in enumerate(conversations)]
+            for handle, conversations in zip(handles, spoken, strict=True)
+        ]
+        self.num_played += len(groups)
+        self.num_tokens += sum(record.num_tokens for group in groups for record in group)
+        self._check_answers(groups)
+        self.held_back += [group for group in groups if any(map(_failed, group))]
+        self.samples.append([group for group in groups if not any(map(_failed, group))])
+        self._check_failures(groups)
+
+    def _record(self, handle: GroupHandle, index: int, messages: list[dict[str, str]]) -> SampleRecord:
+        meta, prompt = handle.samples[index], self.prompts[handle.prompt_id]
+        first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        answers = [message["content"] for message in messages[first:] if message["role"] == "assistant"]
+        expected = prompt.row.get("expected_answer")
+        return SampleRecord(
+            dataset=handle.task_name,
+            prompt_id=handle.prompt_id,
+            sample_index=index,
+            prompt="\n".join(message["content"] for message in messages[:first]),
+            response="".join(answers),
+            answer=meta.answer,
+            expected_answer=None if expected is None else str(expected),
+            reward=meta.reward if meta.has_reward else None,
+            status=meta.status.value,
+            num_prompt_tokens=meta.num_prompt_tokens,
+            num_tokens=meta.num_generated_tokens,
+            num_turns=meta.num_turns,
+            seed=sample_seed(self.config.eval.seed, SEED_STEP, handle.prompt_id, index, 0),
+            failure=meta.failure,
+        )
+
+    def _check_answers(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
+        """cons@k needs an environment that finds answers; of one that is not ours this shows with its first verdicts.
+
+        Raises ValueError.
+        """
+        if self.config.eval.metric != "cons@k":
+            return
+        for name, task in self.inputs.data.tasks.items():
+            mine = [record for group in groups for record in group if record.dataset == name and not _failed(record)]
+            known = isinstance(self.config.env[task.env_name], MathEnvironmentConfig)
+            if mine and not known and all(record.answer is None for record in mine):
+                raise ValueError(
+                    f"eval.metric: cons@k takes a vote on answers, and env.{task.env_name} found none in "
+                    f"{len(mine)} samples; return answers from its step, or set eval.metric=pass@k"
+                )
+
+    def _check_failures(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
+        for record in (record for group in groups for record in group if _failed(record)):
+            self.reasons[str(record.failure)] = self.reasons.get(str(record.failure), 0) + 1
+        num_failed, fraction = sum(self.reasons.values()), self.config.eval.max_failed_sample_fraction
+        total = len(self.prompts) * self.config.eval.num_tests_per_prompt
+        if num_failed > fraction * total:
+            raise TooManyFailures(
+                f"{num_failed} of {total} samples failed already, more than eval.max_failed_sample_fraction="
+                f"{fraction}:\n{self._said()}"
+            )
+
+    def _said(self) -> str:
+        often = sorted(self.reasons, key=lambda reason: -self.reasons[reason])[:MAX_REASONS_SHOWN]
+        return "\n".join(f"{self.reasons[reason]}x {reason}" for reason in often)
+
+    def _show(self, now: float) -> None:
+        rewards = [sample.reward for group in self.samples.outcomes.values() for sample in group]
+        if not rewards or not self.num_played:
+            return
+        seconds = now - self.started
+        left = (len(self.prompts) - self.num_played) * seconds / self.num_played
+        self.console.info(
+            f"{len(self.samples.outcomes):,}/{len(self.inputs.data.prompts):,} prompts  mean reward "
+            f"{sum(rewards) / len(rewards):.4f}  {self.num_tokens / seconds:,.0f} tok/s  {format_duration(left)} left"
+        )
+
+
+def _failed(record: SampleRecord) -> bool:
+    return record.status == SampleStatus.FAILED.value

@@ -1,0 +1,208 @@
+"""The folder of an evaluation: samples as they are finished, so that the same command goes on where it stopped.
+
+identity.json    what decides the samples: model, tokenizer, data, prompts, environments, sampling, seed
+config.yaml      the resolved configuration
+samples.jsonl    one line per sample; the samples of a prompt stand together, in order
+results.json     numbers, once all samples are there
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.evals.metrics import SCORED, Outcome
+from nemo_rl.types import SampleStatus
+from nemo_rl.utils import strict_json
+from nemo_rl.utils.checkpoint import CheckpointError, flat_differences
+from nemo_rl.utils.checkpoint_files import try_lock
+from nemo_rl.utils.checkpoint_manifest import sync_directory, write_synced
+from nemo_rl.utils.logger import LogError
+
+SAMPLES = "samples.jsonl"
+IDENTITY = "identity.json"
+RESULTS = "results.json"
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """One line of samples.jsonl."""
+
+    dataset: str
+    prompt_id: str
+    sample_index: int
+    prompt: str  # the messages before the first answer
+    response: str  # what the model said, its turns joined
+    answer: str | None  # what the environment extracted
+    expected_answer: str | None
+    reward: float | None  # None when the sample has no outcome
+    status: str  # completed, truncated, failed, prompt_too_long
+    num_prompt_tokens: int
+    num_tokens: int  # generated
+    num_turns: int
+    seed: int  # of its first turn
+    failure: str | None = None
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(
+            status=SampleStatus(self.status),
+            reward=self.reward if self.reward is not None else 0.0,
+            answer=self.answer,
+            num_tokens=self.num_tokens,
+        )
+
+
+class SampleFolder:
+    """An evaluation on disk, held by one process; made by `open_folder`."""
+
+    def __init__(self, folder: Path, num_samples: int) -> None:
+        self.folder = folder
+        self.num_samples = num_samples
+        self.outcomes: dict[str, list[Outcome]] = {}  # by prompt id
+        self.num_bytes_dropped = self._read()
+
+    @property
+    def path(self) -> Path:
+        return self.folder / SAMPLES
+
+    def append(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
+        """Write all samples of some prompts; they are on stable storage when this returns.
+
+        Raises LogError when they cannot be written: the disk is full.
+        """
+        lines = [strict_json.dumps(asdict(record)) + "\n" for group in groups for record in group]
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write("".join(lines))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise LogError(f"{self.path} cannot be written: {error.strerror}; free some space") from error
+        for group in groups:
+            assert len(group) == self.num_samples, "whole groups are written"
+            self.outcomes[group[0].prompt_id] = [record.outcome for record in group]
+
+    def records(self) -> Iterator[SampleRecord]:
+        """All samples written so far."""
+        with self.path.open(encoding="utf-8") as file:
+            for line in file:
+                yield SampleRecord(**json.loads(line))
+
+    def write_results(self, results: Mapping[str, Any]) -> Path:
+        """Replace results.json."""
+        path = self.folder / RESULTS
+        _replace(path, strict_json.dumps(results, indent=1) + "\n")
+        return path
+
+    def _read(self) -> int:
+        """Take in what a process before this one wrote. Returns the bytes that it left unfinished, which are cut off.
+
+        Raises ValueError for a line in the middle that cannot be read.
+        """
+        if not self.path.is_file():
+            return 0
+        end_of_groups = position = 0
+        group: list[SampleRecord] = []
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                position += len(line)
+                record = _parse(line)
+                is_last = position == self.path.stat().st_size
+                if record is None and is_last:
+                    break
+                if record is None or not _follows(record, group):
+                    raise ValueError(
+                        f"{self.path}: line {number} is damaged or not where it belongs; restore the file from a copy, "
+                        "or set eval.save_path to another folder"
+                    )
+                group.append(record)
+                if len(group) == self.num_samples:
+                    self.outcomes[record.prompt_id] = [sample.outcome for sample in group]
+                    end_of_groups, group = position, []
+        if position > end_of_groups:
+            with self.path.open("r+b") as file:
+                file.truncate(end_of_groups)
+                os.fsync(file.fileno())
+        return position - end_of_groups
+
+
+def _follows(record: SampleRecord, group: Sequence[SampleRecord]) -> bool:
+    """Whether a sample is the next one of a prompt of which `group` came before it."""
+    return record.sample_index == len(group) and all(record.prompt_id == before.prompt_id for before in group[:1])
+
+
+def _parse(line: bytes) -> SampleRecord | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = SampleRecord(**json.loads(line))
+        SampleStatus(record.status)
+    except (ValueError, TypeError):
+        return None
+    return record if record.reward is not None or SampleStatus(record.status) not in SCORED else None
+
+
+@contextmanager
+def open_folder(
+    folder: Path, identity: Mapping[str, Any], config_yaml: str, num_samples: int
+) -> Iterator[SampleFolder]:
+    """The evaluation in `folder`, begun now or continued.
+
+    Raises:
+        CheckpointError: when another evaluation is there, with every difference, or another process writes to it.
+        ValueError: when the folder cannot be written to, or its samples are damaged.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ValueError(
+            f"eval.save_path: cannot write to {str(folder)!r}: {error.strerror}; name another folder"
+        ) from error
+    try:
+        if not try_lock(descriptor):
+            raise CheckpointError(f"another process writes to {folder}; wait for it, or set eval.save_path to another")
+        _check_identity(folder, identity)
+        _replace(folder / IDENTITY, strict_json.dumps(identity, indent=1) + "\n")
+        _replace(folder / CONFIG, config_yaml)
+        yield SampleFolder(folder, num_samples)
+    finally:
+        os.close(descriptor)
+
+
+def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
+    path = folder / IDENTITY
+    if not path.is_file():
+        if (folder / SAMPLES).exists():
+            raise CheckpointError(f"{folder} holds {SAMPLES} and no {IDENTITY}: set eval.save_path to another folder")
+        return
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}); set eval.save_path to another folder") from error
+    differences = flat_differences(saved, identity, theirs="the folder")
+    if differences:
+        raise CheckpointError(
+            f"{folder} holds another evaluation:\n" + "\n".join(differences) + "\nTo continue it, put these back; to "
+            "begin a new one, set eval.save_path to another folder"
+        )
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole at every moment."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        write_synced(partial, text)
+        partial.replace(path)
+        sync_directory(path.parent)
+    except OSError as error:
+        raise ValueError(
+            f"eval.save_path: cannot write to {str(path.parent)!r}: {error.strerror}; name another folder"
+        ) from error
