@@ -134,12 +134,12 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("policy.sequence_packing.enabled=true", "policy.sequence_packing.train_mb_tokens=500"),
             "policy.sequence_packing.train_mb_tokens",
-            "500 is less than policy.max_total_sequence_length=512",
+            "500 is too little for policy.max_total_sequence_length=512",
         ),
         (
             ("policy.dynamic_batching.enabled=true", "policy.dynamic_batching.logprob_mb_tokens=500"),
             "policy.dynamic_batching.logprob_mb_tokens",
-            "500 is less than policy.max_total_sequence_length=512",
+            "500 is too little for policy.max_total_sequence_length=512",
         ),
         (
             ("policy.sequence_packing.enabled=true", "policy.padding_free=false"),
@@ -320,7 +320,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("checkpointing.metric_name=val:pass_at_4",),
             "checkpointing.metric_name",
-            "grpo.val_num_generations_per_prompt=1 decides",
+            "grpo.val_num_generations_per_prompt decides",
         ),
         (("checkpointing.metric_name=val:pass_at_4", "grpo.val_num_generations_per_prompt=6"), None, ""),
         (("checkpointing.metric_name=val:best_of_6", "grpo.val_num_generations_per_prompt=6"), None, ""),
