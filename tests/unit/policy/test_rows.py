@@ -69,10 +69,10 @@ def test_columns_of_one_number_a_number_per_token_and_several():
     assert value.values.tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
     assert torch.equal(value.returns, torch.zeros(2, 3)), "a column that no row has"
 
-    several = [row(n, columns={"teacher_topk_logits": torch.full((n, 4), float(n))}) for n in (3, 1)]
+    several = [row(n, columns={"teacher_topk": torch.full((n, 4), float(n))}) for n in (3, 1)]
     distillation = loss_inputs(several, DistillationInputs, CPU)
-    assert distillation.teacher_topk_logits.shape == (2, 3, 4)
-    assert distillation.teacher_topk_logits[:, :, 0].tolist() == [[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
+    assert distillation.teacher_topk.shape == (2, 3, 4)
+    assert distillation.teacher_topk[:, :, 0].tolist() == [[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
 
 
 def test_a_column_of_some_rows_alone_is_refused():
@@ -321,9 +321,9 @@ def test_columns_of_another_group_are_copied_in(llama: Path):
         shared = [np.full((len(worker.rows[key].token_ids), 3), 10 * key[0] + key[1], dtype=np.float32) for key in keys]
         for values in shared:
             values.flags.writeable = False  # as the object store gives them
-        worker.attach("teacher_topk_logits", keys, *shared)
+        worker.attach("teacher_topk", keys, *shared)
         for key, values in zip(keys, shared, strict=True):
-            own = worker.rows[key].columns["teacher_topk_logits"]
+            own = worker.rows[key].columns["teacher_topk"]
             assert np.array_equal(own.numpy(), values)
             own += 1.0
             assert not np.array_equal(own.numpy(), values), "a copy"
