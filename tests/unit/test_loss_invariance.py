@@ -1,6 +1,9 @@
 """The checks of `tests.loss_invariance` find what they are for."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +106,14 @@ def test_a_metric_is_reduced_as_its_name_says(name: str, is_right: bool):
     else:
         with pytest.raises(AssertionError):
             check_partition(loss_fn, *batch(), SPLIT)
+
+
+def test_the_loss_and_the_test_of_the_documentation_work():
+    guide = (Path(__file__).parents[2] / "docs" / "adding-a-loss.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {"__name__": "adding_a_loss"}
+    for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(code, names)
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
