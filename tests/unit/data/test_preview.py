@@ -1,0 +1,113 @@
+import io
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.preview import LengthSummary, PromptPreview, show_rows, token_text, token_texts
+from nemo_rl.data.processing import PromptProcessor, Task
+from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.types import Example, ExampleMeta, Prompt
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tiny_tokenizer()
+
+
+def sentencepiece_like():
+    """Words that own the space before them, and a decoder that drops it at the beginning of a text."""
+    words = {"<unk>": 0, "<s>": 1, "▁the": 2, "▁cat": 3, "s": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+
+
+def example(tokenizer, text, learned):
+    ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+    mask = np.array([i in learned for i in range(len(ids))])
+    return Example(sample_id="d:0", token_ids=ids, token_mask=mask)
+
+
+def test_pieces_of_a_text_are_the_text_and_parts_of_a_character_have_names(tokenizer):
+    ids = tokenizer("<|user|>1+2 é\n<eos>", add_special_tokens=False)["input_ids"]
+    assert token_texts(tokenizer, ids) == ["<|user|>", "1", "+", "2", " ", "Ã", "©", "\n", "<eos>"]
+    assert token_texts(sentencepiece_like(), [1, 2, 3, 4, 2, 2, 2, 2, 3]) == [
+        "<s>", " the", " cat", "s", " the", " the", " the", " the", " cat",
+    ]  # fmt: skip
+
+
+def test_without_colours_learned_tokens_are_in_brackets_and_borders_are_seen(tokenizer):
+    text = token_text(example(tokenizer, "<|user|>1+2<eos>3\n<eos>", {5, 6, 7}), tokenizer, coloured=False)
+    assert text.plain == "<|user|>|1|+|2|<eos>[3][↵\n][<eos>]"
+
+
+def test_with_colours_the_text_stays_and_neighbours_differ(tokenizer):
+    text = token_text(example(tokenizer, "<|user|>12<eos>3<eos>", {4, 5}), tokenizer, coloured=True)
+    assert text.plain == "<|user|>12<eos>3<eos>"
+    styles = [str(span.style) for span in text.spans]
+    assert ["green" in style for style in styles] == [False] * 4 + [True] * 2
+    assert ["bold" in style for style in styles] == [True, False, False, True, False, True]
+    assert all(one != other for one, other in pairwise(styles))
+
+
+def shown(tokenizer, lengths, num_shown, note=""):
+    def make(prompt):
+        length = lengths[prompt.idx]
+        problem = f"row {prompt.prompt_id}: column messages is too long" if length > 9 else None
+        made = example(tokenizer, "1" * min(length, 2), {1})
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=(length,),
+            num_loss_tokens=1,
+            problem=problem,
+            problem_kind="too_long" if problem else "",
+        )
+        return [made], meta
+
+    prompts = [Prompt(prompt_id=f"d:{i}", row={}, idx=i, task_name="t") for i in range(len(lengths))]
+    file = io.StringIO()
+    show_rows(Console(file=file, width=100), prompts, make, tokenizer, num_shown=num_shown, total=50, note=note)
+    return file.getvalue()
+
+
+def test_rows_are_shown_and_all_are_summed_up(tokenizer):
+    text = shown(tokenizer, [2, 12, 4, 8, 30], 2, note="a note")
+    assert "d:0: 2 tokens, 1 of them carry loss\n1[1]\n" in text
+    assert "left out (too_long): row d:1: column messages is too long" in text
+    assert "row d:2 " not in text
+    assert "5 of 50 rows, 3 sequences" in text
+    assert [int(cell) for cell in text.split("per sequence")[1].split("│")[1:7]] == [2, 2, 4, 8, 8, 8]
+    assert "3 tokens carry loss, 21.4% of all" in text
+    assert "2 rows are left out:\n  2 too_long, e.g. row d:1" in text
+    assert text.endswith("a note\n")
+
+
+def test_data_of_which_nothing_is_left_can_be_shown(tokenizer):
+    text = shown(tokenizer, [20], 0)
+    assert "1 of 50 rows, 0 sequences\n1 rows are left out" in text
+
+
+def test_a_prompt_is_shown_as_the_rollouts_see_it(tokenizer):
+    task = Task(spec=TaskDataSpec("t"), processor=math_hf_data_processor, env_name="math")
+    preview = PromptPreview(PromptProcessor({"t": task}, tokenizer, 8))
+    rows = [{"problem": problem, "expected_answer": "3"} for problem in ("1+2", "1+2+3+4+5")]
+    prompts = [Prompt(prompt_id=f"d:{i}", row=row, idx=i, task_name="t") for i, row in enumerate(rows)]
+    (made,), meta = preview(prompts[0])
+    assert token_text(made, tokenizer, coloured=False).plain == "<|user|>|1|+|2|<eos>|<|assistant|>"
+    assert (meta.lengths, meta.num_loss_tokens, meta.problem) == ((6,), 0, None)
+    _, meta = preview(prompts[1])
+    assert (meta.problem_kind, meta.problem) == (
+        "too_long",
+        "row d:1 has 12 tokens, more than data.max_input_seq_length=8",
+    )
+    summary = LengthSummary()
+    summary.add(meta)
+    assert (summary.lengths, dict(summary.kinds)) == ([], {"too_long": 1})
