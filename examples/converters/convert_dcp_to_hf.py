@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 
@@ -25,7 +24,6 @@ def main() -> int:
     from nemo_rl.models.policy.convert import convert_checkpoint
     from nemo_rl.utils.checkpoint import CheckpointError
 
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
     try:
         convert_checkpoint(arguments.checkpoint, arguments.hf_ckpt_path, arguments.dtype)
     except (ValueError, OSError, CheckpointError) as error:

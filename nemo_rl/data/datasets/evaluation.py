@@ -155,7 +155,8 @@ class EvalDataset:
         table = datasets.concatenate_datasets(
             [load_table(path, subset=subset, split=split, cache_dir=cfg.download_dir) for subset in subsets]
         )
-        require_columns(table, {f"of {cfg.dataset_name}": column for column in self.columns}, path)
+        for column in self.columns:
+            require_columns(table, {f"of {cfg.dataset_name}": column}, path)
         return EvalRows(table, self.convert, label=str(cfg.dataset_name), seed=cfg.seed)
 
 

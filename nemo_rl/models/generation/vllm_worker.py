@@ -343,6 +343,7 @@ def _engine_args(
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": weight_transfer},
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     if vllm_cfg.tensor_parallel_size > 1:  # inside a Ray actor vLLM would choose Ray, which shares no node's devices
         arguments["distributed_executor_backend"] = "mp"

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -251,7 +252,9 @@ def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
     for name, tensor in wanted.items():
         is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers keep what they need
         state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
-    load_tensors(state, source.weights)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+        load_tensors(state, source.weights)
     if (source.policy / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.policy)
     # Under the names and in the shapes that models have on disk: experts, for one, are taken apart.

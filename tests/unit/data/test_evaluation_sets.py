@@ -1,0 +1,154 @@
+"""Rows of evaluation sets in the columns they have on the hub, through a local copy of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, MMLU_LANGUAGES, answer_kind, last_boxed, load_problem_table
+from nemo_rl.data.datasets.registry import DATASET_REGISTRY, find_factory
+from nemo_rl.data.interfaces import Rows
+
+GPQA = {
+    "Record ID": "rec1", "Question": "Which one?", "Correct Answer": "right\n", "Incorrect Answer 1": "w1",
+    "Incorrect Answer 2": "w2", "Incorrect Answer 3": "w3", "Explanation": "because",
+}  # fmt: skip
+MMLU = {"question": "2+2?", "subject": "algebra", "choices": ["3", "4", "5", "6"], "answer": 1}
+MMLU_PRO = {
+    "question_id": 7, "question": "Which?", "options": [f"o{n}" for n in range(10)], "answer": "J", "answer_index": 9,
+    "cot_content": "", "category": "law", "src": "x",
+}  # fmt: skip
+MMMLU = {"Unnamed: 0": 0, "Question": "Was?", "A": "a", "B": "b", "C": "c", "D": "d", "Answer": "C", "Subject": "law"}
+AIME = {"id": 60, "problem": "Find n.", "solution": "So 204.", "answer": "204", "url": "u", "year": "2024"}
+MATH = {"problem": "Half of one?", "level": "Level 1", "type": "Algebra", "solution": r"It is \boxed{\frac{1}{2}}."}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+def rows_of(name: str, rows: list[dict[str, Any]], folder: Path, seed: int = 42) -> Rows:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = DatasetConfig(dataset_name=name, data_path=str(path), seed=seed, processor="", env_name="")
+    return EVAL_DATASETS[name](cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "problem", "answer"),
+    [
+        ("aime2024", AIME, "Find n.", "204"),
+        ("aime2025", {"question": "Find m.", "answer": "70"}, "Find m.", "70"),
+        ("math500", {**MATH, "answer": r"\frac{1}{2}", "unique_id": "t/1.json"}, "Half of one?", r"\frac{1}{2}"),
+        ("math", MATH, "Half of one?", r"\frac{1}{2}"),
+        ("gsm8k", {"question": "How many?", "answer": "2*512 = 1,024\n#### 1,024"}, "How many?", "1024"),
+    ],
+)
+def test_problems(tmp_path, name, row, problem, answer):
+    (found,) = list(rows_of(name, [row], tmp_path))  # pyright: ignore[reportArgumentType]
+    assert (found["problem"], found["expected_answer"]) == (problem, answer)
+    assert answer_kind(name) == "math"
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "options", "answer", "kind"),
+    [
+        ("mmlu", MMLU, {"A": "3", "B": "4", "C": "5", "D": "6"}, "B", "english_multichoice"),
+        ("mmlu", MMLU | {"answer": 0}, {"A": "3", "B": "4", "C": "5", "D": "6"}, "A", "english_multichoice"),
+        ("mmlu_pro", MMLU_PRO, dict(zip("ABCDEFGHIJ", MMLU_PRO["options"], strict=True)), "J", "english_multichoice"),
+        ("mmlu_DE-DE", MMMLU, {"A": "a", "B": "b", "C": "c", "D": "d"}, "C", "multilingual_multichoice"),
+    ],
+)
+def test_multiple_choice(tmp_path, name, row, options, answer, kind):
+    found = rows_of(name, [row], tmp_path)[0]
+    assert (found["options"], found["expected_answer"]) == (options, answer)
+    assert answer_kind(name) == kind and EVAL_DATASETS[name].kind == kind
+
+
+def test_gpqa_options_are_shuffled_row_by_row_and_always_the_same(tmp_path):
+    questions = [GPQA | {"Question": f"Which of {n}?"} for n in range(60)]
+    rows = rows_of("gpqa_diamond", questions, tmp_path)
+    assert len({row["expected_answer"] for row in (rows[i] for i in range(60))}) == 4, "no letter is always right"
+    for index in range(60):
+        row = rows[index]
+        assert row["options"][row["expected_answer"]] == "right"
+        assert sorted(row["options"].values()) == ["right", "w1", "w2", "w3"] and list(row["options"]) == list("ABCD")
+    answers = [rows[i]["expected_answer"] for i in range(60)]
+    backwards = rows_of("gpqa_diamond", questions[::-1], tmp_path)
+    assert [backwards[i]["expected_answer"] for i in range(60)] == answers[::-1], "place in the file plays no part"
+    other = rows_of("gpqa_diamond", questions, tmp_path, seed=1)
+    assert [other[i]["expected_answer"] for i in range(60)] != answers
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "told"),
+    [
+        ("aime2024", AIME | {"answer": None}, r"'aime2024': row 1 has no answer: column 'answer' is empty"),
+        ("aime2024", AIME | {"answer": "  "}, r"row 1 has no answer: column 'answer' is empty"),
+        ("aime2024", AIME | {"problem": ""}, r"row 1 has no problem: column 'problem' is empty"),
+        ("math", MATH | {"solution": "It is one half."}, r"row 1 has no answer: none is found in column 'solution'"),
+        ("gpqa", GPQA | {"Correct Answer": None}, r"row 1 has no answer: column 'Correct Answer' is empty"),
+        ("gpqa", GPQA | {"Incorrect Answer 2": None}, r"row 1 has no option: column 'Incorrect Answer 2' is empty"),
+        ("mmlu", MMLU | {"answer": 4}, r"row 1 has the answer 'E' in column 'answer'; its options are A, B, C, D"),
+        ("mmlu_pro", MMLU_PRO | {"answer": "K"}, r"row 1 has the answer 'K' in column 'answer'"),
+        ("mmlu_DE-DE", MMMLU | {"Answer": "E"}, r"row 1 has the answer 'E' in column 'Answer'"),
+    ],
+)
+def test_a_row_without_an_answer_is_named(tmp_path, name, row, told):
+    good = {"aime2024": AIME, "math": MATH, "gpqa": GPQA, "mmlu": MMLU, "mmlu_pro": MMLU_PRO, "mmlu_DE-DE": MMMLU}[name]
+    rows = rows_of(name, [good, row], tmp_path)
+    assert rows[0]["expected_answer"]
+    with pytest.raises(ValueError, match=told):
+        rows[1]
+
+
+def test_a_copy_with_other_columns_says_which_are_missing(tmp_path):
+    with pytest.raises(ValueError, match=r"has no column 'Question' \(of gpqa\); its columns are: question, answer"):
+        rows_of(
+            "gpqa",
+            [{"question": "q", "answer": "a"}],
+            tmp_path,
+        )
+
+
+def test_the_last_box_counts_and_braces_are_matched():
+    assert last_boxed(r"\boxed{1} or rather \boxed{\text{a}\{2\}}") == r"\text{a}\{2\}"
+    assert last_boxed("none") is None and last_boxed(r"\boxed{open") is None
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet"])
+def test_local_files_of_every_format(tmp_path, suffix):
+    import datasets
+
+    table = datasets.Dataset.from_list([{"Frage": "1+1", "Lösung": 2, "extra": "x"}])
+    path = str(tmp_path / f"rows.{suffix}")
+    {"csv": table.to_csv, "json": table.to_json, "jsonl": table.to_json, "parquet": table.to_parquet}[suffix](path)
+    row = load_problem_table(path, problem_key="Frage", solution_key="Lösung")[0]
+    assert (row["problem"], row["expected_answer"], row["extra"]) == ("1+1", "2", "x")
+
+
+def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):
+    (tmp_path / "rows.txt").write_text("problem,answer\n1+1,2\n2+2,\n")
+    path = str(tmp_path / "rows.txt")
+    rows = load_problem_table(path, problem_key="problem", solution_key="answer", file_format="csv")
+    assert rows[0]["expected_answer"].startswith("2")
+    with pytest.raises(ValueError, match=r"row 1 has no answer: column 'answer' is empty"):
+        rows[1]
+    with pytest.raises(ValueError, match=r"no column 'loesung' \(data.solution_key\)"):
+        load_problem_table(path, problem_key="problem", solution_key="loesung", file_format="csv")
+    with pytest.raises(ValueError, match=r"data.file_format='xml'.*one of jsonl, json, csv, parquet"):
+        load_problem_table(path, problem_key="problem", solution_key="answer", file_format="xml")
+
+
+def test_names():
+    assert len(MMLU_LANGUAGES) == 14 and all(f"mmlu_{language}" in DATASET_REGISTRY for language in MMLU_LANGUAGES)
+    cfg = DatasetConfig(dataset_name="gsm8k", processor="", env_name="")
+    assert find_factory(cfg) is not EVAL_DATASETS["gsm8k"], "what is trained on stays the training split"
+    assert EVAL_DATASETS["gsm8k"].split == "test"
+    with pytest.raises(ValueError, match=r"unknown dataset 'gpqa_dimond'.*gpqa_diamond"):
+        find_factory(cfg.model_copy(update={"dataset_name": "gpqa_dimond"}))

@@ -1,0 +1,94 @@
+"""The configuration of an evaluation: what is refused, and what follows from what."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, dump_config, load_config
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.placement import describe_placement
+from nemo_rl.models.generation.config import GenerationConfig
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "examples" / "configs" / "evals").glob("*.yaml"))
+CPU = ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+
+
+def load(*overrides: str) -> EvalMasterConfig:
+    return load_config(EvalMasterConfig, CPU, list(overrides))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_file_loads_and_reads_back(path, tmp_path):
+    config = load_config(EvalMasterConfig, path)
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(EvalMasterConfig, tmp_path / "again.yaml") == config
+    assert isinstance(config.generation, GenerationConfig), "the engine is built from it"
+
+
+def test_what_follows_from_what():
+    """NeMo RL's own keys, with what they leave out."""
+    values = {
+        "generation": {"model_name": "m", "vllm_cfg": {"max_model_len": 512}, "top_k": -1},
+        "data": {"dataset_name": "math500"},
+        "env": {"math": {}},
+    }
+    config = build_config(EvalMasterConfig, values)
+    assert (config.generation.max_new_tokens, config.data.max_input_seq_length) == (512, 512)
+    assert (config.generation.temperature, config.generation.val_temperature) == (0.0, 0.0)
+    assert (config.tokenizer.name, config.generation.num_prompts_per_step) == ("m", -1)
+    assert config.generation.vllm_cfg.gpu_memory_utilization == 0.9
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["eval.k_value=9"], r"eval.k_value.*9 is more than num_tests_per_prompt=8"),
+        (["generation.temperature=0"], r"generation.temperature.*0 gives 8 equal samples of each prompt"),
+        (["generation.val_temperature=0.5"], r"generation.val_temperature.*for validation during training"),
+        (["generation.num_prompts_per_step=0"], r"num_prompts_per_step.*must be 1 or more, or -1"),
+        (["eval.pass_k_value=2"], "the nearest valid key is eval.k_value"),
+        (["eval.metric=maj@k"], r"eval.metric.*must be 'pass@k' or 'cons@k'"),
+        (["data.dataset_name=null"], r"data.dataset_name.*name a dataset"),
+        (["data.datasets=[{dataset_name: gsm8k}]"], r"data.datasets.*both set"),
+        (["data.dataset_name=gsm8k", "data.solution_key=a"], r"data.solution_key.*gsm8k has columns of its own"),
+        (["data.env_name=mth"], r"data.env_name.*no section env.mth; did you mean math\?"),
+        (["data.dataset_name=mmlu", "~env.multichoice"], r"no math environment judges the answers of mmlu: add"),
+        (["data.max_input_seq_length=99"], r"more than generation.vllm_cfg.max_model_len=48"),
+        (["generation.vllm_cfg.tensor_parallel_size=2"], "engines of 2 do not fill nodes of 1 CPU workers"),
+        (
+            ["eval.metric=cons@k", "+env.rm={type: reward_model, model_name: m}", "data.env_name=rm"],
+            r"cons@k takes a vote on answers, and env.rm \(reward_model\) finds none",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides, told):
+    with pytest.raises(ConfigError, match=told):
+        load(*overrides)
+
+
+def test_each_dataset_has_its_processor_and_its_judge():
+    several = "[{dataset_name: gsm8k}, {dataset_name: mmlu_pro}, {dataset_name: mmlu_DE-DE, prompt_file: own.txt}]"
+    config = load("data.dataset_name=null", "data.prompt_file=all.txt", f"data.datasets={several}")
+    found = [(config.processor_of(d), config.environment_of(d), d.prompt_file) for d in config.data.chosen]
+    assert found == [
+        ("math_hf_data_processor", "math", "all.txt"),
+        ("multichoice_qa_processor", "multichoice", "all.txt"),
+        ("multichoice_qa_processor", "multilingual", "own.txt"),
+    ]
+    assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_placement(config)
+    one = load("data.dataset_name=gpqa", "env.math.verifier_type=english_multichoice", "~env.multichoice")
+    assert one.environment_of(one.data.chosen[0]) == "math"
+
+
+def test_reading_it_loads_no_heavy_package():
+    code = (
+        "import sys, nemo_rl.evals.placement; print(*{'torch', 'ray', 'datasets', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stdout + done.stderr

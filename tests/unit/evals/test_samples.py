@@ -1,0 +1,108 @@
+"""What an evaluation finds when it comes back to its folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
+from nemo_rl.utils.checkpoint import CheckpointError
+
+IDENTITY = {"model": {"weights": "a"}, "eval": {"seed": 1}}
+
+
+def group(prompt_id: str, num: int = 2) -> list[SampleRecord]:
+    return [
+        SampleRecord(
+            dataset="d", prompt_id=prompt_id, sample_index=index, prompt="1+1", response="zwei\n\u2028 \U0001f600",
+            answer="2", expected_answer="2", reward=1.0, status="completed", num_prompt_tokens=3, num_tokens=4,
+            num_turns=1, seed=2**62,
+        )
+        for index in range(num)
+    ]  # fmt: skip
+
+
+@contextmanager
+def opened(folder: Path, identity=IDENTITY, num: int = 2) -> Iterator[SampleFolder]:
+    with open_folder(folder, identity, "config", num) as samples:
+        yield samples
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    with opened(tmp_path / "e") as samples:
+        samples.append([group("d:0"), group("d:1")])
+    return tmp_path / "e"
+
+
+def test_whole_groups_come_back(folder):
+    with opened(folder) as samples:
+        assert list(samples.outcomes) == ["d:0", "d:1"] and samples.num_bytes_dropped == 0
+        assert list(samples.records()) == [*group("d:0"), *group("d:1")]
+        assert samples.outcomes["d:1"] == [record.outcome for record in group("d:1")]
+
+
+@pytest.mark.parametrize("cut", [1, 40, "line", "line and a half"])
+def test_an_unfinished_end_is_cut_off(folder, cut):
+    path = folder / "samples.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    keep = {"line": len(whole) - len(lines[3]), "line and a half": len(whole) - len(lines[3]) - 9}
+    path.write_bytes(whole[: keep[cut] if isinstance(cut, str) else -cut])
+    with opened(folder) as samples:
+        assert list(samples.outcomes) == ["d:0"] and samples.num_bytes_dropped > 0
+        samples.append([group("d:2")])
+    with opened(folder) as samples:
+        assert list(samples.outcomes) == ["d:0", "d:2"]
+    assert path.read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+
+
+@pytest.mark.parametrize(
+    ("line", "replacement"),
+    [
+        (0, b'{"torn\n'),
+        (1, b"[]\n"),
+        (1, None),  # the line before once more
+        (2, b'{"prompt_id": "d:9"}\n'),
+    ],
+)
+def test_damage_in_the_middle_is_not_guessed_away(folder, line, replacement):
+    path = folder / "samples.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[line] = replacement if replacement is not None else lines[line - 1]
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(ValueError, match=rf"samples.jsonl: line {line + 1} is damaged"), opened(folder):
+        pass
+
+
+def test_another_evaluation_is_refused_with_every_difference(folder):
+    before = (folder / "samples.jsonl").read_bytes()
+    other = {"model": {"weights": "b"}, "eval": {"seed": 1, "num_tests_per_prompt": 4}}
+    with pytest.raises(CheckpointError) as refused, opened(folder, other):
+        pass
+    assert "model.weights: the folder has 'a', this run 'b'" in str(refused.value)
+    assert "eval.num_tests_per_prompt: the folder has '(absent)', this run 4" in str(refused.value)
+    assert "eval.seed" not in str(refused.value) and "eval.save_path" in str(refused.value)
+    assert (folder / "samples.jsonl").read_bytes() == before
+    assert json.loads((folder / "identity.json").read_text()) == IDENTITY
+
+
+def test_samples_of_unknown_origin_are_refused(folder):
+    (folder / "identity.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no identity.json"), opened(folder):
+        pass
+
+
+def test_one_process_at_a_time(folder):
+    with opened(folder), pytest.raises(CheckpointError, match="another process writes"), opened(folder):
+        pass
+
+
+def test_a_folder_that_cannot_be(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"eval.save_path: cannot write to"), opened(tmp_path / "file" / "below"):
+        pass
