@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import copy
+import hashlib
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from nemo_rl.data.dataloader import PromptDataset
-from nemo_rl.data.example_config import AnyExampleDataConfig
-from nemo_rl.data.interfaces import Row, TaskDataSpec
-from nemo_rl.types import Example, ExampleMeta, Prompt
+from nemo_rl.data.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.datasets.preferences import source_columns
+from nemo_rl.data.datasets.registry import load_rows, load_stream
+from nemo_rl.data.example_config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleTableConfig
+from nemo_rl.data.example_processors import ExampleProcessor, Problem, find_example_processor
+from nemo_rl.data.interfaces import StreamedTable, TaskDataSpec
+from nemo_rl.data.messages import add_loss_mask_to_message_log
+from nemo_rl.data.setup import TaskBook
+from nemo_rl.types import Example, ExampleMeta, LLMMessageLogType, Prompt
+
+logger = logging.getLogger(__name__)
+
+NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
+NUM_TRIED_ROWS = 32
+# What decides tokens, besides a processor's own module.
+CODE_OF_TOKENS = ("chat_template.py", "messages.py", "example_processors.py", "examples.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +40,9 @@ class ExampleTask:
     """How the rows of one task become tokens."""
 
     spec: TaskDataSpec
-    processor: Callable[..., Any]
+    processor: ExampleProcessor
     processor_name: str  # as configured
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a row -> of the table it came from, where they differ
 
 
 @dataclass(frozen=True)
@@ -28,7 +50,8 @@ class ExampleMaker:
     """Tokenises a row: the `MakeExample` of conversations and of preferences. Picklable.
 
     `roles_to_train_on`: the messages whose tokens carry loss, of a preference those of its answers; "all" is every
-    token. `only_unmask_final` leaves the last message alone.
+    token. `only_unmask_final` leaves the last message alone. The first token of a sequence never carries loss: nothing
+    predicts it.
     """
 
     tasks: Mapping[str, ExampleTask]
@@ -42,21 +65,124 @@ class ExampleMaker:
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """The sequence of a row, or chosen and rejected, and what the controller is told; see `MakeExample`."""
-        raise NotImplementedError
+        task = self.tasks[prompt.task_name]
+        try:
+            datum: Any = task.processor(
+                prompt.row,
+                task.spec,
+                self.tokenizer,
+                self.max_length,
+                prompt.idx,
+                add_bos=self.add_bos,
+                add_eos=self.add_eos,
+                add_generation_prompt=self.add_generation_prompt,
+            )
+        except KeyError as error:
+            column = task.columns.get(str(error.args[0]), error.args[0])
+            raise ValueError(
+                f"row {prompt.prompt_id} has no column {column!r}, which processor {task.processor_name!r} needs; it "
+                f"has: {', '.join(prompt.row)}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(_in_terms_of_table(f"row {prompt.prompt_id}: {error}", task)) from error
+        names = {"chosen": "chosen", "rejected": "rejected"} if "message_log_chosen" in datum else {"": "messages"}
+        logs = {name: datum[f"message_log_{name}" if name else "message_log"] for name in names}
+        examples = [
+            self._example(f"{prompt.prompt_id}/{name}" if name else prompt.prompt_id, log) for name, log in logs.items()
+        ]
+        examples[0].margin = float(datum.get("margin", 0.0))
+        lengths = {column: int(datum[f"length_{name}" if name else "length"]) for name, column in names.items()}
+        problem = datum.get("problem") or self._problem(list(logs.values()), examples, lengths)
+        if problem is not None:
+            examples = [_stub(example) for example in examples]
+        text = problem and _in_terms_of_table(
+            f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task
+        )
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=tuple(len(example.token_ids) for example in examples),
+            num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
+            problem=text,
+            problem_kind=problem.kind if problem else "",
+        )
+        return examples, meta
+
+    def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
+        decided = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
+        if self.roles_to_train_on == "all":
+            roles = {message["role"] for message in log}
+            log = [{"role": message["role"], "token_ids": message["token_ids"]} for message in log]
+        else:
+            roles = set(self.roles_to_train_on)
+            log = [dict(message) for message in log]
+        add_loss_mask_to_message_log([log], sorted(roles), self.only_unmask_final)
+        masks = [decided.get(i, message["token_loss_mask"]) for i, message in enumerate(log)]
+        token_ids = torch.cat([torch.as_tensor(message["token_ids"]) for message in log])
+        token_mask = torch.cat([torch.as_tensor(mask) for mask in masks]).bool()
+        token_mask[:1] = False
+        return Example(sample_id=sample_id, token_ids=token_ids.numpy().astype(np.int32), token_mask=token_mask.numpy())
+
+    def _problem(
+        self, logs: list[LLMMessageLogType], examples: list[Example], lengths: Mapping[str, int]
+    ) -> Problem | None:
+        for log, example, (column, length) in zip(logs, examples, lengths.items(), strict=True):
+            last = log[-1]["role"]
+            if last == "user" and self.roles_to_train_on != "all" and last not in self.roles_to_train_on:
+                return Problem("ends_with_user", column, "the conversation ends with the user: there is no answer")
+            if length > self.max_length:
+                return Problem(
+                    "too_long", column, f"{length} tokens, more than data.max_input_seq_length={self.max_length}"
+                )
+            if not example.token_mask.any():
+                roles = ", ".join(dict.fromkeys(str(message["role"]) for message in log))
+                trained = (
+                    self.roles_to_train_on if isinstance(self.roles_to_train_on, str) else list(self.roles_to_train_on)
+                )
+                return Problem(
+                    "no_loss_tokens", column, f"no token carries loss: roles {roles}, roles_to_train_on {trained}"
+                )
+        return None
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits that change with everything but the row that decides its tokens."""
-        raise NotImplementedError
+        digest = hashlib.sha256()
+
+        def add(*values: Any) -> None:
+            digest.update(repr(values).encode() + b"\0")
+
+        add(self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
+        add(self.max_length, tuple(self.roles_to_train_on), self.only_unmask_final)
+        add(self.add_bos, self.add_eos, self.add_generation_prompt)
+        for name, task in sorted(self.tasks.items()):
+            add(name, task.processor_name, task.spec.prompt, task.spec.system_prompt, sorted(task.columns.items()))
+        modules = {inspect.getsourcefile(inspect.unwrap(task.processor)) for task in self.tasks.values()}
+        own = {str(Path(__file__).parent / name) for name in CODE_OF_TOKENS}
+        for path in sorted({str(module) for module in modules if module} | own, key=lambda path: Path(path).name):
+            add(Path(path).name, Path(path).read_bytes())
+        return digest.hexdigest()[:32]
+
+
+def _in_terms_of_table(text: str, task: ExampleTask) -> str:
+    for column, source in task.columns.items():
+        text = text.replace(f"column {column!r}", f"column {source!r}")
+    return text
+
+
+def _stub(example: Example) -> Example:
+    kept = example.token_ids[:NUM_STUB_TOKENS]
+    kept = kept if len(kept) else np.zeros(1, dtype=np.int32)
+    return Example(
+        sample_id=example.sample_id, token_ids=kept, token_mask=np.zeros(len(kept), dtype=bool), margin=example.margin
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamedRows:
+class StreamedRows(StreamedTable):
     """A dataset that is read as it is needed. Prompt ids are `<name>:<number of the row>`."""
 
     name: str
     task_name: str
-    table: Any  # datasets.IterableDataset of the rows as they are stored
-    convert: Callable[[Row], Row]  # a stored row to the row of a `Prompt`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +201,41 @@ def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
         ValueError, FileNotFoundError: for an unknown dataset or processor, a missing file or column, an empty dataset;
             the message says what there is.
     """
-    raise NotImplementedError
+    book: TaskBook[ExampleTableConfig, ExampleTask] = TaskBook(_make_task, _task_settings)
+    train: list[NamedRows] = []
+    streams: list[StreamedRows] = []
+    held_out: list[NamedRows] = []
+    for dataset in cfg.train:
+        if dataset.streaming:
+            stream = load_stream(dataset)
+            name, task_name = book.name(dataset, "train"), book.task(dataset)
+            streams.append(StreamedRows(name=name, task_name=task_name, table=stream.table, convert=stream.convert))
+            continue
+        rows, rest = load_rows(dataset)
+        train.append(book.named(dataset, rows, "train"))
+        if rest is not None:
+            held_out.append(book.named(dataset, rest, "validation"))
+    validation = {DEFAULT_VALIDATION_SET: PromptDataset(held_out)} if held_out else {}
+    for name, dataset in cfg.validation_sets:
+        validation[name] = PromptDataset([book.named(dataset, load_rows(dataset)[0], "validation")])
+    return ExampleSetup(train=streams or PromptDataset(train), validation=validation, tasks=book.tasks)
+
+
+def _task_settings(cfg: ExampleTableConfig) -> tuple[Any, ...]:
+    columns = tuple(sorted(source_columns(cfg).items()))
+    return cfg.prompt_file, cfg.system_prompt_file, cfg.system_prompt, cfg.processor, columns
+
+
+def _make_task(name: str, cfg: ExampleTableConfig) -> ExampleTask:
+    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file)
+    if cfg.system_prompt is not None:
+        spec.system_prompt = cfg.system_prompt
+    return ExampleTask(
+        spec=spec,
+        processor=find_example_processor(cfg.processor),
+        processor_name=cfg.processor,
+        columns=source_columns(cfg),
+    )
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
@@ -86,4 +246,27 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     Raises:
         ValueError: when a row lacks what the processor needs, or not one of them can be trained on; it lists why.
     """
-    raise NotImplementedError
+    metas = [make(prompt)[1] for prompt in _some_prompts(dataset)]
+    bad = [meta for meta in metas if meta.problem is not None]
+    if not bad:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(meta.problem_kind for meta in bad).most_common())
+    examples = "; ".join(str(meta.problem) for meta in {meta.problem_kind: meta for meta in reversed(bad)}.values())
+    if len(bad) == len(metas):
+        raise ValueError(f"{label}: not one of the {len(metas)} rows tried can be trained on ({kinds}): {examples}")
+    logger.warning(
+        "%s: %d of the %d rows tried are left out of training (%s): %s", label, len(bad), len(metas), kinds, examples
+    )
+
+
+def _some_prompts(dataset: PromptDataset | Sequence[StreamedRows]) -> Iterator[Prompt]:
+    if isinstance(dataset, PromptDataset):
+        for index in np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int)):
+            yield dataset[int(index)]
+        return
+    for stream in dataset:
+        # A copy: iterating a table moves the place that its state tells.
+        for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset)))):
+            yield Prompt(
+                prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name
+            )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 Row = Mapping[str, Any]
-"""Either {"problem": str, "expected_answer": str, ...} or {"messages": [{"role", "content"}, ...], ...}."""
+"""{"problem": str, "expected_answer": str, ...} or {"messages": [{"role", "content"}, ...], ...}; what is learned from
+as it is may also be {"input_ids", "labels"} or {"prompt", "chosen", "rejected"}."""
 
 
 class Rows(Protocol):
@@ -16,6 +17,14 @@ class Rows(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedTable:
+    """A dataset that is read as it is needed."""
+
+    table: Any  # datasets.IterableDataset of the rows as they are stored
+    convert: Callable[[Row], Row]  # a stored row to the row of a `Prompt`
 
 
 class IndexedRows(Sequence[Row]):

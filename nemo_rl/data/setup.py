@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from nemo_rl.data.config import DataConfig, DatasetConfig
+from nemo_rl.data.config import DataConfig, DatasetConfig, TableConfig
 from nemo_rl.data.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.datasets.registry import dataset_label, load_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.processing import Task
 from nemo_rl.data.processors import find_processor
+
+C = TypeVar("C", bound=TableConfig)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +38,19 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
         ValueError, FileNotFoundError: for an unknown dataset, processor or environment, a missing file or column, an
             empty dataset, a missing prompt file; the message says what there is.
     """
-    tasks = _Tasks(env_config)
+
+    def make_task(name: str, dataset: DatasetConfig) -> Task:
+        if dataset.env_name not in env_config:
+            raise ValueError(
+                f"dataset {dataset_label(dataset)!r}: env_name {dataset.env_name!r} is no section of env; there are: "
+                f"{', '.join(env_config) or 'none'}"
+            )
+        spec = TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file)
+        return Task(spec=spec, processor=find_processor(dataset.processor), env_name=dataset.env_name)
+
+    tasks: TaskBook[DatasetConfig, Task] = TaskBook(
+        make_task, lambda cfg: (cfg.prompt_file, cfg.system_prompt_file, cfg.processor, cfg.env_name)
+    )
     train: list[NamedRows] = []
     validation: list[NamedRows] = []
     for dataset in cfg.train:
@@ -52,36 +67,39 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
     )
 
 
-class _Tasks:
-    """Names tasks and datasets: the dataset's own name, with a number where the same name means something else."""
+class TaskBook(Generic[C, T]):
+    """Names tasks and datasets: the dataset's own name, with a number where the same name means something else.
 
-    def __init__(self, env_config: Mapping[str, Any]) -> None:
-        self.env_config = env_config
-        self.tasks: dict[str, Task] = {}
+    `make(name, config)` makes a task, and `settings(config)` says what it depends on.
+    """
+
+    def __init__(self, make: Callable[[str, C], T], settings: Callable[[C], tuple[Any, ...]]) -> None:
+        self.tasks: dict[str, T] = {}
+        self._make = make
+        self._settings_of = settings
         self._settings: dict[str, tuple[Any, ...]] = {}
         self._names: set[str] = set()
 
-    def named(self, cfg: DatasetConfig, rows: Rows, role: str) -> NamedRows:
+    def named(self, cfg: C, rows: Rows, role: str) -> NamedRows:
+        """The rows of a dataset for `role`, "train" or "validation"."""
+        repeat = cfg.repeat if role == "train" else 1
+        return NamedRows(name=self.name(cfg, role), task_name=self.task(cfg), rows=rows, repeat=repeat)
+
+    def name(self, cfg: C, role: str) -> str:
+        """A name for rows that no other rows have."""
         label = dataset_label(cfg)
         name = _first_free(label if role == "train" else f"{label}/{role}", self._names)
         self._names.add(name)
-        return NamedRows(
-            name=name, task_name=self._task(label, cfg), rows=rows, repeat=cfg.repeat if role == "train" else 1
-        )
+        return name
 
-    def _task(self, label: str, cfg: DatasetConfig) -> str:
-        settings = (cfg.prompt_file, cfg.system_prompt_file, cfg.processor, cfg.env_name)
+    def task(self, cfg: C) -> str:
+        """The name of the task of a dataset, made now if it is new."""
+        label, settings = dataset_label(cfg), self._settings_of(cfg)
         for name, known in self._settings.items():
             if known == settings and (name == label or name.startswith(label + "#")):
                 return name
-        if cfg.env_name not in self.env_config:
-            raise ValueError(
-                f"dataset {label!r}: env_name {cfg.env_name!r} is no section of env; there are: "
-                f"{', '.join(self.env_config) or 'none'}"
-            )
         name = _first_free(label, self._settings)
-        spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file)
-        self.tasks[name] = Task(spec=spec, processor=find_processor(cfg.processor), env_name=cfg.env_name)
+        self.tasks[name] = self._make(name, cfg)
         self._settings[name] = settings
         return name
 

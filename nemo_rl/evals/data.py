@@ -9,7 +9,7 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.files import is_file
-from nemo_rl.data.datasets.registry import DATASET_REGISTRY, dataset_label, find_factory
+from nemo_rl.data.datasets.registry import DATASET_REGISTRY, all_rows, dataset_label
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.processing import Task
 from nemo_rl.data.processors import find_processor
@@ -103,7 +103,7 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
         return EVAL_DATASETS[name](cfg)
     is_path = dataset.file_format is not None or is_file(name) or "/" in name
     if name in DATASET_REGISTRY or ":" in name or not is_path:
-        return find_factory(cfg)(cfg)
+        return all_rows(cfg)
     return load_problem_table(
         name,
         problem_key=dataset.problem_key or "problem",

@@ -7,13 +7,15 @@ the text alone, so training and validation never share a problem, whatever the o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import xxhash
-from pydantic import ValidationError
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.config import TableConfig
+from nemo_rl.data.datasets.files import options_of
+from nemo_rl.data.example_config import ExampleDatasetConfig
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -97,21 +99,27 @@ class _Options(StrictModel):
     operators: str = "+-"
 
 
-def load_arithmetic(cfg: DatasetConfig) -> list[dict[str, str]]:
+def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     """The rows a dataset section asks for: `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
+
+    Where they are learned from as they are (SFT), they have `messages` too.
 
     Raises:
         ValueError: for an unknown or wrong option.
     """
-    try:
-        options = _Options(**cfg.kwargs)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"arithmetic: kwargs takes {', '.join(_Options.model_fields)}; {wrong}") from error
-    return arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
+    options = options_of(cfg, _Options)
+    rows = arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
+    return [with_messages(row) for row in rows] if isinstance(cfg, ExampleDatasetConfig) else rows
 
 
-def load_held_out(cfg: DatasetConfig) -> list[dict[str, str]]:
+def with_messages(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with a conversation to learn from: the answer as the environment of mathematics reads it, boxed."""
+    answer = f"\\boxed{{{row['expected_answer']}}}"
+    messages = [{"role": "user", "content": row["problem"]}, {"role": "assistant", "content": answer}]
+    return {**row, "messages": messages}
+
+
+def load_held_out(cfg: TableConfig) -> list[dict[str, Any]]:
     """Each held-out problem of the same space once: what `split_validation_size` of a training section means here."""
     kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
     return load_arithmetic(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))

@@ -2,31 +2,74 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.interfaces import Row, Rows
+from pydantic import ValidationError
+
+from nemo_rl.config.base import StrictModel
+from nemo_rl.data.config import DatasetConfig, TableConfig
+from nemo_rl.data.datasets.json_lines import JsonLines
+from nemo_rl.data.example_config import ExampleTableConfig
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 class MappedRows(Sequence[Row]):
-    """Rows converted when they are asked for, so that millions of rows cost nothing until then."""
+    """Rows converted when they are asked for, so that millions of rows cost nothing until then.
 
-    def __init__(self, rows: Rows, convert: Callable[[Row], Row]) -> None:
+    Raises ValueError, with `label` and index of the row, for one that cannot be converted.
+    """
+
+    def __init__(self, rows: Rows, convert: Callable[[Row], Row], label: str = "") -> None:
         self.rows = rows
         self.convert = convert
+        self.label = label
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.convert(self.rows[int(index)])
+        row = self.rows[int(index)]
+        try:
+            return self.convert(row)
+        except KeyError as error:
+            raise ValueError(
+                f"row {self.label}:{index} has no {error.args[0]!r}; it has: {', '.join(map(str, row))}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"row {self.label}:{index}: {error}") from error
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
+
+
+def converted(table: Any, convert: Callable[[Row], Row], label: str) -> Rows | StreamedTable:
+    """The rows of a table, in memory or streamed, converted when they are asked for."""
+    import datasets
+
+    if isinstance(table, datasets.IterableDataset):
+        return StreamedTable(table=table, convert=convert)
+    return MappedRows(table, convert, label)
+
+
+Options = TypeVar("Options", bound=StrictModel)
+
+
+def options_of(cfg: TableConfig, model: type[Options]) -> Options:
+    """The `kwargs` of a dataset as its options.
+
+    Raises:
+        ValueError: for an unknown or wrong one; it says which there are.
+    """
+    try:
+        return model(**cfg.kwargs)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"{cfg.dataset_name}: kwargs takes {', '.join(model.model_fields)}; {wrong}") from error
 
 
 class ColumnsToProblem:
@@ -49,8 +92,10 @@ class ColumnsToProblem:
         }
 
 
-def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: str | None) -> Any:
-    """A `datasets.Dataset` from a file, a folder of such files, or a Hugging Face path.
+def load_table(
+    path: str, *, subset: str | None, split: str | None, cache_dir: str | None, streaming: bool = False
+) -> Any:
+    """A `datasets.Dataset` from a file, a folder of such files, or a Hugging Face path; streamed an `IterableDataset`.
 
     Raises:
         FileNotFoundError: for a path of a file that is not there.
@@ -59,7 +104,10 @@ def load_table(path: str, *, subset: str | None, split: str | None, cache_dir: s
     """
     import datasets
 
-    table = _load_file(path, cache_dir) if is_file(path) else _load_named(path, subset, split, cache_dir)
+    if is_file(path):
+        table = _load_file(path, cache_dir, streaming)
+    else:
+        table = _load_named(path, subset, split, cache_dir, streaming)
     if isinstance(table, datasets.Dataset) and len(table) == 0:
         raise ValueError(f"dataset {path!r} is empty: it has no rows")
     return table
@@ -70,7 +118,7 @@ def is_file(path: str) -> bool:
     return Path(path).suffix in FORMATS or Path(path).is_file()
 
 
-def _load_file(path: str, cache_dir: str | None) -> Any:
+def _load_file(path: str, cache_dir: str | None, streaming: bool) -> Any:
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
@@ -82,7 +130,9 @@ def _load_file(path: str, cache_dir: str | None) -> Any:
     if local.stat().st_size == 0:
         raise ValueError(f"dataset file {path!r} is empty")
     try:
-        return datasets.load_dataset(FORMATS[local.suffix], data_files=path, cache_dir=cache_dir)["train"]
+        return datasets.load_dataset(FORMATS[local.suffix], data_files=path, cache_dir=cache_dir, streaming=streaming)[
+            "train"
+        ]
     except (DatasetGenerationError, ValueError) as error:
         cause = error.__cause__ or error  # what the reader of the format says
         if "corresponds to no data" in str(cause):  # a header and nothing below it
@@ -90,12 +140,12 @@ def _load_file(path: str, cache_dir: str | None) -> Any:
         raise ValueError(f"dataset file {path!r} cannot be read as {local.suffix}: {cause}") from error
 
 
-def _load_named(path: str, subset: str | None, split: str | None, cache_dir: str | None) -> Any:
+def _load_named(path: str, subset: str | None, split: str | None, cache_dir: str | None, streaming: bool) -> Any:
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
     try:
-        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir)
+        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir, streaming=streaming)
     except DatasetNotFoundError as error:
         raise ValueError(
             f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
@@ -118,19 +168,28 @@ def require_columns(table: Any, needed: dict[str, str], label: str) -> None:
     Raises:
         ValueError: naming the config key, the missing column and the columns there are.
     """
+    columns = column_names(table)
     for key, column in needed.items():
-        if column not in table.column_names:
+        if column not in columns:
             raise ValueError(
-                f"dataset {label!r} has no column {column!r} ({key}); its columns are: {', '.join(table.column_names)}"
+                f"dataset {label!r} has no column {column!r} ({key}); its columns are: {', '.join(columns)}"
             )
 
 
-def load_response_rows(cfg: DatasetConfig) -> Rows:
+def column_names(table: Any) -> list[str]:
+    """The columns of a table; of a streamed one that does not know them, those of its first row."""
+    if table.column_names is not None:
+        return list(table.column_names)
+    return list(next(iter(copy.deepcopy(table)), {}))
+
+
+def load_response_rows(cfg: TableConfig) -> Rows:
     """Rows of `data_path` with `input_key` as problem and `output_key` as answer; `messages` rows pass as they are.
 
     Raises:
         ValueError: for a missing `data_path`, column, split or an empty table. FileNotFoundError: for a missing file.
     """
+    assert isinstance(cfg, DatasetConfig)
     if cfg.data_path is None:
         raise ValueError(f"dataset {cfg.dataset_name!r} needs data_path: a file or a Hugging Face path")
     table = load_table(cfg.data_path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir)
@@ -138,3 +197,19 @@ def load_response_rows(cfg: DatasetConfig) -> Rows:
         return table
     require_columns(table, {"input_key": cfg.input_key, "output_key": cfg.output_key}, cfg.data_path)
     return MappedRows(table, ColumnsToProblem(cfg.input_key, cfg.output_key))
+
+
+def load_example_table(cfg: ExampleTableConfig) -> tuple[Any, str]:
+    """(table, what to call it) of `data_path`: rows as they are written in a JSONL file, else those of `load_table`.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_table`, and for a missing `data_path`.
+    """
+    if cfg.data_path is None:
+        raise ValueError(f"dataset {cfg.dataset_name!r} needs data_path: a file or a Hugging Face path")
+    if cfg.data_path.endswith(".jsonl") and not cfg.streaming:
+        return JsonLines(cfg.data_path), Path(cfg.data_path).stem
+    table = load_table(
+        cfg.data_path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir, streaming=cfg.streaming
+    )
+    return table, Path(cfg.data_path).stem if is_file(cfg.data_path) else cfg.data_path

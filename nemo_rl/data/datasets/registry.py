@@ -10,23 +10,47 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.datasets import arithmetic, evaluation, hub
+from nemo_rl.data.config import TableConfig
+from nemo_rl.data.datasets import arithmetic, conversations, evaluation, hub, preferences
 from nemo_rl.data.datasets.files import load_response_rows
-from nemo_rl.data.interfaces import IndexedRows, Rows
+from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
+from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
 
-DatasetFactory = Callable[[DatasetConfig], Rows]
+DatasetFactory = Callable[[Any], Rows | StreamedTable]
+"""Of the dataset's section of the configuration, a `TableConfig`; it streams when that `is_streamed`."""
+
+
+def load_file(cfg: TableConfig) -> Rows | StreamedTable:
+    """The rows of a file or a Hugging Face path, in the form that the section they stand in needs."""
+    if isinstance(cfg, PreferenceDatasetConfig):
+        return preferences.load_preferences(cfg)
+    return conversations.load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
+
 
 DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "arithmetic": arithmetic.load_arithmetic,
-    "ResponseDataset": load_response_rows,
+    "arithmetic_preference": preferences.load_arithmetic_preference,
+    "ResponseDataset": load_file,
+    "openai_format": conversations.load_openai_format,
+    "open_assistant": conversations.load_open_assistant,
+    "PreferenceDataset": preferences.load_preferences,
+    "BinaryPreferenceDataset": preferences.load_preferences,
     **evaluation.EVAL_DATASETS,
     **hub.FACTORIES,
+    **hub.CONVERSATIONS,
+    **hub.PREFERENCES,
 }
+# Generated rows repeat a small set of problems: rows set aside at random would be problems trained on.
+HELD_OUT: dict[str, Callable[[TableConfig], Rows]] = {
+    "arithmetic": arithmetic.load_held_out,
+    "arithmetic_preference": preferences.load_held_out,
+}
+# Those that say what `data_path` is.
+OF_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
 
 
 def register_dataset(name: str, factory: DatasetFactory) -> None:
-    """Make `factory(DatasetConfig) -> rows` available as `dataset_name: <name>`.
+    """Make `factory(TableConfig) -> rows` available as `dataset_name: <name>`.
 
     Raises:
         ValueError: when the name is taken.
@@ -51,10 +75,10 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}") from error
 
 
-def dataset_label(cfg: DatasetConfig) -> str:
+def dataset_label(cfg: TableConfig) -> str:
     """What a dataset is called in prompt ids, task names and messages."""
     name = cfg.dataset_name or cfg.data_path
-    if name == "ResponseDataset":
+    if name in OF_FILES and cfg.data_path is not None:
         name = cfg.data_path
     return Path(name).stem if name and _is_local(name) else str(name)
 
@@ -63,7 +87,7 @@ def _is_local(name: str) -> bool:
     return Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet") or Path(name).exists()
 
 
-def find_factory(cfg: DatasetConfig) -> DatasetFactory:
+def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
     Raises:
@@ -71,15 +95,15 @@ def find_factory(cfg: DatasetConfig) -> DatasetFactory:
     """
     name = cfg.dataset_name
     if name is None:
-        return load_response_rows
+        return load_file
     if name in DATASET_REGISTRY:
-        if cfg.kwargs and isinstance(DATASET_REGISTRY[name], hub.HubDataset | evaluation.EvalDataset):
+        if cfg.kwargs and isinstance(DATASET_REGISTRY[name], hub.HubDataset | hub.HubTable | evaluation.EvalDataset):
             raise ValueError(f"dataset {name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
         return DATASET_REGISTRY[name]
     if ":" in name:
         return import_object(name, "dataset_name")
     if "/" in name or _is_local(name):
-        return lambda cfg: load_response_rows(cfg.model_copy(update={"data_path": name}))
+        return lambda cfg: load_file(cfg.model_copy(update={"data_path": name}))
     lowered = {known.lower(): known for known in DATASET_REGISTRY}
     near = [lowered[match] for match in get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)]
     hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(DATASET_REGISTRY)}."
@@ -89,16 +113,27 @@ def find_factory(cfg: DatasetConfig) -> DatasetFactory:
     )
 
 
-def load_rows(cfg: DatasetConfig) -> tuple[Rows, Rows | None]:
+def all_rows(cfg: TableConfig) -> Rows:
+    """The rows of a dataset that is not streamed.
+
+    Raises:
+        ValueError, FileNotFoundError: for whatever is wrong with the dataset; see the factories.
+    """
+    rows = find_factory(cfg)(cfg)
+    if isinstance(rows, StreamedTable):
+        raise ValueError(f"dataset {dataset_label(cfg)!r} can only be streamed: set streaming: true")
+    return rows
+
+
+def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
     """(training rows, validation rows set aside by `split_validation_size` or None), before `repeat`.
 
     Raises:
         ValueError, FileNotFoundError: for whatever is wrong with the dataset; see the factories.
     """
-    if cfg.dataset_name == "arithmetic" and cfg.split_validation_size > 0:
-        # Its rows repeat a small set of problems, so rows set aside at random would be problems trained on.
-        return arithmetic.load_arithmetic(cfg), arithmetic.load_held_out(cfg)
-    rows = find_factory(cfg)(cfg)
+    rows = all_rows(cfg)
+    if cfg.dataset_name in HELD_OUT and cfg.split_validation_size > 0:
+        return rows, HELD_OUT[cfg.dataset_name](cfg)
     label = dataset_label(cfg)
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to train on")
@@ -115,3 +150,18 @@ def load_rows(cfg: DatasetConfig) -> tuple[Rows, Rows | None]:
         IndexedRows(rows, np.sort(order[num_validation:]).tolist()),
         IndexedRows(rows, np.sort(order[:num_validation]).tolist()),
     )
+
+
+def load_stream(cfg: TableConfig) -> StreamedTable:
+    """A dataset with `streaming: true`.
+
+    Raises:
+        ValueError: when the dataset cannot be streamed; otherwise as `load_rows`.
+    """
+    table = find_factory(cfg)(cfg)
+    if not isinstance(table, StreamedTable):
+        raise ValueError(
+            f"dataset {dataset_label(cfg)!r} cannot be streamed: it is generated, or its factory does not return a "
+            "StreamedTable; set streaming: false"
+        )
+    return table

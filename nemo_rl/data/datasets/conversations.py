@@ -1,0 +1,232 @@
+"""Conversations to learn from: how rows of well-known datasets and of files become `messages`."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from nemo_rl.config.base import StrictModel
+from nemo_rl.data.config import TableConfig
+from nemo_rl.data.datasets.files import (
+    column_names,
+    converted,
+    load_example_table,
+    load_table,
+    options_of,
+    require_columns,
+)
+from nemo_rl.data.datasets.json_lines import JsonLines
+from nemo_rl.data.example_config import ExampleDatasetConfig
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+
+
+def squad_row(row: Row) -> Row:
+    """SQuAD {"context", "question", "answers": {"text": [...]}}: the context is the system prompt.
+
+    A question without an answer (SQuAD 2) has an empty one.
+    """
+    texts = row["answers"]["text"]
+    messages = [
+        {"role": "system", "content": row["context"]},
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": texts[0] if texts else ""},
+    ]
+    return {"messages": messages}
+
+
+def columns_row(row: Row, *, input_key: str, output_key: str, system_key: str | None = None) -> Row:
+    """Two columns of text as a conversation of one turn; the other columns are kept."""
+    system = row.get(system_key) if system_key else None
+    messages = [
+        *([{"role": "system", "content": str(system)}] if system else []),
+        {"role": "user", "content": _text_of(row, input_key)},
+        {"role": "assistant", "content": _text_of(row, output_key)},
+    ]
+    return {**row, "messages": messages}
+
+
+def chat_row(
+    row: Row,
+    *,
+    chat_key: str = "messages",
+    system_key: str | None = None,
+    tool_key: str = "tools",
+    fill_ins: bool = True,
+) -> Row:
+    """A conversation in the format of OpenAI's API as chat templates of Hugging Face take it.
+
+    Arguments of tool calls, there a text, become an object; the parts of a content become one text. Messages keep
+    `name`, `tool_call_id`, `reasoning_content` and whatever else has a value. `fill_ins`: the row comes from a table,
+    which gives every object the keys of all others; keys without a value are removed at every depth.
+    """
+    if not isinstance(row[chat_key], list):
+        raise ValueError(f"column {chat_key!r} must hold a list of messages, not {str(row[chat_key])[:80]!r}")
+    messages = [_chat_message(message, chat_key, fill_ins) for message in row[chat_key]]
+    system = row.get(system_key) if system_key else None
+    if system and (not messages or messages[0].get("role") != "system"):
+        messages.insert(0, {"role": "system", "content": str(system)})
+    others = {key: value for key, value in row.items() if key not in (chat_key, system_key, tool_key)}
+    tools = row.get(tool_key)
+    if isinstance(tools, str):
+        tools = _from_json(tools, tool_key) if tools.strip() else None
+    return {
+        **others,
+        "messages": messages,
+        **({"tools": _without_nulls(tools) if fill_ins else tools} if tools else {}),
+    }
+
+
+def _chat_message(message: Any, chat_key: str, fill_ins: bool) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not message.get("role"):
+        raise ValueError(f"column {chat_key!r} has a message without a role: {str(message)[:80]!r}")
+    given = {key: value for key, value in message.items() if value is not None}
+    if isinstance(given.get("content"), list):
+        given["content"] = "".join(_text_part(part, chat_key) for part in given["content"])
+    if given.get("tool_calls"):
+        given["tool_calls"] = [_tool_call(call, chat_key, fill_ins) for call in given["tool_calls"]]
+    else:
+        given.pop("tool_calls", None)
+    return given
+
+
+def _text_part(part: Any, column: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise ValueError(f"column {column!r} has a content that is no text: {str(part)[:80]!r}; only text can be used")
+    return str(part["text"])
+
+
+def _tool_call(call: Any, column: str, fill_ins: bool) -> dict[str, Any]:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+        raise ValueError(f"column {column!r} has a tool call that is no object: {str(call)[:80]!r}")
+    function = dict(call.get("function") or call)
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = _from_json(function["arguments"] or "{}", column)
+    elif fill_ins:
+        function["arguments"] = _without_nulls(function.get("arguments") or {})
+    return (
+        {**{k: v for k, v in call.items() if v is not None}, "function": function} if "function" in call else function
+    )
+
+
+def _from_json(text: str, column: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"column {column!r} has a text that is no JSON ({error}): {text[:80]!r}") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _text_of(row: Row, key: str) -> str:
+    if row[key] is None:
+        raise ValueError(f"column {key!r} has no value; fill it in or remove the row")
+    return str(row[key])
+
+
+def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
+    """Rows of a file or a Hugging Face path: tokens (`input_ids`), conversations (`chat_key`), or two columns of text.
+
+    Raises:
+        ValueError: for a missing `data_path` or column, or an empty table. FileNotFoundError: for a missing file.
+    """
+    table, label = load_example_table(cfg)
+    columns = column_names(table)
+    if "input_ids" in columns:
+        return converted(table, dict, label)
+    if cfg.chat_key in columns or cfg.dataset_name == "openai_format":
+        keys = {"chat_key": cfg.chat_key, **({"system_key": cfg.system_key} if cfg.system_key else {})}
+        require_columns(table, keys, label)
+        fill_ins = not isinstance(table, JsonLines)
+        convert = partial(
+            chat_row, chat_key=cfg.chat_key, system_key=cfg.system_key, tool_key=cfg.tool_key, fill_ins=fill_ins
+        )
+        return converted(table, convert, label)
+    input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
+    keys = {"input_key": input_key, "output_key": output_key}
+    require_columns(table, {**keys, **({"system_key": cfg.system_key} if cfg.system_key else {})}, label)
+    return converted(
+        table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key), label
+    )
+
+
+def load_openai_format(cfg: TableConfig) -> Rows | StreamedTable:
+    """Conversations with system prompts, tools and tool calls, from `data_path`; see `load_conversations`."""
+    if not isinstance(cfg, ExampleDatasetConfig):
+        raise ValueError("dataset 'openai_format' holds conversations: it is for the section data of SFT")
+    return load_conversations(cfg)
+
+
+class _OpenAssistantOptions(StrictModel):
+    paths: str = "best"
+    lang: str | None = None
+
+
+def load_open_assistant(cfg: TableConfig) -> list[Row]:
+    """OpenAssistant's trees as conversations, from its table of messages or a file of trees.
+
+    `kwargs`: `paths: best` (of each tree the path along the answers ranked first) or `all` (every path), and `lang`,
+    e.g. `en`, for the trees of one language.
+
+    Raises:
+        ValueError: for other kwargs, for `streaming` (a tree is spread over the table), and as `load_table`.
+    """
+    options = options_of(cfg, _OpenAssistantOptions)
+    if options.paths not in ("best", "all"):
+        raise ValueError(f"open_assistant: kwargs.paths must be best or all, got {options.paths!r}")
+    if cfg.is_streamed:
+        raise ValueError("dataset 'open_assistant' cannot be streamed: a conversation is spread over its table")
+    path = cfg.data_path or "OpenAssistant/oasst2"
+    table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir)
+    if "prompt" in table.column_names:
+        trees: Iterator[Mapping[str, Any]] = (row["prompt"] for row in table)
+    else:
+        require_columns(table, {name: name for name in ("message_id", "parent_id", "text", "role")}, path)
+        trees = trees_of_messages(table)
+    rows: list[Row] = []
+    for tree in trees:
+        if options.lang is None or tree.get("lang") == options.lang:
+            rows.extend(
+                {"messages": messages} for messages in tree_conversations(tree, best_only=options.paths == "best")
+            )
+    return rows
+
+
+def trees_of_messages(rows: Any) -> Iterator[Mapping[str, Any]]:
+    """Trees {..., "replies": [...]} from messages that name their parent, in the order of their first messages."""
+    replies: dict[str | None, list[dict[str, Any]]] = defaultdict(list)
+    for row in rows:
+        replies[row["parent_id"]].append(dict(row))
+    for messages in replies.values():
+        for message in messages:
+            message["replies"] = replies.get(message["message_id"], [])
+    yield from replies[None]
+
+
+def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list[dict[str, str]]]:
+    """The paths of a tree that end with an answer, as messages; a last question nobody answered is left out."""
+    found: list[list[dict[str, str]]] = []
+    waiting: list[tuple[Mapping[str, Any], list[dict[str, str]]]] = [(tree, [])]
+    while waiting:
+        message, before = waiting.pop()
+        role = "assistant" if message["role"] == "assistant" else "user"
+        path = [*before, {"role": role, "content": message["text"]}]
+        replies = [reply for reply in message.get("replies") or [] if not reply.get("deleted")]
+        # Answers nobody ranked come last, in the order they were written.
+        replies.sort(key=lambda reply: float("inf") if reply.get("rank") is None else reply["rank"])
+        waiting.extend((reply, path) for reply in reversed(replies[:1] if best_only else replies))
+        if replies:
+            continue
+        while path and path[-1]["role"] != "assistant":
+            path.pop()
+        if path and path not in found:
+            found.append(path)
+    return found
