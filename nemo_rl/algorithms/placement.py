@@ -161,13 +161,15 @@ def check_hardware(
     *,
     num_gpus: int | None = None,
     environment: Mapping[str, str] = os.environ,
+    more_gpus: int = 0,
     cpu_config: str = CPU_CONFIG,
 ) -> None:
     """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
 
-    `num_gpus` replaces what is found on this machine; `cpu_config` is what a machine without a GPU can run.
+    `num_gpus` replaces what is found on this machine; `more_gpus` are those of machines apart; `cpu_config` is what a
+    machine without a GPU can run.
     """
-    wanted = cfg.cluster.gpus_per_node
+    wanted = cfg.cluster.gpus_per_node + more_gpus
     if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
         return
     found = num_visible_gpus(environment) if num_gpus is None else num_gpus
@@ -176,7 +178,8 @@ def check_hardware(
         fix = f"to run on CPU take --config {cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
         raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted and none found on this machine; {fix}")])
     if wanted > found:
-        fix = f"set cluster.gpus_per_node={found}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
+        fitting = max(1, found - more_gpus)
+        fix = f"set cluster.gpus_per_node={fitting}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
         raise ConfigError([Problem(path, f"{wanted} GPUs wanted, {found} found on this machine; {fix}")])
 
 

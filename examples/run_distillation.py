@@ -1,0 +1,40 @@
+"""On-policy distillation on math problems.
+
+uv run examples/run_distillation.py                                                   # Qwen3-4B teaches Qwen3-1.7B
+uv run --extra cpu examples/run_distillation.py --config examples/configs/distillation_math_cpu.yaml   # a CPU machine
+uv run examples/run_distillation.py --dry-run distillation.topk_logits_k=32              # what would run where
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
+from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        DistillationMasterConfig,
+        description="On-policy distillation: the student samples, and learns what the teacher would have said there.",
+        default_config=str(CONFIGS / "distillation_math.yaml"),
+        placement=describe_placement,
+        check=check,
+    )
+    # torch and Ray load here, after the configuration is known good
+    from nemo_rl.algorithms.distillation_setup import run_distillation
+
+    return run_distillation(config)
+
+
+def check(config: DistillationMasterConfig) -> None:
+    more = 0 if config.distillation.teacher_resources is None else config.teacher_cluster.gpus_per_node
+    check_hardware(config, more_gpus=more, cpu_config="examples/configs/distillation_math_cpu.yaml")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
