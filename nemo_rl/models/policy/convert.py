@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.checkpoint import load_tensors, names_and_shapes, policy_tensors
-from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, holds_tensors, saved_tensors
 from nemo_rl.models.policy.merge_adapter import merge_adapter
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from nemo_rl.models.policy.peft_format import read_peft_adapter
@@ -31,6 +30,7 @@ from nemo_rl.models.policy.scalar_head import auto_class
 from nemo_rl.utils.checkpoint import CheckpointError
 from nemo_rl.utils.checkpoint_files import file_lock, remove_tree
 from nemo_rl.utils.checkpoint_manifest import find_damage, sealed_digest, sealed_names
+from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, holds_tensors, saved_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,183 @@
+"""Whole evaluations of the real command line: kill, resume, compare; and what a user can get wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.config.loader import load_config
+from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.run import prepare, run_eval
+from tests.functional.cli import ROOT
+
+SCRIPT = ROOT / "examples" / "run_eval.py"
+CPU_CONFIG = ROOT / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """In an empty folder, without a network; what a run does to logging ends with the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setattr(logging.getLogger(), "handlers", list(logging.getLogger().handlers))
+    monkeypatch.setattr(logging.getLogger(), "level", logging.getLogger().level)
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(SCRIPT), "--config", str(CPU_CONFIG), f"eval.save_path={folder}", *overrides]
+    with folder.with_suffix(".log").open("a") as log:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+        )
+
+
+def run(folder: Path, *overrides: str) -> str:
+    """A run to its end; its output."""
+    process = start(folder, *overrides)
+    try:
+        status = process.wait(300)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    output = folder.with_suffix(".log").read_text()
+    assert status == 0, output[-4000:]
+    return output
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return sorted(lines, key=lambda line: (line["prompt_id"], line["sample_index"]))
+
+
+@pytest.mark.timeout(600)
+def test_killed_and_resumed_it_gives_the_samples_of_an_uninterrupted_run(tmp_path):
+    """kill -9 once the first samples are on disk; few prompts at a time here, so that it takes a while."""
+    slowly = ("data.kwargs.num_samples=400", "generation.num_prompts_per_step=4")
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    process = start(killed, *slowly)
+    deadline = time.monotonic() + 240
+    while not ((killed / "samples.jsonl").is_file() and (killed / "samples.jsonl").stat().st_size):
+        assert process.poll() is None and time.monotonic() < deadline, killed.with_suffix(".log").read_text()[-4000:]
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    num_before = (killed / "samples.jsonl").read_bytes().count(b"\n")
+    assert 0 < num_before < 3200 and not (killed / "results.json").exists()
+    output = run(killed, "data.kwargs.num_samples=400")
+    assert f"{num_before // 8} of 400 prompts are there already" in output
+    run(whole, "data.kwargs.num_samples=400")
+    assert samples(killed) == samples(whole) and len(samples(whole)) == 3200
+    results = json.loads((whole / "results.json").read_text())
+    assert json.loads((killed / "results.json").read_text())["overall"] == results["overall"]
+    overall = results["overall"]
+    assert 0.3 < overall["mean"] < 0.5 and overall["mean_ci95"][0] < overall["mean"] < overall["mean_ci95"][1]
+    assert overall["pass_at"]["1"] == pytest.approx(overall["mean"]) and overall["score"] == overall["pass_at"]["4"]
+    assert overall["pass_at"]["1"] < overall["pass_at"]["4"] < overall["pass_at"]["8"]
+    right = [line for line in samples(whole) if line["reward"] == 1.0]
+    assert all(line["answer"] == line["expected_answer"] for line in right)
+
+    started = time.monotonic()
+    output = run(whole, "data.kwargs.num_samples=400", "eval.metric=cons@k", "eval.k_value=8")
+    assert "is finished" in output and "cons@8" in output and "Starting Ray" not in output.rpartition("is finished")[2]
+    assert time.monotonic() - started < 60
+    assert json.loads((whole / "results.json").read_text())["metric"] == "cons@8"
+
+
+# -- before anything starts
+
+
+def told(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """What an evaluation that cannot be says, in this process; its status is 2."""
+    assert run_eval(load_config(EvalMasterConfig, CPU_CONFIG, list(overrides))) == 2
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "message"),
+    [
+        (None, [], "rows.jsonl' does not exist"),
+        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": null}', [], "row 1 has no answer: column"),
+        ('{"problem": "1+1", "answer": "2"}\n{"problem": "1+2", "answer": ""}', [], "column 'answer' is empty; fill"),
+        ('{"problem": "1+1"}', [], "has no column 'answer' (data.solution_key); its columns are: problem"),
+        ('{"problem": "1+1", "answer": "2"}', ["data.max_input_seq_length=3"], "all prompts tried of the evaluation"),
+        ('{"problem": "1+1", "answer": "2"}', ["data.prompt_file=no.txt"], "prompt_file 'no.txt' does not exist"),
+        (
+            '{"problem": "1+1", "answer": "2"}',
+            ["generation.model_name=./no"],
+            "generation.model_name: directory './no'",
+        ),
+        (
+            '{"problem": "1+1", "answer": "2"}',
+            ["generation.vllm_cfg.max_model_len=4096"],
+            "generation.vllm_cfg.max_model_len=4096: more than the 2048 positions",
+        ),
+        (
+            '{"problem": "1+1", "answer": "2"}',
+            ["tokenizer.chat_template=fancy"],
+            "tokenizer.chat_template 'fancy' is neither default",
+        ),
+        ('{"problem": "1+1", "answer": "2"}', ["eval.save_path=rows.jsonl"], "eval.save_path: cannot write to"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, content, overrides, message):
+    if content is not None:
+        (tmp_path / "rows.jsonl").write_text(content)
+    said = told(capsys, "data.dataset_name=rows.jsonl", "data.kwargs={}", "data.split=null", *overrides)
+    assert message in said and "policy." not in said
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_folder_of_another_evaluation(tmp_path, capsys):
+    config = load_config(EvalMasterConfig, CPU_CONFIG, ["eval.save_path=mine"])
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "identity.json").write_text(json.dumps(prepare(config).identity))
+    said = told(capsys, "eval.save_path=mine", "eval.seed=7", "generation.temperature=0.5")
+    assert "eval.seed: the folder has 42, this run 7" in said
+    assert "generation.temperature: the folder has 1.0, this run 0.5" in said
+
+
+def test_without_a_save_path_every_evaluation_has_its_own_folder(tmp_path):
+    def folder(*overrides: str) -> Path:
+        return prepare(load_config(EvalMasterConfig, CPU_CONFIG, list(overrides))).folder
+
+    assert folder() == folder("env.math.num_workers=3", "eval.k_value=2"), "what changes no sample"
+    others = [folder("eval.seed=1"), folder("generation.top_p=0.9"), folder("data.split=validation")]
+    assert len({folder(), *others}) == 4 and folder().parent == Path("results/eval")
+
+
+def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
+    """As the folder of a run holds it; a damaged one is refused before anything starts."""
+    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.config import CheckpointingConfig
+
+    tiny = Path(resolve_model("tiny:arithmetic"))
+
+    def write(directory: Path) -> None:
+        policy = directory / "policy"
+        shutil.copytree(tiny, policy / "weights" / "consolidated")
+        shutil.copytree(tiny, policy / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (policy / "weights" / "consolidated" / name).unlink()
+
+    config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "run"), metric_name=None)
+    step = CheckpointManager(config).save(3, write, {}, "", {})
+    inputs = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run"]))
+    assert inputs.model.name == str(Path("run") / "step_3")
+    assert Path(inputs.model.tokenizer_path).resolve() == step / "policy" / "tokenizer"
+    named = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run/step_3"]))
+    assert named.identity == inputs.identity
+    weights = step / "policy" / "weights" / "consolidated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "step_3 is damaged: policy/weights/consolidated" in told(capsys, "generation.model_name=run/step_3")
