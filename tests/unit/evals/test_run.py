@@ -1,0 +1,162 @@
+"""What is written of finished groups, and what is done about failures; datasets of one evaluation."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.rollout_trainer import TooManyFailures
+from nemo_rl.config.loader import load_config
+from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.evals.data import EvalData, load_eval_data
+from nemo_rl.evals.report import make_results, show_results
+from nemo_rl.evals.run import Inputs, _Writer, outcomes_by_dataset
+from nemo_rl.evals.samples import SampleFolder, open_folder
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+from nemo_rl.utils.console import RunConsole
+
+CPU = Path(__file__).parents[3] / "examples" / "configs" / "evals" / "eval_cpu.yaml"
+SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
+
+
+class FakeCollector:
+    """Says the answers that the metas hold."""
+
+    def conversations(self, handles: list[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+        return [
+            [
+                [
+                    {"role": "user", "content": "1+1"},
+                    {"role": "assistant", "content": f"\\boxed{{{sample.answer}}}"},
+                    {"role": "environment", "content": "well"},
+                ]
+                if sample.has_reward
+                else []
+                for sample in handle.samples
+            ]
+            for handle in handles
+        ]
+
+
+def handle(prompt_id: str, *rewards: float | None, answer: str | None = "2") -> GroupHandle:
+    samples = [
+        SampleMeta(
+            sample_id=f"{prompt_id}/{index}", status=SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED,
+            length=9, num_prompt_tokens=4, num_generated_tokens=5, num_turns=1, reward=reward or 0.0,
+            weight_version=-1, failure="the judge was out" if reward is None else None, answer=answer,
+        )
+        for index, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return GroupHandle(group_id=prompt_id, prompt_id=prompt_id, task_name="arithmetic", ref=None, samples=samples)
+
+
+def writer(folder: SampleFolder, *overrides: str) -> _Writer:
+    config = load_config(EvalMasterConfig, CPU, [*SMALL, *overrides])
+    data = load_eval_data(config)
+    nothing: Any = None
+    inputs = Inputs(model=nothing, data=data, process=nothing, identity={}, folder=folder.folder)
+    prompts = {data.prompts[i].prompt_id: data.prompts[i] for i in range(len(data.prompts))}
+    collector: Any = FakeCollector()
+    return _Writer(config, inputs, folder, RunConsole(num_steps=1, file=io.StringIO()), collector, prompts)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with open_folder(tmp_path / "e", {}, "", 2) as samples:
+        yield samples
+
+
+def test_a_sample_on_disk(folder):
+    chosen = writer(folder)
+    chosen.take([handle("arithmetic:0", 1.0, 0.0)])
+    chosen.finish()
+    first, second = folder.records()
+    row = chosen.prompts["arithmetic:0"].row
+    assert (first.prompt, first.response, first.answer) == ("1+1", "\\boxed{2}", "2")
+    assert first.expected_answer == row["expected_answer"] and (first.reward, second.reward) == (1.0, 0.0)
+    assert first.seed != second.seed and first.num_tokens == 5
+
+
+def test_prompts_with_failed_samples_wait_for_the_end(folder):
+    chosen = writer(folder, "eval.max_failed_sample_fraction=0.5")
+    chosen.take([handle("arithmetic:0", 1.0, None), handle("arithmetic:1", 1.0, 1.0)])
+    chosen._write()
+    assert list(folder.outcomes) == ["arithmetic:1"], "a run that ends here asks the other one again"
+    chosen.finish()
+    assert list(folder.outcomes) == ["arithmetic:1", "arithmetic:0"]
+    failed = list(folder.records())[3]
+    assert (failed.status, failed.reward, failed.response) == ("failed", None, "")
+
+
+def test_too_many_failures_end_it_and_are_not_written(folder):
+    chosen = writer(folder, "eval.max_failed_sample_fraction=0.1")
+    chosen.take([handle("arithmetic:0", None, None), handle("arithmetic:1", 1.0, 1.0)])
+    with pytest.raises(TooManyFailures, match=r"2 of 12 samples failed already.*\n2x the judge was out"):
+        chosen.finish()
+    assert list(folder.outcomes) == ["arithmetic:1"]
+
+
+def test_a_vote_needs_answers(folder):
+    mine = ("+env.mine={type: 'my:Env'}", "data.env_name=mine", "eval.metric=cons@k")
+    config = load_config(EvalMasterConfig, CPU, [*SMALL, *mine])
+    chosen = writer(folder)
+    chosen.config = config
+    chosen.inputs.data.tasks.update({"arithmetic": _judged_by(chosen.inputs.data, "mine")})
+    chosen.take([handle("arithmetic:0", 1.0, 1.0, answer=None)])
+    with pytest.raises(ValueError, match=r"cons@k takes a vote on answers, and env.mine found none in 2 samples"):
+        chosen.finish()
+
+
+def _judged_by(data: EvalData, env_name: str) -> Any:
+    return replace(data.tasks["arithmetic"], env_name=env_name)
+
+
+def test_results_and_table(folder):
+    chosen = writer(folder)
+    chosen.take([handle(f"arithmetic:{n}", 1.0, 0.0) for n in range(5, -1, -1)])
+    chosen.finish()
+    model: Any = type("Model", (), {"name": "tiny\x1b[31m", "identity": {}})
+    results = make_results(chosen.config, model, outcomes_by_dataset(chosen.inputs.data, folder))
+    assert results["metric"] == "pass@2" and results["overall"]["score"] == 1.0 and results["overall"]["mean"] == 0.5
+    assert results["overall"] == results["datasets"]["arithmetic"]
+    shown = io.StringIO()
+    show_results(results, shown)
+    assert "pass@2" in shown.getvalue() and "0.5000" in shown.getvalue() and "\x1b" not in shown.getvalue()
+
+
+def test_several_datasets_keep_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+    (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
+    several = f"[{{dataset_name: arithmetic, split: validation}}, {{dataset_name: '{tmp_path}/rows.csv'}}, "
+    several += "{dataset_name: arithmetic, split: train, kwargs: {num_samples: 3}}]"
+    config = load_config(
+        EvalMasterConfig,
+        CPU,
+        ["data.dataset_name=null", "data.kwargs={}", "data.split=null", f"data.datasets={several}"],
+    )
+    data = load_eval_data(config)
+    assert list(data.tasks) == ["arithmetic", "rows", "arithmetic#2"]
+    ids = [data.prompts[index].prompt_id for index in range(len(data.prompts))]
+    assert len(set(ids)) == len(ids) and "rows:0" in ids and ids[-1] == "arithmetic#2:2"
+    assert data.environments == ["math"] and data.identity(config)["data"].keys() == data.tasks.keys()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["data.dataset_name=gms8k"], r"unknown dataset 'gms8k'. Did you mean gsm8k"),
+        (["data.dataset_name=no.csv"], r"dataset file 'no.csv' does not exist"),
+        (["data.dataset_name=nowhere.sets:load"], r"dataset_name 'nowhere.sets:load': no module 'nowhere'"),
+        (["data.dataset_name=gsm8k"], r"dataset 'gsm8k' takes no data.kwargs, got num_samples"),
+        (["data.processor=math_hf_procesor"], r"unknown processor 'math_hf_procesor'. Did you mean"),
+        (["+env.mine={type: 'nowhere:Env'}", "data.env_name=mine"], r"environment 'nowhere:Env': no module 'nowhere'"),
+        (["data.kwargs.num_samples=0"], r"arithmetic: num_samples must be 1 or more"),
+    ],
+)
+def test_data_that_cannot_be_asked(overrides, told):
+    with pytest.raises((ValueError, FileNotFoundError), match=told):
+        load_eval_data(load_config(EvalMasterConfig, CPU, [*overrides]))
