@@ -61,6 +61,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return sorted(lines, key=lambda line: (line["prompt_id"], line["sample_index"]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_and_resumed_it_gives_the_samples_of_an_uninterrupted_run(tmp_path):
     """kill -9 once the first samples are on disk; few prompts at a time here, so that it takes a while."""
