@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.data import chat_template
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages import (
     ObservationRenderer,
@@ -14,32 +15,10 @@ from nemo_rl.data.messages import (
     message_log_to_flat_messages,
     render_chat,
 )
-from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
+from nemo_rl.data.tiny_model import CHAT_TEMPLATE
+from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
-# Templates in the manners of well-known ones.
-TEMPLATES = {
-    "plain": CHAT_TEMPLATE,
-    "default_system": (
-        "{%- if messages[0].role != 'system' -%}{{- '[system]be good\\n' -}}{%- endif -%}"
-        "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content + '<eos>\\n' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
-    ),
-    # forgets the thoughts of earlier turns
-    "forgetful": (
-        "{%- for m in messages -%}{{- '[' + m.role + ']' -}}"
-        "{%- if m.role == 'assistant' and not loop.last -%}{{- m.content.split('</think>')[-1] -}}"
-        "{%- else -%}{{- m.content -}}{%- endif -%}{{- '<eos>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
-    ),
-    "demands_a_user": (
-        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 -%}"
-        "{{- raise_exception('no user') -}}{%- endif -%}"
-        "{%- for m in messages -%}{{- '[' + m.role + ']' + m.content + '<eos>' -}}{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
-    ),
-}
-
-contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6)
+contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 conversations = st.lists(
     st.builds(
         lambda role, content: {"role": role, "content": content}, st.sampled_from(["user", "assistant"]), contents
@@ -47,12 +26,6 @@ conversations = st.lists(
     min_size=1,
     max_size=5,
 ).map(lambda turns: [{"role": "user", "content": "start"}, *turns])
-
-
-def tokenizer_with(template):
-    tokenizer = build_tiny_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -66,7 +39,8 @@ def test_message_tokens_in_a_row_are_the_tokens_of_the_whole_conversation(name):
         formatted = get_formatted_message_log(
             log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=add_generation_prompt
         )
-        expected = render_chat(log, tokenizer, add_generation_prompt=add_generation_prompt)
+        headed = add_generation_prompt and log[-1]["role"] != "assistant"
+        expected = render_chat(log, tokenizer, add_generation_prompt=headed)
         ids = [int(token) for message in formatted for token in message["token_ids"]]
         assert ids == tokenizer(expected, add_special_tokens=False)["input_ids"]
         assert "".join(message["content"] for message in formatted) == expected
@@ -80,11 +54,187 @@ def test_each_message_keeps_its_own_tokens():
     log = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "ok"}]
     formatted = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
     assert [message["content"] for message in formatted] == [
-        "[system]be good\n[user]1+1<eos>\n",
-        "[assistant]2<eos>\n",
+        "[system]be good\n[user]1+1<eos>\n[assistant]",
+        "2<eos>\n",
         "[user]ok<eos>\n[assistant]",
     ]
     assert [tokenizer.decode(message["token_ids"]) for message in formatted] == [m["content"] for m in formatted]
+    learned = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False)
+    assert [message["content"] for message in learned] == [
+        "[system]be good\n[user]1+1<eos>\n",
+        "[assistant]2<eos>\n",
+        "[user]ok<eos>\n",
+    ]
+
+
+def written(log, tokenizer, **kwargs):
+    """What each author wrote."""
+    return [
+        "".join(tokenizer.decode(message["token_ids"][begin:end]) for begin, end in message["loss_spans"])
+        for message in get_formatted_message_log(log, tokenizer, TaskDataSpec(), add_eos_token=False, **kwargs)
+    ]
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama3"])
+def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_end_mark_hold(family):
+    """The mask that TRL's assistant_only_loss takes from a template with such blocks, from one that has none."""
+    blocks, plain = tokenizer_with(TEMPLATES[f"{family}_blocks"]), tokenizer_with(TEMPLATES[family])
+
+    @settings(max_examples=40, deadline=None)
+    @given(conversations, st.booleans())
+    def check(conversation, with_system):
+        log = [{"role": "system", "content": "sys"}, *conversation] if with_system else conversation
+        theirs = blocks.apply_chat_template(log, return_dict=True, return_assistant_tokens_mask=True)
+        headed = log[-1]["role"] != "assistant"
+        for tokenizer in (blocks, plain):
+            ours = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
+            add_loss_mask_to_message_log([ours])
+            flat = message_log_to_flat_messages(ours)
+            length = len(theirs["input_ids"])
+            assert flat["token_ids"].tolist()[:length] == theirs["input_ids"]
+            assert flat["token_loss_mask"].tolist()[:length] == theirs["assistant_masks"]
+            assert headed or len(flat["token_ids"]) == length
+
+    check()
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_one_rendering_finds_the_borders_that_replacing_each_message_finds(name):
+    tokenizer = tokenizer_with(TEMPLATES[name])
+
+    @settings(max_examples=30, deadline=None)
+    @given(conversations, st.booleans())
+    def check(conversation, prompt):
+        plain = [chat_template.plain_message(message) for message in conversation]
+        template = chat_template.ChatTemplate(tokenizer)
+        text, _ = template.render(plain, prompt=prompt)
+        fast = chat_template._shape(plain, template, prompt=prompt).borders(plain, text)
+        slow = chat_template._borders_one_by_one(plain, text, template, prompt=prompt)
+        assert fast is None or fast == slow
+
+    check()
+
+
+def test_thoughts_that_a_template_shows_in_the_last_turn_only():
+    tokenizer = tokenizer_with(TEMPLATES["thinking"])
+    log = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": "<think>\none and one\n</think>\n2"},
+        {"role": "user", "content": "sure?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    assert written(log, tokenizer, add_generation_prompt=True) == [
+        "<|im_start|>user\n1+1<|im_end|>",
+        "2<|im_end|>",
+        "<|im_start|>user\nsure?<|im_end|>",
+        "<think>\n\n</think>\nyes<|im_end|>",
+    ]
+    assert written(log, tokenizer)[1] == "<|im_start|>assistant\n2<|im_end|>"
+
+
+def test_a_header_that_begins_the_thought_is_given():
+    template = TEMPLATES["chatml"].replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>\\n")
+    log = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "<think>\nhm</think>2"}]
+    assert written(log, tokenizer_with(template), add_generation_prompt=True)[1] == "hm</think>2<|im_end|>"
+    log[1]["content"] = "<think>hm</think>2"
+    assert written(log, tokenizer_with(template), add_generation_prompt=True)[1] == "hm</think>2<|im_end|>"
+
+
+def test_a_special_token_is_never_shared_by_two_messages():
+    """Renderings agree up to the `<` of two marks that begin alike."""
+    template = (
+        "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content + '<|im_end|>' -}}{%- endfor -%}"
+        "{{- '<|assistant|>' if add_generation_prompt else '<eos>' -}}"
+    )
+    log = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    assert written(log, tokenizer_with(template), add_generation_prompt=True) == [
+        "<|user|>a<|im_end|>",
+        "b<|im_end|>",
+        "<|user|>c<|im_end|>",
+        "d<|im_end|><eos>",
+    ]
+
+
+def test_a_system_prompt_shown_in_the_last_user_message_moves_no_other_border():
+    log = [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    texts = written(log, tokenizer_with(TEMPLATES["system_in_last_user"]), add_generation_prompt=True)
+    assert (texts[2], texts[4]) == ("b<eos>", "d<eos>")
+
+
+def test_tool_calls_names_and_tools_reach_the_template():
+    template = "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}" + TEMPLATES["thinking"]
+    template = template.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.name or '')")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    log = [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "name": None},
+        {"role": "tool", "content": "2", "name": "add"},
+        {"role": "assistant", "content": "It is 2"},
+    ]
+    tokenizer = tokenizer_with(template)
+    formatted = get_formatted_message_log(
+        log, tokenizer, TaskDataSpec(), add_eos_token=False, add_generation_prompt=True, tools=[{"name": "add"}]
+    )
+    assert [message["content"] for message in formatted] == [
+        "add;<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n",
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n',
+        "<|im_start|>tooladd\n2<|im_end|>\n<|im_start|>assistant\n",
+        "<think>\n\n</think>\nIt is 2<|im_end|>\n",
+    ]
+    assert formatted[1]["tool_calls"] == [call]
+
+
+def test_arguments_of_the_template():
+    tokenizer = tokenizer_with("{{- style | default('plain') -}}" + CHAT_TEMPLATE)
+    log = [{"role": "user", "content": "a"}]
+    kwargs = {"chat_template_kwargs": {"style": "bold"}}
+    assert render_chat(log, tokenizer, **kwargs) == "bold<|user|>a<eos>"
+    assert get_formatted_message_log(log, tokenizer, TaskDataSpec(), **kwargs)[0]["content"] == "bold<|user|>a<eos>"
+
+
+def test_roles_the_template_does_not_know_are_named():
+    log = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, {"role": "assistant", "content": "c"}]
+    silent = tokenizer_with(
+        "{%- for m in messages if m.role in ('user', 'assistant') -%}{{- m.role + m.content -}}{%- endfor -%}"
+    )
+    with pytest.raises(ValueError, match="leaves out messages of the role 'critic'"):
+        get_formatted_message_log(log, silent, TaskDataSpec())
+    strict = tokenizer_with(
+        "{%- for m in messages -%}{%- if m.role == 'critic' -%}{{- raise_exception('only two roles') -}}{%- endif -%}"
+        "{{- m.content -}}{%- endfor -%}"
+    )
+    with pytest.raises(ValueError, match=r"refuses a conversation of the roles user, critic, assistant: only two"):
+        get_formatted_message_log(log, strict, TaskDataSpec())
+
+
+def test_a_long_conversation_is_rendered_once():
+    """Of a shape that is known already."""
+    tokenizer = tokenizer_with(TEMPLATES["chatml"])
+    log = [{"role": ("user", "assistant")[i % 2], "content": f"message {i}"} for i in range(40)]
+    get_formatted_message_log(log, tokenizer, TaskDataSpec(), add_generation_prompt=True)
+    count = 0
+    original = chat_template.ChatTemplate.render
+
+    class Counting(chat_template.ChatTemplate):
+        def render(self, *args, **kwargs):
+            nonlocal count
+            count += 1
+            return original(self, *args, **kwargs)
+
+    other = [{**message, "content": message["content"] + "!"} for message in log]
+    chat_template.format_chat(other, Counting(tokenizer), add_bos=True, add_eos=True, add_generation_prompt=True)
+    assert count == 1
 
 
 def test_an_end_token_is_added_where_the_template_has_none_and_once_only():
