@@ -18,7 +18,7 @@ def reduction_of(name: str) -> str:
     return "sum"
 
 
-COUNTS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples")
+COUNTS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_unmasked_tokens")
 
 _COMBINE = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
 _COLLECTIVE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
