@@ -1,0 +1,125 @@
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from nemo_rl.config.base import StrictModel
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, dump_config
+from nemo_rl.data.example_config import ExampleDataConfig, PreferenceDataConfig
+
+
+class Policy(StrictModel):
+    max_total_sequence_length: int = 64
+
+
+class SFTRun(StrictModel):
+    policy: Policy = Policy()
+    data: ExampleDataConfig
+
+
+class DPORun(StrictModel):
+    policy: Policy = Policy()
+    data: PreferenceDataConfig
+
+
+def sft(overrides=(), **data):
+    return build_config(SFTRun, {"data": {"train": {"dataset_name": "squad"}, **data}}, overrides)
+
+
+def dpo(**data):
+    return build_config(DPORun, {"data": {"train": {"data_path": "a.jsonl"}, **data}})
+
+
+@pytest.mark.parametrize(
+    ("validation", "names"),
+    [
+        (None, []),
+        ({"dataset_name": "squad"}, ["default"]),
+        ({"dataset_name": "squad", "name": "dev"}, ["dev"]),
+        ([{"dataset_name": "squad"}, {"data_path": "/data/dev.jsonl"}], ["squad", "dev"]),
+        ([{"data_path": "owner/set", "name": "a"}, {"data_path": "owner/set"}], ["a", "set"]),
+        ({"math": {"dataset_name": "gsm8k"}, "chat": {"data_path": "dev.csv"}}, ["math", "chat"]),
+    ],
+)
+def test_validation_is_one_dataset_a_list_or_a_mapping_of_names(validation, names):
+    config = sft(validation=validation)
+    assert [name for name, _ in config.data.validation_sets] == names
+    assert config.data.has_validation == bool(names)
+    assert all(dataset.processor == "sft_processor" for _, dataset in config.data.validation_sets)
+    assert build_config(SFTRun, yaml.safe_load(dump_config(config))) == config
+
+
+def test_defaults_reach_every_dataset():
+    config = sft(
+        validation={"a": {"dataset_name": "squad"}}, default={"processor": "my:own", "system_prompt_file": "s.txt"}
+    )
+    (_, dataset), train = config.data.validation_sets[0], config.data.train[0]
+    assert (dataset.processor, dataset.system_prompt_file) == ("my:own", "s.txt")
+    assert (train.processor, train.system_prompt_file) == ("my:own", "s.txt")
+    assert config.data.max_input_seq_length == 64
+    assert dpo().data.train[0].processor == "preference_processor"
+
+
+def test_a_named_set_can_be_overridden():
+    config = sft(["data.validation.a.split=dev"], validation={"a": {"dataset_name": "squad"}})
+    assert config.data.validation_sets[0][1].split == "dev"
+
+
+def test_val_data_paths_are_read_like_the_training_data():
+    train = {"dataset_name": "BinaryPreferenceDataset", "data_path": "a.jsonl", "chosen_key": "good", "repeat": 3}
+    config = dpo(train=train, val_data_paths={"x": "x.jsonl", "y": "y.jsonl"}, validation={"data_path": "z.jsonl"})
+    sets = config.data.validation_sets
+    assert [(name, dataset.data_path) for name, dataset in sets] == [
+        ("default", "z.jsonl"),
+        ("x", "x.jsonl"),
+        ("y", "y.jsonl"),
+    ]
+    assert (sets[1][1].chosen_key, sets[1][1].repeat) == ("good", 1)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"validation": {"a": {"dataset_name": "squad", "splt": "x"}}}, r"validation\.a\.splt: unknown key.*a\.split"),
+        ({"validation": {"dataset_name": "squad", "splt": "x"}}, r"validation\.splt: unknown key"),
+        ({"validation": {"a": {"dataset_name": "squad", "split": 1}}}, r"validation\.a\.split: must be a valid string"),
+        ({"validation": [{"dataset_name": "squad"}] * 2}, "more than one set called squad"),
+        ({"validation": {"dataset_name": "squad", "streaming": True}}, "cannot be streamed"),
+        ({"validation": {"dataset_name": "squad", "repeat": 2}}, "are for training"),
+        ({"validation": {"a": {"dataset_name": "squad", "name": "b"}}}, "keep one of the two names"),
+        ({"train": [{"dataset_name": "a", "streaming": True}, {"dataset_name": "b"}]}, "mixes streamed datasets"),
+        ({"train": {"dataset_name": "a", "streaming": True, "split_validation_size": 0.1}}, "name a validation set"),
+        ({"train": {"dataset_name": "a", "streaming": True, "repeat": 2}}, "leave repeat at 1"),
+        (
+            {"train": {"dataset_name": "a", "split_validation_size": 0.1}, "validation": {"dataset_name": "b"}},
+            "default",
+        ),
+        ({"train": {"dataset_name": "a", "system_prompt": "x", "system_prompt_file": "y"}}, "keep one of them"),
+        ({"train": {"split": "x"}}, "name a dataset"),
+        ({"train": {"dataset_name": "a"}, "use_multiple_dataloader": True}, "not supported yet"),
+    ],
+)
+def test_mistakes(data, message):
+    with pytest.raises(ConfigError, match=message):
+        sft(**data)
+
+
+def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():
+    train = {
+        "dataset_name": "openai_format",
+        "data_path": "a.jsonl",
+        "use_preserving_dataset": True,
+        "env_name": "math",
+    }
+    config = sft(train=train, use_multiple_dataloader=False, add_system_prompt=None)
+    assert config.data.train[0].chat_key == "messages"
+
+
+def test_reading_it_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'datasets', 'ray'}"
+    code = (
+        f"import sys, nemo_rl.data.example_config; assert not {heavy} & set(sys.modules), sys.modules.keys() & {heavy}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,365 @@
+"""Datasets of conversations and preferences, from rows in their real columns."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from nemo_rl.data.datasets.conversations import chat_row, squad_row, tree_conversations, trees_of_messages
+from nemo_rl.data.datasets.json_lines import JsonLines
+from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row, ranked_row
+from nemo_rl.data.datasets.registry import load_rows, load_stream
+from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
+from nemo_rl.data.example_processors import split_preference
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+def sft(**kwargs):
+    return ExampleDatasetConfig(**{"processor": "sft_processor", **kwargs})
+
+
+def dpo(**kwargs):
+    return PreferenceDatasetConfig(**{"processor": "preference_processor", **kwargs})
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows, name="rows.jsonl"):
+        (tmp_path / name).write_text("\n".join(json.dumps(row) for row in rows))
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_squad():
+    row = {
+        "id": "57",
+        "title": "Normans",
+        "context": "The Normans lived in Normandy.",
+        "question": "Where?",
+        "answers": {"text": ["Normandy", "in Normandy"], "answer_start": [21, 18]},
+    }
+    messages = [
+        {"role": "system", "content": "The Normans lived in Normandy."},
+        {"role": "user", "content": "Where?"},
+        {"role": "assistant", "content": "Normandy"},
+    ]
+    assert squad_row(row) == {"messages": messages}
+    assert squad_row({**row, "answers": {"text": [], "answer_start": []}})["messages"][2]["content"] == ""
+
+
+def test_named_sets_from_local_copies(write):
+    tulu = {"id": "a", "messages": [user("hi"), assistant("hello")], "source": "x"}
+    (row,) = load_rows(sft(dataset_name="tulu3_sft_mixture", data_path=write([tulu])))[0]
+    assert row["messages"] == tulu["messages"]
+    squad = {"context": "c", "question": "q", "answers": {"text": ["a"], "answer_start": [0]}}
+    (row,) = load_rows(sft(dataset_name="squad", data_path=write([squad])))[0]
+    assert row["messages"][2]["content"] == "a"
+    with pytest.raises(ValueError, match=r"no column 'answers' \(of squad\)"):
+        load_rows(sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q"}])))
+    with pytest.raises(ValueError, match="takes no kwargs"):
+        load_rows(sft(dataset_name="squad", kwargs={"n": 1}))
+
+
+def test_mathematics_has_the_answer_and_the_solution(write):
+    row = {"problem": "1+1?", "generated_solution": "It is 2.", "expected_answer": "2", "problem_source": "x"}
+    path = write([row])
+    (found,) = load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path))[0]
+    assert (found["problem"], found["expected_answer"]) == ("1+1?", "2")
+    assert found["messages"] == [user("1+1?"), assistant("It is 2.")]
+    (found,) = load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path, output_key="expected_answer"))[0]
+    assert found["messages"][1] == assistant("2")
+    with pytest.raises(ValueError, match=r"no column 'solution' \(output_key\)"):
+        load_rows(sft(dataset_name="OpenMathInstruct-2", data_path=path, output_key="solution"))
+    gsm8k = write([{"question": "How many?", "answer": "Many.\n#### 1,024"}])
+    (found,) = load_rows(sft(dataset_name="gsm8k", data_path=gsm8k))[0]
+    assert (found["expected_answer"], found["messages"][1]["content"]) == ("1024", "Many.\n#### 1,024")
+
+
+def test_arithmetic_is_answered_in_a_box():
+    train, held_out = load_rows(sft(dataset_name="arithmetic", kwargs={"num_samples": 9}, split_validation_size=0.1))
+    assert len(train) == 9
+    for row in [*train, *held_out]:
+        assert row["messages"] == [user(row["problem"]), assistant(f"\\boxed{{{row['expected_answer']}}}")]
+    assert not {row["problem"] for row in train} & {row["problem"] for row in held_out}
+
+
+TREE_MESSAGES = [
+    # (id, parent, role, text, rank), as OpenAssistant's table lists them
+    ("q", None, "prompter", "question", None),
+    ("a2", "q", "assistant", "second best", 1),
+    ("a1", "q", "assistant", "best", 0),
+    ("f", "a1", "prompter", "further", 0),
+    ("fa", "f", "assistant", "final", None),
+    ("g", "a2", "prompter", "nobody answered", None),
+    ("p", None, "prompter", "another tree", None),
+    ("pa", "p", "assistant", "its answer", None),
+    ("u", None, "prompter", "a tree without an answer", None),
+]
+
+
+def oasst_table():
+    keys = ("message_id", "parent_id", "role", "text", "rank")
+    return [{**dict(zip(keys, row, strict=True)), "lang": "en", "deleted": False} for row in TREE_MESSAGES]
+
+
+def test_open_assistant_trees(write):
+    trees = list(trees_of_messages(oasst_table()))
+    best = [user("question"), assistant("best"), user("further"), assistant("final")]
+    assert tree_conversations(trees[0], best_only=True) == [best]
+    assert tree_conversations(trees[0], best_only=False) == [best, [user("question"), assistant("second best")]]
+    assert tree_conversations(trees[2], best_only=True) == []
+    table = write(oasst_table())
+    rows, _ = load_rows(sft(dataset_name="open_assistant", data_path=table))
+    assert [row["messages"] for row in rows] == [best, [user("another tree"), assistant("its answer")]]
+    nested = write([{"message_tree_id": tree["message_id"], "prompt": tree} for tree in trees[:2]], "trees.jsonl")
+    assert load_rows(sft(dataset_name="open_assistant", data_path=nested))[0] == rows
+    everything = sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "all"})
+    assert len(load_rows(everything)[0]) == 3
+    with pytest.raises(ValueError, match="is empty"):
+        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"lang": "de"}))
+    with pytest.raises(ValueError, match="must be best or all"):
+        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "some"}))
+    with pytest.raises(ValueError, match="kwargs takes paths, lang"):
+        load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"path": "all"}))
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": null}'}}
+
+
+def test_openai_format_keeps_tools_and_calls():
+    row = {
+        "messages": [
+            user("1+1"),
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+            {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "c1"},
+            assistant("It is 2."),
+        ],
+        "tools": json.dumps([{"type": "function", "function": {"name": "add"}}]),
+        "system": "Be brief.",
+        "id": 7,
+    }
+    found = chat_row(row, system_key="system")
+    assert found["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        user("1+1"),
+        {
+            "role": "assistant",
+            "tool_calls": [{**CALL, "function": {"name": "add", "arguments": {"a": 1, "b": None}}}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c1"},
+        assistant("It is 2."),
+    ]
+    assert found["tools"] == [{"type": "function", "function": {"name": "add"}}]
+    assert found["id"] == 7
+    own_system = chat_row({"messages": [{"role": "system", "content": "x"}, user("a")], "s": "y"}, system_key="s")
+    assert [message["content"] for message in own_system["messages"]] == ["x", "a"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "must hold a list of messages"),
+        ([{"content": "a"}], "message without a role"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "only text can be used"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "no JSON"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "no object"),
+    ],
+)
+def test_what_is_no_conversation_is_named_with_its_column(messages, message):
+    with pytest.raises(ValueError, match=f"column 'chat'.*{message}"):
+        chat_row({"chat": messages}, chat_key="chat")
+
+
+def test_tools_of_one_row_leave_no_trace_in_another(write, tmp_path):
+    """A table gives every object the keys of all; JSONL is read as it is written, and nulls are taken out elsewhere."""
+    import datasets
+
+    def tool(name, argument):
+        return {"name": name, "parameters": {"properties": {argument: {"type": "string"}}}}
+
+    def call(name, argument):
+        return {"role": "assistant", "tool_calls": [{"function": {"name": name, "arguments": {argument: "x"}}}]}
+
+    rows = [{"messages": [user("a"), call(n, a)], "tools": [tool(n, a)]} for n, a in (("f", "p"), ("g", "q"))]
+    path = write(rows)
+    expected = [(row["tools"], row["messages"][1]["tool_calls"]) for row in rows]
+    loaded, _ = load_rows(sft(dataset_name="openai_format", data_path=path))
+    assert [(row["tools"], row["messages"][1]["tool_calls"]) for row in loaded] == expected
+    parquet = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list(rows).to_parquet(str(parquet))
+    loaded, _ = load_rows(sft(dataset_name="openai_format", data_path=str(parquet)))
+    assert [(row["tools"], row["messages"][1]["tool_calls"]) for row in loaded] == expected
+
+
+def test_files_of_columns_conversations_and_tokens(write):
+    columns = write([{"question": "1+1", "answer": 2, "sys": "s", "level": 3}])
+    keys = {"data_path": columns, "input_key": "question", "output_key": "answer"}
+    (row,) = load_rows(sft(**keys, system_key="sys"))[0]
+    assert row["messages"] == [{"role": "system", "content": "s"}, user("1+1"), assistant("2")]
+    assert row["level"] == 3
+    with pytest.raises(ValueError, match=r"no column 'input' \(input_key\); its columns are: question, answer"):
+        load_rows(sft(data_path=columns))
+    with pytest.raises(ValueError, match=r"no column 'nowhere' \(system_key\)"):
+        load_rows(sft(**keys, system_key="nowhere"))
+    with pytest.raises(ValueError, match=r"no column 'messages' \(chat_key\)"):
+        load_rows(sft(dataset_name="openai_format", data_path=columns))
+    (row,) = load_rows(sft(dataset_name="ResponseDataset", data_path=write([{"chat": [user("a")]}]), chat_key="chat"))[
+        0
+    ]
+    assert row["messages"] == [user("a")]
+    tokens = {"input_ids": [5, 6], "labels": [-100, 6]}
+    assert list(load_rows(sft(data_path=write([tokens])))[0]) == [tokens]
+    with pytest.raises(ValueError, match="needs data_path"):
+        load_rows(sft(dataset_name="ResponseDataset"))
+
+
+def test_rows_that_cannot_be_converted_are_named(write):
+    rows, _ = load_rows(
+        sft(data_path=write([{"input": "a", "output": "b"}, {"input": "a"}, {"input": 1, "output": None}]))
+    )
+    with pytest.raises(ValueError, match="row rows:1 has no 'output'; it has: input"):
+        rows[1]
+    with pytest.raises(ValueError, match="row rows:2: column 'output' has no value"):
+        rows[2]
+
+
+def test_json_lines(write, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"b": "é"}\n  \n[1]\n{"c"\n')
+    rows = JsonLines(str(path))
+    assert len(rows) == 4
+    assert (rows[0], rows[1]) == ({"a": 1}, {"b": "é"})
+    with pytest.raises(ValueError, match=r"row 2 \(from 0\) is no JSON object"):
+        rows[2]
+    with pytest.raises(ValueError, match=r"row 3 \(from 0\) is no JSON:"):
+        rows[3]
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="is empty"):
+        JsonLines(str(path))
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        JsonLines("nowhere.jsonl")
+
+
+def test_streams_give_the_rows_of_the_whole_table(write):
+    chats = [{"messages": [user(str(i)), assistant("x")], "tools": None} for i in range(5)]
+    path = write(chats)
+    for cfg in (
+        sft(data_path=path, streaming=True),
+        sft(dataset_name="tulu3_sft_mixture", data_path=path, streaming=True),
+    ):
+        stream = load_stream(cfg)
+        whole, _ = load_rows(cfg.model_copy(update={"streaming": False}))
+        assert [stream.convert(row)["messages"] for row in stream.table] == [row["messages"] for row in whole]
+    pairs = write(
+        [{"context": [user("q")], "completions": [{"rank": 0, "completion": [assistant(str(i))]}]} for i in range(3)]
+    )
+    stream = load_stream(dpo(dataset_name="PreferenceDataset", data_path=pairs, streaming=True))
+    assert [stream.convert(row)["chosen"][0]["content"] for row in stream.table] == ["0", "1", "2"]
+    for cfg in (sft(dataset_name="arithmetic", streaming=True), sft(dataset_name="open_assistant", streaming=True)):
+        with pytest.raises(ValueError, match="cannot be streamed"):
+            load_stream(cfg)
+
+
+@pytest.mark.parametrize(("preference", "chosen"), [(-3, "one"), (-1, "one"), (1, "two"), (2, "two")])
+def test_helpsteer3(preference, chosen):
+    context = [user("q"), assistant("a"), user("q2")]
+    row = {
+        "domain": "general",
+        "language": "english",
+        "context": context,
+        "response1": "one",
+        "response2": "two",
+        "overall_preference": preference,
+        "individual_preference": [],
+    }
+    found = helpsteer3_row(row)
+    assert (found["prompt"], found["chosen"], found["margin"]) == (context, chosen, float(abs(preference)))
+    assert {found["chosen"], found["rejected"]} == {"one", "two"}
+    assert "tie" not in found
+    assert helpsteer3_row({**row, "overall_preference": 0})["tie"] == "overall_preference"
+
+
+def test_tulu3_preference():
+    row = {
+        "id": "x",
+        "source": "y",
+        "prompt": "q",
+        "chosen": [user("q"), assistant("good")],
+        "rejected": [user("q"), assistant("bad")],
+    }
+    assert split_preference(conversations_row(row)) == ([user("q")], [assistant("good")], [assistant("bad")])
+
+
+def test_ranked_completions():
+    completions = [{"rank": rank, "completion": [assistant(str(rank))]} for rank in (2, 0, 1)]
+    found = ranked_row({"context": [user("q")], "completions": completions, "id": 4})
+    assert found == {"prompt": [user("q")], "chosen": [assistant("0")], "rejected": [assistant("2")], "id": 4}
+    assert ranked_row({"context": [], "completions": completions[:1]})["tie"] == "completions"
+    with pytest.raises(ValueError, match="column 'completions' is empty"):
+        ranked_row({"context": [], "completions": []})
+
+
+def test_preference_files(write):
+    ranked = {
+        "context": [user("q")],
+        "completions": [{"rank": 0, "completion": [assistant("g")]}, {"rank": 1, "completion": [assistant("b")]}],
+    }
+    (row,) = load_rows(dpo(dataset_name="PreferenceDataset", data_path=write([ranked])))[0]
+    assert row == {"prompt": [user("q")], "chosen": [assistant("g")], "rejected": [assistant("b")]}
+    binary = write([{"q": "1+1", "good": "2", "bad": "3", "margin": 2}])
+    keys = {"prompt_key": "q", "chosen_key": "good", "rejected_key": "bad"}
+    (row,) = load_rows(dpo(dataset_name="BinaryPreferenceDataset", data_path=binary, **keys))[0]
+    assert row == {"prompt": "1+1", "chosen": "2", "rejected": "3", "margin": 2}
+    with pytest.raises(ValueError, match=r"no column 'chosen' \(chosen_key\); its columns are: q, good, bad, margin"):
+        load_rows(dpo(data_path=binary))
+    with pytest.raises(ValueError, match="'HelpSteer3' holds preferences"):
+        load_rows(sft(dataset_name="HelpSteer3"))
+    with pytest.raises(ValueError, match="'PreferenceDataset' holds preferences"):
+        load_rows(sft(dataset_name="PreferenceDataset", data_path=binary))
+    with pytest.raises(ValueError, match="'squad' holds no preferences"):
+        load_rows(dpo(dataset_name="squad"))
+
+
+def test_generated_preferences():
+    cfg = dpo(
+        dataset_name="arithmetic_preference",
+        kwargs={"num_samples": 400, "margins": True},
+        split_validation_size=0.1,
+    )
+    train, held_out = load_rows(cfg)
+    again, _ = load_rows(cfg)
+    assert list(train) == list(again)
+    mistakes = []
+    for row in train:
+        right, wrong = (int(row[key].removeprefix("\\boxed{").removesuffix("}")) for key in ("chosen", "rejected"))
+        assert right == eval(row["prompt"])
+        mistakes.append(wrong - right)
+        assert row["margin"] == abs(wrong - right)
+    assert set(mistakes) == {-3, -2, -1, 1, 2, 3}
+    assert 0.45 < np.mean(np.array(mistakes) == 1) < 0.7
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    plain, _ = load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"num_samples": 2}))
+    assert "margin" not in plain[0]
+    with pytest.raises(ValueError, match="kwargs takes num_samples, max_operand, operators, margins"):
+        load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"margin": True}))
+
+
+def test_own_datasets_by_import_path(tmp_path, monkeypatch):
+    (tmp_path / "own_conversations_module.py").write_text(
+        "def make(cfg):\n"
+        "    word = cfg.kwargs['word']\n"
+        "    return [{'messages': [{'role': 'user', 'content': word}, {'role': 'assistant', 'content': '!'}]}]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rows, _ = load_rows(sft(dataset_name="own_conversations_module:make", kwargs={"word": "hi"}))
+    assert rows[0]["messages"][0] == user("hi")
+    sys.modules.pop("own_conversations_module")
