@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.microbatches import RowKey, keys_of
 from nemo_rl.rollouts.collector import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import Written
@@ -44,44 +45,67 @@ class FakePolicy:
     )
     calls: list[str] = field(default_factory=list)
     plans: list[BatchPlan] = field(default_factory=list)
+    attached: dict[str, dict[RowKey, Any]] = field(default_factory=dict)
     data_parallel_size: int = 1
     name_prefix: str = "policy"
     controller_tensor_bytes: int = 0
     peak_flops: float | None = None
 
+    def note(self, call: str) -> None:
+        """Calls of others than the policy carry their name."""
+        self.calls.append(call if self.name_prefix == "policy" else f"{self.name_prefix}.{call}")
+
     def load(self, plan: BatchPlan) -> None:
-        self.calls.append("load")
+        self.note("load")
         self.plans.append(plan)
 
     def compute(self, task: HeadTask, column: str) -> None:
-        self.calls.append({"prev_logprobs": "logprobs"}.get(column, column))
+        self.note({"prev_logprobs": "logprobs"}.get(column, column))
 
     def compute_reference_logprobs(self) -> None:
-        self.calls.append("reference")
+        self.note("reference")
+
+    def share(self, column: str) -> dict[RowKey, Any]:
+        """In place of a reference, who shares what."""
+        return dict.fromkeys(keys_of_plan(self.plans[-1]), f"{column} of {self.name_prefix}")
+
+    def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
+        self.note(f"attach {column}")
+        self.attached[column] = {key: shared[key] for key in keys_of_plan(self.plans[-1])}
 
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
-        self.calls.append("mask")
+        self.note("mask")
         return {"max_seq_mult_prob_error": 1.0, "num_masked_seqs_by_logprob_error": 0.0}
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
-        self.calls.append("token_advantages")
+        self.note("token_advantages")
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        self.calls.append("train")
+        self.note("train")
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]
 
+    def restart(self) -> None:
+        self.note("restart")
+
     def save_checkpoint(self, directory: Path, **options: Any) -> None:
-        self.calls.append("save")
-        (directory / "policy").mkdir()
-        (directory / "policy" / "optimizer").mkdir()
-        (directory / "policy" / "weights").write_text("weights")
+        self.note("save")
+        folder = directory / self.name_prefix
+        folder.mkdir()
+        (folder / "optimizer").mkdir()
+        (folder / "weights").write_text("weights")
 
     def start_save_checkpoint(self, directory: Path, **options: Any) -> Written:
         self.save_checkpoint(directory)
         return Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        self.calls.append("load_checkpoint")
+        assert (directory / self.name_prefix / "weights").is_file()
+        self.note("load_checkpoint")
+
+
+def keys_of_plan(plan: BatchPlan) -> list[RowKey]:
+    """The rows that a plan gives to ranks."""
+    return [key for rank in plan.ranks for batch in rank.logprobs for planned in batch for key in keys_of(planned)]
 
 
 @dataclass

@@ -45,9 +45,6 @@ class DistillationConfig(RolloutConfig):
     max_num_steps: int = Field(default=1000, ge=1)
     """Steps of the run at most."""
 
-    val_period: int = Field(default=20, ge=0)
-    """Steps from one validation to the next; 0: none in between."""
-
     val_batch_size: int = Field(default=64, ge=1)
     """Prompts of a validation batch."""
 
@@ -137,9 +134,10 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     def _check_who_teaches(self) -> Iterator[tuple[str, str]]:
         tasks = self.distillation.task_to_teacher
-        if (self.teacher is None) == (not self.teachers):
-            said = "neither" if self.teacher is None else "both"
-            yield "teacher", f"there is one teacher, or several in `teachers`; {said} of the sections is there"
+        if self.teacher is None and not self.teachers:
+            yield "teacher", "is required, e.g. teacher: {model_name: Qwen/Qwen3-4B}; or name several in `teachers`"
+        if self.teacher is not None and self.teachers:
+            yield "teacher.model_name", "there is one teacher, or several in `teachers`; leave one of the sections out"
         if self.teacher is not None and tasks:
             yield "distillation.task_to_teacher", "`teacher` teaches everything; leave it out, or name `teachers`"
         for task, name in tasks.items():
@@ -149,7 +147,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
                 yield f"distillation.task_to_teacher.{task}", f"no section teachers.{name}; {fix}"
         for name in self.teachers if tasks or len(self.teachers) > 1 else ():
             if name not in tasks.values():
-                yield f"teachers.{name}", "teaches nothing; name its task in distillation.task_to_teacher"
+                yield f"teachers.{name}.model_name", "teaches nothing; name its task in distillation.task_to_teacher"
 
     def _check_distributions(self) -> Iterator[tuple[str, str]]:
         generation, distillation = self.policy.generation, self.distillation

@@ -2,7 +2,7 @@
 
     tiny:arithmetic        Qwen2, 0.3M parameters, embeddings and head tied
     tiny:arithmetic-moe    Qwen3-MoE, 0.6M parameters, 4 experts of which 2 see a token, embeddings and head apart
-    tiny:arithmetic-teacher    the first with more of the warm-up and none of its doubts: right nearly always
+    tiny:arithmetic-teacher    the first without the mistakes at the end of its warm-up: right nearly always
 
 Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
 byte-level tokenizer. Its short supervised warm-up ends on demonstrations of which a part is off by one, so it
@@ -72,7 +72,7 @@ class TinyModelRecipe:
 RECIPES: dict[str, TinyModelRecipe] = {
     "arithmetic": TinyModelRecipe(),
     "arithmetic-moe": TinyModelRecipe(num_experts=4),
-    "arithmetic-teacher": TinyModelRecipe(num_clean_steps=500, num_doubtful_steps=0),
+    "arithmetic-teacher": TinyModelRecipe(num_clean_steps=360, num_doubtful_steps=0),
 }
 
 

@@ -1,0 +1,76 @@
+"""What a trainer that samples is made of, with fakes in place of workers."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
+from nemo_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.config.loader import dump_config
+from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
+from nemo_rl.rollouts.collector import GroupRequest
+from nemo_rl.types import SamplingParams
+from nemo_rl.utils.console import RunConsole
+from nemo_rl.utils.logger import Logger
+from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
+
+FLOPS = ModelFlops(per_token=1e6, attention=(AttentionCost(per_pair=1e3, window=None),))
+
+
+def alternate(request: GroupRequest, index: int) -> float:
+    """Rewards 0 and 1 by turns."""
+    return float(index % 2)
+
+
+class FakeRun:
+    """Parts and tools of a run in a folder; `make(tools, parts)` makes the trainer.
+
+    Every task of `tasks` has a dataset of eight prompts with its name. The calls of all policies are in `calls`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: RolloutMasterConfig,
+        make: Callable[[RunTools, RolloutParts], RolloutTrainer],
+        *,
+        calls: list[str],
+        reward: Any = alternate,
+        tasks: Sequence[str] = ("t",),
+    ) -> None:
+        self.folder = folder / "run"
+        self.policy = FakePolicy(calls=calls)
+        self.rollouts = FakeRollouts(reward, calls)
+        rows = [{"problem": str(i)} for i in range(8)]
+        data = PromptDataset([NamedRows(name=task, task_name=task, rows=rows) for task in tasks])
+        sampling = SamplingParams(max_new_tokens=8)
+        tools = RunTools(
+            logger=Logger(config.logger, self.folder),
+            console=RunConsole(num_steps=3, file=io.StringIO(), force_terminal=False),
+            checkpointing=config.checkpointing,
+            resolved_config_yaml=dump_config(config),
+            identity={},
+        )
+        parts = RolloutParts(
+            policy=self.policy,  # type: ignore[arg-type]
+            generation=None,  # type: ignore[arg-type]
+            refit=FakeRefit(calls),  # type: ignore[arg-type]
+            rollouts=self.rollouts,  # type: ignore[arg-type]
+            prompts=PromptDataLoader(data, config.rollout.num_prompts_per_step, seed=1),
+            validation_prompts=[data[0], data[1]],
+            train_sampling=sampling,
+            val_sampling=sampling,
+            flops=FLOPS,
+        )
+        self.trainer = make(tools, parts)
+
+    def go(self) -> list[dict[str, Any]]:
+        self.trainer.start()
+        self.trainer.train()
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]

@@ -1,0 +1,229 @@
+"""The step of on-policy distillation, who teaches what, and its configuration; fakes in place of workers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
+from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
+from nemo_rl.algorithms.distillation_setup import tasks_by_teacher
+from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.rollout_batch import Batching
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.models.policy.head_tasks_distillation import TopKLogits, TopKLogprobs
+from nemo_rl.types import GroupHandle
+from tests.fakes import FakePolicy, keys_of_plan, sample_meta
+from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.config.run_configs import MINIMAL
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+COLUMN = "teacher_topk"
+ONE = {"teacher": {"model_name": "big"}}
+TWO = {
+    "teachers": {"algebra": {"model_name": "a"}, "geometry": {"model_name": "g"}},
+    "distillation": {"task_to_teacher": {"sums": "algebra", "circles": "geometry"}},
+}
+
+BASE = (
+    "distillation.num_prompts_per_step=4",
+    "distillation.max_num_steps=2",
+    "distillation.val_period=0",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+
+
+def build(*overrides: str, sections: dict[str, Any] = ONE) -> DistillationMasterConfig:
+    small = {"policy": {"model_name": "m", "train_global_batch_size": 128}}
+    return build_config(DistillationMasterConfig, copy.deepcopy(MINIMAL | small | sections), overrides)
+
+
+def make_teacher(config: TeacherConfig, policy: FakePolicy, *tasks: str) -> Teacher:
+    return Teacher(
+        policy=policy,  # type: ignore[arg-type]
+        config=config,
+        batching=Batching.of(config, quadratic_weight=0.0),
+        task=TopKLogits(2, 8),
+        tasks=frozenset(tasks),
+    )
+
+
+class Run(FakeRun):
+    """Policies of the teachers, by section, are in `teachers`."""
+
+    def __init__(self, folder: Path, *overrides: str, sections: dict[str, Any] = ONE, ranks: int = 1) -> None:
+        calls: list[str] = []
+        tasks = ("t",) if sections is ONE else ("sums", "circles")
+        config = build(
+            *BASE,
+            f"checkpointing.checkpoint_dir={folder / 'ckpt'}",
+            f"policy.logprob_batch_size={4}",
+            *overrides,
+            sections=sections,
+        )
+        taught = tasks_by_teacher(config, tasks)
+        self.teachers = {
+            model.key: FakePolicy(
+                calls=calls, name_prefix=model.key.replace("teachers.", "teacher-"), data_parallel_size=ranks
+            )
+            for model in config.further_models
+        }
+        teachers = [
+            make_teacher(model.config, self.teachers[model.key], *taught[model.key])  # type: ignore[arg-type]
+            for model in config.further_models
+        ]
+        super().__init__(
+            folder,
+            config,
+            lambda tools, parts: DistillationTrainer(
+                config, tools, parts, teachers, student_task=TopKLogprobs(2), column=COLUMN
+            ),
+            calls=calls,
+            tasks=tasks,
+        )
+
+
+def test_a_step_runs_its_phases_in_order(tmp_path):
+    run = Run(tmp_path)
+    rows = run.go()
+    step = ["collect", "load", "teacher.load", f"teacher.{COLUMN}", f"attach {COLUMN}", "train", "sync"]
+    assert run.policy.calls == ["sync", *step, *step, "save"]
+    assert set(run.policy.attached[COLUMN].values()) == {"teacher_topk of teacher"}
+    assert rows[0]["train/loss"] == 0.5 and "timing/train/teacher_logprob_inference" in rows[0]
+    assert rows[0]["train/reward"] == 0.0
+
+
+def test_every_sample_hears_the_teacher_of_its_task(tmp_path):
+    """Four ranks of each teacher, and tasks that no step shares out evenly: others fill up and are not listened to."""
+    run = Run(tmp_path, sections=TWO, ranks=4)
+    run.go()
+    for plan, start in zip(run.policy.plans, (0, 4), strict=True):
+        keys = keys_of_plan(plan)
+        assert len(keys) == len(set(keys)) == 4
+        requests = run.rollouts.requests[start : start + 4]
+        tasks = [request.prompt.task_name for request in requests]
+        assert set(tasks) == {"sums", "circles"}, "the seed of the data gives both tasks in each step"
+    said = {key: str(value) for key, value in run.policy.attached[COLUMN].items()}
+    name = {"sums": "algebra", "circles": "geometry"}
+    assert said == {(group, 0): f"teacher_topk of teacher-{name[task]}" for group, task in enumerate(tasks)}
+    for policy in run.teachers.values():
+        assert all(len(keys_of_plan(plan)) == 4 for plan in policy.plans)
+
+
+def test_a_teacher_without_samples_is_left_alone():
+    policy = FakePolicy(name_prefix="teacher")
+    config = build().teacher
+    assert config is not None
+    teacher = make_teacher(config, policy, "circles")
+    groups = [GroupHandle(group_id="0", prompt_id="p", task_name="sums", ref=None, samples=[sample_meta("0/0", 1.0)])]
+    assert plan_teacher(teacher, groups) == (None, set())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tasks=st.lists(st.sampled_from(["sums", "circles"]), min_size=4, max_size=12).filter(lambda t: len(t) % 4 == 0),
+    ranks=st.sampled_from([1, 2, 4]),
+)
+def test_no_sample_is_taught_twice_or_forgotten(tasks, ranks):
+    groups = [
+        GroupHandle(group_id=str(i), prompt_id=str(i), task_name=task, ref=i, samples=[sample_meta(f"{i}/0", 0.0)])
+        for i, task in enumerate(tasks)
+    ]
+    config = build(sections=ONE).teacher
+    assert config is not None
+    heard: Counter[tuple[int, int]] = Counter()
+    for task in ("sums", "circles"):
+        teacher = make_teacher(config, FakePolicy(data_parallel_size=ranks), task)
+        plan, mine = plan_teacher(teacher, groups)
+        heard.update(mine)
+        assert mine == {(i, 0) for i, of in enumerate(tasks) if of == task}
+        if plan is not None:
+            keys = keys_of_plan(plan)
+            assert len(keys) == len(set(keys)) and len(keys) % ranks == 0 and mine <= set(keys)
+            assert len(keys) < len(mine) + ranks
+    assert heard == Counter({(i, 0): 1 for i in range(len(tasks))})
+
+
+def test_a_dead_teacher_is_replaced_and_a_dead_student_comes_from_the_checkpoint(tmp_path):
+    run = Run(tmp_path, sections=TWO)
+    run.trainer.recover(WorkerDied("gone", worker="teacher-geometry-1", rank=1, method="compute"))
+    assert run.policy.calls == ["teacher-geometry.restart"]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (["sums", "circles", "proofs"], r"nobody teaches proofs; name one of algebra, geometry .*\{proofs: algebra\}"),
+        (["sums"], r"no training dataset is called circles; there are: sums"),
+    ],
+)
+def test_every_task_has_one_teacher(tasks, message):
+    with pytest.raises(ValueError, match=message):
+        tasks_by_teacher(build(sections=TWO), tasks)
+
+
+def test_one_teacher_teaches_everything():
+    assert tasks_by_teacher(build(), ["b", "a"]) == {"teacher": frozenset({"a", "b"})}
+    alone = {"teachers": {"only": {"model_name": "big"}}}
+    assert tasks_by_teacher(build(sections=alone), ["a"]) == {"teachers.only": frozenset({"a"})}
+
+
+@pytest.mark.parametrize(
+    ("sections", "overrides", "message"),
+    [
+        ({}, (), r"teacher: is required, e.g. .* or name several in `teachers`"),
+        (ONE | TWO, (), r"teacher.model_name: there is one teacher, or several"),
+        (ONE, ("+distillation.task_to_teacher={a: b}",), r"`teacher` teaches everything"),
+        (TWO, ("distillation.task_to_teacher.sums=algebr",), r"no section teachers.algebr; did you mean algebra\?"),
+        (TWO, ("distillation.task_to_teacher.sums=geometry",), r"teachers.algebra.model_name: teaches nothing"),
+        (TWO, ("distillation.topk_logits_k=null",), r"null with several teachers; use 64"),
+        (ONE, ("distillation.topk_logits_k=null", "loss_fn.zero_outside_topk=true"), r"nothing is outside"),
+        (ONE, ("policy.generation.top_p=0.9",), r"policy.generation.top_p.*set top_p=1 and top_k=null"),
+        (ONE, ("teacher.max_total_sequence_length=100",), r"100 is less than policy.max_total_sequence_length=512"),
+        (ONE, ("teacher.reward_model_cfg.enabled=true",), r"a teacher has the head of a language model"),
+        (ONE, ("teacher.dtensor_cfg.tensor_parallel_size=2",), r"teacher.dtensor_cfg.tensor_parallel_size"),
+        (
+            ONE,
+            ("distillation.teacher_resources={gpus_per_node: 3}",),
+            r"the 128 samples of a step cannot be shared by the 3 data ranks of teacher; make them a multiple of 3",
+        ),
+        (ONE, ("checkpointing.metric_name=train:reverse_k",), r"did you mean train:reverse_kl\?"),
+    ],
+)
+def test_what_cannot_work_is_named(sections, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        build(*overrides, sections=sections)
+
+
+def test_a_teacher_takes_after_the_student_and_has_a_layout_of_its_own():
+    config = build(
+        "policy.precision=float32",
+        "distillation.teacher_resources={gpus_per_node: 4}",
+        "teacher.dtensor_cfg.tensor_parallel_size=4",
+    )
+    assert config.teacher is not None and config.teacher.precision == "float32"
+    assert config.teacher.tokenizer.name == "big"
+    assert config.teacher_cluster.num_workers == 4 and config.cluster.num_workers == 1
+    text = describe_placement(config)
+    assert "big on 4 ranks: 1 data x 4 tensor, on 4 GPUs on 1 node of its own" in text
+    with pytest.raises(ConfigError, match="5 GPUs wanted, 4 found"):
+        check_hardware(config, num_gpus=4, environment={}, more_gpus=4)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("distillation_math", 8), ("distillation_math_cpu", 1)])
+def test_the_shipped_configurations_place_the_teacher(name, ranks):
+    lines = describe_placement(load_config(DistillationMasterConfig, CONFIGS / f"{name}.yaml", [])).splitlines()
+    header = next(index for index, line in enumerate(lines) if line.split()[:1] == ["node"])
+    assert lines[header].split()[-3:] == ["policy", "teacher", "generation"]
+    assert len(lines) - header - 1 == ranks

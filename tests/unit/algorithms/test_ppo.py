@@ -1,0 +1,154 @@
+"""The PPO step and its configuration, with fakes in place of workers."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.placement import describe_placement
+from nemo_rl.algorithms.ppo import PPOTrainer
+from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.types import TrainResult
+from tests.fakes import FakePolicy, keys_of_plan
+from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
+from tests.unit.config.run_configs import MINIMAL
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+
+BASE = (
+    "ppo.num_prompts_per_step=2",
+    "ppo.num_generations_per_prompt=2",
+    "ppo.ppo_epochs=2",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "value.train_micro_batch_size=1",
+    "ppo.val_period=0",
+    "ppo.max_num_steps=2",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+VALUE_METRICS = {
+    "loss": 0.25,
+    "global_valid_toks": 24.0,
+    "returns_mean": 0.5,
+    "returns_square_mean": 0.5,
+    "value_error_mean": 0.0,
+    "value_error_square_mean": 0.0625,
+}
+
+
+def build(*overrides: str) -> PPOMasterConfig:
+    return build_config(PPOMasterConfig, copy.deepcopy(MINIMAL), overrides)
+
+
+class Run(FakeRun):
+    def __init__(self, folder: Path, *overrides: str, value_ranks: int = 1, **how: Any) -> None:
+        calls: list[str] = []
+        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        result = TrainResult(losses=[0.25], grad_norms=[2.0], learning_rates=[0.1], metrics=VALUE_METRICS)
+        self.value = FakePolicy([result], calls, name_prefix="value", data_parallel_size=value_ranks)
+        super().__init__(
+            folder,
+            config,
+            lambda tools, parts: PPOTrainer(config, tools, parts, self.value, FLOPS),  # type: ignore[arg-type]
+            calls=calls,
+            **how,
+        )
+
+
+def test_a_step_runs_its_phases_in_order(tmp_path):
+    run = Run(tmp_path)
+    rows = run.go()
+    loading = ["collect", "value.load", "load"]
+    scoring = ["logprobs", "reference", "value.values", "attach values"]
+    learning = ["token_advantages", "value.attach returns", *["value.train"] * 2, *["train"] * 2]
+    step = [*loading, *scoring, *learning, "sync"]
+    assert run.policy.calls == ["sync", *step, *step, "save", "value.save"]
+    assert set(run.policy.attached["values"].values()) == {"values of value"}
+    assert set(run.value.attached["returns"].values()) == {"returns of policy"}
+    assert rows[0]["train/reward"] == 0.5
+    assert rows[0]["train/value/loss"] == 0.25 and rows[0]["train/value/grad_norm"] == 2.0
+    assert rows[0]["train/value/explained_variance"] == 0.75
+    assert rows[0]["train/global_valid_toks"] == 48  # both passes
+
+
+def test_a_run_without_reference_computes_none(tmp_path):
+    without = ("ppo.skip_reference_policy_logprobs_calculation=true", "loss_fn.reference_policy_kl_penalty=0")
+    run = Run(tmp_path, *without)
+    run.go()
+    assert "reference" not in run.policy.calls and "logprobs" in run.policy.calls
+
+
+def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
+    run = Run(tmp_path, "value.train_global_batch_size=2", value_ranks=2)
+    run.go()
+    policy, value = run.policy.plans[0], run.value.plans[0]
+    assert len(policy.ranks) == 1 and len(value.ranks) == 2
+    assert len(policy.ranks[0].train) == 1 and len(value.ranks[0].train) == 2
+    assert policy.groups is not value.groups and sorted(keys_of_plan(policy)) == sorted(keys_of_plan(value))
+    rewards = {(s.group, s.index): s.advantage for rank in value.ranks for batch in rank.logprobs for s in batch}
+    assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
+
+
+def test_failed_samples_are_left_out_of_both_losses(tmp_path):
+    run = Run(
+        tmp_path,
+        "ppo.max_failed_sample_fraction=0.5",
+        reward=lambda request, index: None if index == 0 else 1.0,
+    )
+    run.go()
+    for plan in (run.policy.plans[0], run.value.plans[0]):
+        masks = {s.index: s.mask for rank in plan.ranks for batch in rank.logprobs for s in batch}
+        assert masks == {0: 0.0, 1: 1.0}
+
+
+def test_both_models_are_restored(tmp_path):
+    Run(tmp_path).go()
+    again = Run(tmp_path, "ppo.max_num_steps=3")
+    again.go()
+    assert again.policy.calls[:2] == ["load_checkpoint", "value.load_checkpoint"]
+    assert again.policy.calls.count("collect") == 1
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("value.train_global_batch_size=3",), r"value.train_global_batch_size=3: 3 does not divide the 512 samples"),
+        (("value.dtensor_cfg.tensor_parallel_size=2",), r"value.dtensor_cfg.tensor_parallel_size"),
+        (("value.reward_model_cfg.enabled=false",), r"value.reward_model_cfg.*reward_model_type: regression"),
+        (("value.max_total_sequence_length=100",), r"value.max_total_sequence_length=100: 100 is less than policy"),
+        (("value.nonfinite_action=skip",), r"value.nonfinite_action=skip: must be that of the policy, stop"),
+        (("loss_fn.force_on_policy_ratio=true",), r"force_on_policy_ratio.*there are 4; .*ppo.ppo_epochs=1"),
+        (
+            ("ppo.skip_reference_policy_logprobs_calculation=true",),
+            r"ppo.skip_reference_policy_logprobs_calculation=true: the KL penalty needs them",
+        ),
+        (("ppo.use_dynamic_sampling=true",), r"not supported yet: ppo.use_dynamic_sampling"),
+        (("checkpointing.metric_name=train:value/los",), r"did you mean train:value/loss\?"),
+    ],
+)
+def test_what_cannot_work_is_named(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        build(*overrides)
+
+
+def test_the_value_model_takes_after_the_policy():
+    config = build("policy.precision=float32", "policy.train_micro_batch_size=2", "policy.max_total_sequence_length=64")
+    value = config.value
+    assert (value.model_name, value.tokenizer.name) == ("m", "m")
+    assert (value.precision, value.train_micro_batch_size, value.logprob_batch_size) == ("float32", 2, 2)
+    assert value.max_total_sequence_length == 64
+    assert build("value.model_name=other").value.tokenizer.name == "other"
+    # A section copied from `policy` may have its `generation`.
+    build("+value.generation={max_new_tokens: 4}")
+
+
+@pytest.mark.parametrize("name", ["ppo_math_1B", "ppo_math_cpu"])
+def test_the_shipped_configurations_place_both_models(name):
+    text = describe_placement(load_config(PPOMasterConfig, CONFIGS / f"{name}.yaml", []))
+    assert "policy  value   generation" in text and "rank 0  rank 0  engine 0" in text
