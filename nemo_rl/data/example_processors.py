@@ -24,7 +24,6 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.data.datasets.registry import import_object
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages import get_formatted_message_log
-from nemo_rl.data.processing import both_forms
 from nemo_rl.types import DatumSpec, LLMMessageLogType
 
 IGNORED_LABEL = -100
@@ -83,7 +82,7 @@ def sft_processor(
     """
     if "input_ids" in datum_dict:
         return pretokenized(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    messages = as_messages(both_forms(datum_dict)["messages"], "user", "messages")
+    messages = as_messages(_conversation(datum_dict), "user", "messages")
     log = get_formatted_message_log(
         messages,
         tokenizer,
@@ -248,6 +247,15 @@ def as_messages(value: Any, role: str, column: str) -> list[dict[str, Any]]:
     if not value:
         raise ValueError(f"column {column!r} is an empty list: a conversation has at least one message")
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
+
+
+def _conversation(row: Mapping[str, Any]) -> Any:
+    if "messages" not in row and "problem" in row and "expected_answer" in row:
+        return [
+            {"role": "user", "content": str(row["problem"])},
+            {"role": "assistant", "content": str(row["expected_answer"])},
+        ]
+    return row["messages"]
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:

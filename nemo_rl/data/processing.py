@@ -52,7 +52,9 @@ class PromptProcessor:
 def both_forms(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with `messages` as well as `problem` and `expected_answer`, whichever it came with."""
     if "messages" in row:
-        return {"problem": problem_text(row), "expected_answer": answer_text(row), **row}
+        roles = {message["role"] for message in row["messages"]}
+        texts = {"problem": problem_text(row)} if "user" in roles else {}
+        return {**texts, **({"expected_answer": answer_text(row)} if "assistant" in roles else {}), **row}
     if "problem" in row and "expected_answer" in row:
         messages = [
             {"role": "user", "content": row["problem"]},

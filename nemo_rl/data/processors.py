@@ -141,17 +141,23 @@ def find_processor(name: str) -> ProcessorFn:
 
 
 def problem_text(row: Mapping[str, Any]) -> str:
-    """The problem of a row: `problem`, or the first user message."""
+    """The problem of a row: `problem`, or the first user message. KeyError when there is none."""
     if "problem" in row:
         return str(row["problem"])
-    return next(str(message["content"]) for message in row["messages"] if message["role"] == "user")
+    for message in row["messages"]:
+        if message["role"] == "user":
+            return str(message["content"])
+    raise KeyError("problem")
 
 
 def answer_text(row: Mapping[str, Any]) -> str:
-    """The expected answer of a row: `expected_answer`, or the last assistant message."""
+    """The expected answer of a row: `expected_answer`, or the last assistant message. KeyError when there is none."""
     if "expected_answer" in row:
         return str(row["expected_answer"])
-    return next(str(m["content"]) for m in reversed(row["messages"]) if m["role"] == "assistant")
+    for message in reversed(row["messages"]):
+        if message["role"] == "assistant":
+            return str(message["content"])
+    raise KeyError("expected_answer")
 
 
 def _prompt(
