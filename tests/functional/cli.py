@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "run_grpo_math.py"
 CPU_CONFIG = ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"
@@ -47,10 +50,12 @@ class Finished:
         return [json.loads(line) for line in newest.read_text().splitlines()]
 
 
-def start(folder: Path, *overrides: str, config: Path = CPU_CONFIG, **environment: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, *overrides: str, script: Path = SCRIPT, config: Path = CPU_CONFIG, **environment: str
+) -> subprocess.Popen[str]:
     """Begin a run in `folder`; its output goes to `folder/out.log`."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(SCRIPT), "--config", str(config), *overrides]
+    command = [sys.executable, str(script), "--config", str(config), *overrides]
     with (folder / "out.log").open("a") as log:
         return subprocess.Popen(
             command,
@@ -64,10 +69,15 @@ def start(folder: Path, *overrides: str, config: Path = CPU_CONFIG, **environmen
 
 
 def run(
-    folder: Path, *overrides: str, config: Path = CPU_CONFIG, timeout_s: float = 400, **environment: str
+    folder: Path,
+    *overrides: str,
+    script: Path = SCRIPT,
+    config: Path = CPU_CONFIG,
+    timeout_s: float = 400,
+    **environment: str,
 ) -> Finished:
     """A run to its end."""
-    process = start(folder, *overrides, config=config, **environment)
+    process = start(folder, *overrides, script=script, config=config, **environment)
     try:
         status = process.wait(timeout_s)
     finally:
@@ -76,12 +86,54 @@ def run(
     return Finished(status=status, output=(folder / "out.log").read_text(), folder=folder)
 
 
-def run_until(folder: Path, text: str, *overrides: str, timeout_s: float = 300) -> subprocess.Popen[str]:
+def run_until(
+    folder: Path,
+    text: str,
+    *overrides: str,
+    script: Path = SCRIPT,
+    config: Path = CPU_CONFIG,
+    timeout_s: float = 300,
+) -> subprocess.Popen[str]:
     """A run that is left as it is when its output first holds `text`."""
-    process = start(folder, *overrides)
+    process = start(folder, *overrides, script=script, config=config)
     deadline = time.monotonic() + timeout_s
     while text not in (folder / "out.log").read_text():
         assert process.poll() is None, (folder / "out.log").read_text()[-4000:]
         assert time.monotonic() < deadline, (folder / "out.log").read_text()[-4000:]
         time.sleep(0.05)
     return process
+
+
+def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Metrics without those that tell the time."""
+    clocks = ("timing/", "performance/")
+    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
+
+
+def small(section: str) -> tuple[str, ...]:
+    """`SMALL` for another algorithm that samples; every checkpoint also holds its models as Hugging Face has them."""
+    return (*(text.replace("grpo.", f"{section}.") for text in SMALL), "checkpointing.save_consolidated=true")
+
+
+def resumes_bit_for_bit(folder: Path, script: Path, config: Path, overrides: tuple[str, ...], *models: str) -> None:
+    """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command.
+
+    `models` are folders of the checkpoint of step 4, somewhere under `results`, whose weights are compared.
+    """
+    whole = run(folder / "whole", *overrides, script=script, config=config)
+    assert whole.status == 0, whole.output[-4000:]
+    process = run_until(folder / "killed", "step 3/4", *overrides, script=script, config=config)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = run(folder / "killed", *overrides, script=script, config=config)
+    assert again.status == 0, again.output[-4000:]
+    assert "step_2 after step 2" in again.output
+    assert comparable(again.metrics) == [row for row in comparable(whole.metrics) if row["step"] > 2]
+    for model in models:
+        want, got = (_weights(folder / name, model) for name in ("whole", "killed"))
+        assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), model
+
+
+def _weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
+    (directory,) = folder.glob(f"results/*/step_4/{model}/weights/consolidated")
+    return {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}

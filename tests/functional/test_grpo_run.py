@@ -6,21 +6,14 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from tests.functional.cli import SMALL, run, run_until
+from tests.functional.cli import SMALL, comparable, run, run_until
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def comparable(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics without those that tell the time."""
-    clocks = ("timing/", "performance/")
-    return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 
 def weights(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
