@@ -61,7 +61,7 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
     model_path = str(checkpoint.model) if checkpoint is not None else resolve_model(name)
     tokenizer_path = resolve_model(config.tokenizer.name)
     if config.tokenizer.name == name:
-        tokenizer_path = str(checkpoint.tokenizer) if checkpoint is not None else _tokenizer_of(model_path)
+        tokenizer_path = model_path
     policy = _as_policy(config)
     model = read_model_config(policy, model_path)
     tokenizer = get_tokenizer(config.tokenizer.model_copy(update={"name": tokenizer_path}))
@@ -91,14 +91,6 @@ def _checkpoint(config: EvalMasterConfig) -> CheckpointModel | None:
     return model_of_checkpoint(
         path, dtype=config.generation.vllm_cfg.precision, cache=cache_root(), resolve_base=resolve_model
     )
-
-
-def _tokenizer_of(model_path: str) -> str:
-    """The tokenizer of a model: in its directory, or, of a consolidated one inside a checkpoint, in the checkpoint."""
-    directory = Path(model_path)
-    beside = directory.parent.parent / "tokenizer"
-    own = directory / "tokenizer_config.json"
-    return str(beside) if directory.is_dir() and not own.is_file() and beside.is_dir() else model_path
 
 
 def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:

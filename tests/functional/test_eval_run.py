@@ -176,7 +176,8 @@ def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
     step = CheckpointManager(config).save(3, write, {}, "", {})
     inputs = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run"]))
     assert inputs.model.name == str(Path("run") / "step_3")
-    assert Path(inputs.model.tokenizer_path).resolve() == step / "policy" / "tokenizer"
+    linked = Path(inputs.model.tokenizer_path) / "tokenizer.json"
+    assert linked.resolve() == step / "policy" / "tokenizer" / "tokenizer.json"
     named = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run/step_3"]))
     assert named.identity == inputs.identity
     weights = step / "policy" / "weights" / "consolidated" / "model.safetensors"

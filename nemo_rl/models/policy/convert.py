@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.checkpoint import load_tensors, names_and_shapes, policy_tensors
-from nemo_rl.models.policy.merge_adapter import merge_adapter
+from nemo_rl.models.policy.merge_adapter import TOKENIZER_FILES, merge_adapter
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from nemo_rl.models.policy.peft_format import read_peft_adapter
 from nemo_rl.models.policy.scalar_head import auto_class
@@ -53,8 +53,7 @@ class Source:
 class CheckpointModel:
     """A checkpoint as a model directory."""
 
-    model: Path
-    tokenizer: Path
+    model: Path  # with the tokenizer of the checkpoint
     step: Path  # the checkpoint taken
     digest: str  # of everything in that checkpoint
 
@@ -119,9 +118,9 @@ def is_checkpoint(path: Path) -> bool:
 def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Callable[[str], str]) -> CheckpointModel:
     """The model directory of a `step_N`, or of the newest sound one in a folder of them.
 
-    A consolidated directory in the checkpoint is taken as it is. Other weights are converted to `dtype` once, adapters
-    merged into their base model, into `converted/` beside the checkpoints (under `cache` where that cannot be written),
-    named by step, digest of the checkpoint and dtype. Safe from several processes.
+    It is made once, in `converted/` beside the checkpoints (under `cache` where that cannot be written), named by step,
+    digest of the checkpoint and dtype: weights converted to `dtype`, adapters merged into their base model. Of a
+    consolidated directory it holds links. Safe from several processes.
 
     Args:
         resolve_base: from the name of an adapter's base model to its directory or hub name.
@@ -137,16 +136,11 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
             raise ValueError(f"{step} is damaged: {damage}; restore it from a copy, or name another checkpoint")
     digest = sealed_digest(step)
     assert digest is not None, "a sound checkpoint has a manifest"
-    policy = step / "policy"
-    consolidated = policy / "weights" / "consolidated"
-    model = consolidated
-    if not (consolidated / "config.json").is_file():
-        folder = step.absolute().parent / CONVERTED
-        if not os.access(step.absolute().parent, os.W_OK):
-            folder = cache / CONVERTED
-        model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
-        _convert_once(step, model, dtype, resolve_base)
-    return CheckpointModel(model=model, tokenizer=policy / "tokenizer", step=step, digest=digest)
+    beside = step.absolute().parent
+    folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
+    model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
+    _convert_once(step.absolute(), model, dtype, resolve_base)
+    return CheckpointModel(model=model, step=step, digest=digest)
 
 
 def _convert_once(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
@@ -156,20 +150,40 @@ def _convert_once(step: Path, target: Path, dtype: str, resolve_base: Callable[[
     with file_lock(target.with_name(f"{target.name}.lock")):
         if target.is_dir():
             return
-        logger.info("converting %s into %s (once; it may be deleted)", step, target)
         for left in target.parent.glob(f"{target.name}.partial-*"):  # of a process that was killed
             remove_tree(left)
-        adapter = step / "policy" / "adapter"
-        if not (adapter / ADAPTER_CONFIG).is_file():
-            convert_checkpoint(step, target, dtype)
+        policy = step / "policy"
+        if (policy / "weights" / "consolidated" / "config.json").is_file():
+            _link_consolidated(policy, target)
             return
-        name = read_peft_adapter(adapter).base_model_name
-        assert name is not None, "adapters of this library name their base model"
-        with _whole_or_not_at_all(target) as partial:
-            merge_adapter(adapter, name, resolve_base(name), partial)
-            for file in ("config.json", "generation_config.json"):  # with the overrides it was trained under
-                if (step / "policy" / file).is_file():
-                    shutil.copy(step / "policy" / file, partial / file)
+        logger.info("converting %s into %s (once; it may be deleted)", step, target)
+        if (policy / "adapter" / ADAPTER_CONFIG).is_file():
+            _merge_into_base(policy, target, resolve_base)
+        else:
+            convert_checkpoint(step, target, dtype)
+
+
+def _link_consolidated(policy: Path, target: Path) -> None:
+    """Links to the model and the tokenizer of a checkpoint, which lie apart there; they survive a move of the run."""
+    with _whole_or_not_at_all(target) as partial:
+        for folder in (policy / "weights" / "consolidated", policy / "tokenizer"):
+            for file in folder.iterdir() if folder.is_dir() else ():
+                if not (partial / file.name).is_symlink():
+                    (partial / file.name).symlink_to(os.path.relpath(file, partial))
+
+
+def _merge_into_base(policy: Path, target: Path, resolve_base: Callable[[str], str]) -> None:
+    name = read_peft_adapter(policy / "adapter").base_model_name
+    assert name is not None, "adapters of this library name their base model"
+    with _whole_or_not_at_all(target) as partial:
+        merge_adapter(policy / "adapter", name, resolve_base(name), partial)
+        for file in ("config.json", "generation_config.json"):  # with the overrides it was trained under
+            if (policy / file).is_file():
+                shutil.copy(policy / file, partial / file)
+        if (policy / "tokenizer").is_dir():
+            for file in TOKENIZER_FILES:
+                (partial / file).unlink(missing_ok=True)
+            shutil.copytree(policy / "tokenizer", partial, dirs_exist_ok=True)
 
 
 def _steps(path: Path) -> list[Path]:

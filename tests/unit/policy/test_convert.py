@@ -77,7 +77,7 @@ def test_the_newest_sound_checkpoint_is_converted_once(tmp_path, base):
     (tmp_path / "run" / "tmp_step_11").mkdir()
     assert is_checkpoint(tmp_path / "run") and is_checkpoint(tmp_path / "run" / "step_9") and not is_checkpoint(base)
     found = taken(tmp_path / "run", tmp_path)
-    assert found.step == tmp_path / "run" / "step_10" and found.tokenizer == found.step / "policy" / "tokenizer"
+    assert found.step == tmp_path / "run" / "step_10"
     assert found.model.parent == tmp_path / "run" / "converted"
     assert {"config.json", "tokenizer_config.json"} <= {file.name for file in found.model.iterdir()}
     embeddings = AutoModelForCausalLM.from_pretrained(found.model).get_input_embeddings().weight
@@ -103,10 +103,16 @@ def test_a_damaged_checkpoint_is_passed_over_in_a_folder_and_refused_by_name(tmp
         taken(tmp_path / "run", tmp_path)
 
 
-def test_a_consolidated_checkpoint_is_taken_as_it_is(tmp_path, base):
+def test_a_consolidated_checkpoint_is_linked_with_its_tokenizer(tmp_path, base):
     step = save(tmp_path / "run", base, 3, consolidated=True)
-    assert taken(step, tmp_path).model == step / "policy" / "weights" / "consolidated"
-    assert not (tmp_path / "run" / "converted").exists()
+    found = taken(step, tmp_path)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    model = tmp_path / "moved" / found.model.relative_to(tmp_path / "run")
+    weights = model / "model-00001.safetensors"
+    assert weights.is_symlink() and (model / "tokenizer_config.json").is_file()
+    assert taken(tmp_path / "moved", tmp_path).model == model
+    want = logits_of(tmp_path / "moved" / "step_3" / "policy" / "weights" / "consolidated")
+    torch.testing.assert_close(logits_of(model), want)
 
 
 def test_adapters_are_merged_into_their_base_model(tmp_path, base):
@@ -121,6 +127,7 @@ def test_adapters_are_merged_into_their_base_model(tmp_path, base):
     found = taken(step, tmp_path)
     torch.testing.assert_close(logits_of(found.model), want, rtol=0, atol=1e-5)
     assert json.loads((found.model / "config.json").read_text()) == config, "with the overrides it was trained under"
+    assert (found.model / "tokenizer_config.json").read_text() == "{}", "the tokenizer is the checkpoint's"
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path, base):
