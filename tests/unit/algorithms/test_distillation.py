@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from nemo_rl.algorithms.placement import check_hardware, describe_placement
 from nemo_rl.algorithms.rollout_batch import Batching
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.data.datasets.registry import dataset_label
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head_tasks_distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
@@ -227,3 +229,15 @@ def test_the_shipped_configurations_place_the_teacher(name, ranks):
     header = next(index for index, line in enumerate(lines) if line.split()[:1] == ["node"])
     assert lines[header].split()[-3:] == ["policy", "teacher", "generation"]
     assert len(lines) - header - 1 == ranks
+
+
+def test_the_teachers_of_the_guide_load():
+    guide = (CONFIGS.parents[1] / "docs" / "guides" / "distillation.md").read_text()
+    (block,) = [text for text in guide.split("```yaml\n")[1:] if "task_to_teacher" in text]
+    sections = yaml.safe_load(block.partition("```")[0])
+    config = build("distillation.val_period=0", "checkpointing.metric_name=null", sections=sections)
+    assert tasks_by_teacher(config, ["DeepScaler", "my_problems"]) == {
+        "teachers.math": frozenset({"DeepScaler"}),
+        "teachers.code": frozenset({"my_problems"}),
+    }
+    assert [dataset_label(dataset) for dataset in config.data.train] == ["DeepScaler", "my_problems"]
