@@ -64,7 +64,11 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     data = setup_data(config.data, config.env)
     check_environments(config, data)
     prompts = PromptDataLoader(
-        data.train, rollout.num_prompts_per_batch, shuffle=config.data.shuffle, seed=rollout.seed
+        data.train,
+        rollout.num_prompts_per_batch,
+        shuffle=config.data.shuffle,
+        seed=rollout.seed,
+        size_key=f"{config.section}.num_prompts_per_step",
     )
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_prompts(process, data.train, "training")
