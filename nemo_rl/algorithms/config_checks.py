@@ -191,12 +191,13 @@ def check_environments(cfg: RolloutMasterConfig) -> Problems:
 def check_validation(cfg: Sections, loop: LoopConfig, has_data: bool) -> Problems:
     """Whether there is something to validate on."""
     if loop.validates and not has_data:
+        asked = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
+        off = " and ".join(f"{cfg.section}.{setting}" for setting, is_asked in asked.items() if is_asked)
         yield (
             "data.validation",
             f"nothing to validate on ({cfg.section}.val_period={loop.val_period}, "
             f"val_at_start={_yaml(loop.val_at_start)}, val_at_end={_yaml(loop.val_at_end)}); name a dataset, set "
-            "split_validation_size of a training dataset, or switch validation off with "
-            f"{cfg.section}.val_period=0",
+            f"split_validation_size of a training dataset, or switch validation off with {off}",
         )
 
 

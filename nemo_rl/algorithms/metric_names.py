@@ -118,18 +118,8 @@ GROUP_ADVANTAGES = frozenset(
     }
 )
 
-ROWS = frozenset(
-    {
-        "total_num_tokens",
-        "num_left_out",
-        "num_too_long",
-        "num_identical_answers",
-        "num_empty_answer",
-        "num_ends_with_user",
-        "num_no_loss_tokens",
-    }
-)
-"""Of every step that learns from rows."""
+ROWS = frozenset({"total_num_tokens", "num_left_out"})
+"""Of every step that learns from rows. What rows are left out for is counted where it happens."""
 
 NLL = frozenset({"token_probability", "num_unmasked_tokens", "num_valid_samples"})
 PAIRS = frozenset(

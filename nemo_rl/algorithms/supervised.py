@@ -71,7 +71,19 @@ class SupervisedTrainer(PolicyTrainer):
         )
 
     def start(self) -> None:
-        """Resume if there is a checkpoint."""
+        """Resume if there is a checkpoint. Rows of validation sets that are left out are said here, once.
+
+        Raises:
+            ValueError: when a validation set has no other rows.
+        """
+        for name, handles in self.validation.items():
+            rows = [row for handle in handles for row in handle.rows]
+            num_left_out = self._left_out(rows, f"validation set {name!r}")["num_left_out"]
+            if num_left_out == len(rows):
+                raise ValueError(
+                    f"validation set {name!r}: not one of its {len(rows)} rows can be scored; the first: "
+                    f"{rows[0].problem}"
+                )
         self.resume()
 
     def step(self) -> None:
@@ -149,15 +161,20 @@ class SupervisedTrainer(PolicyTrainer):
     # -- validation
 
     def validate(self) -> dict[str, float]:
-        """`validation-<set>_<metric>` of every set, and `val_loss`: the mean of their losses, weighted by tokens."""
+        """`validation-<set>_<metric>` of every set, and `val_loss`: that of all of them as one set.
+
+        A loss is a mean over tokens, of pairs over pairs.
+        """
         metrics: dict[str, float] = {}
-        weighted, num_tokens = 0.0, 0.0
+        count = "global_valid_toks" if self.run.sequences_per_row == 1 else "global_valid_seqs"
+        weighted, total = 0.0, 0.0
         for name, handles in self.validation.items():
             found = self._evaluate(handles)
+            found["num_left_out"] = float(sum(row.problem is not None for handle in handles for row in handle.rows))
             metrics |= {f"validation-{name}_{metric}": value for metric, value in found.items()}
-            weighted += found["loss"] * found["global_valid_toks"]
-            num_tokens += found["global_valid_toks"]
-        return metrics | {"val_loss": weighted / num_tokens}
+            weighted += found["loss"] * found[count]
+            total += found[count]
+        return metrics | {"val_loss": weighted / total}
 
     def _evaluate(self, handles: Sequence[ExampleHandle]) -> dict[str, float]:
         plan = plan_examples(

@@ -12,7 +12,12 @@ from nemo_rl.algorithms import metric_names
 from nemo_rl.algorithms.config_checks import check_batch_size, check_layout, check_validation, data_parallel_size
 from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
 from nemo_rl.algorithms.loss_config import DPOLossConfig, RewardModelLossConfig
-from nemo_rl.data.example_config import AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
+from nemo_rl.data.example_config import (
+    DEFAULT_VALIDATION_SET,
+    AnyExampleDataConfig,
+    ExampleDataConfig,
+    PreferenceDataConfig,
+)
 from nemo_rl.models.policy.config import PolicyConfig
 
 
@@ -65,7 +70,9 @@ class SupervisedMasterConfig(RunConfig):
     @property
     def val_metrics(self) -> frozenset[str]:
         """What its validations report under `validation/`."""
-        sets = [name for name, _ in self.examples.validation_sets] or ["default"]
+        sets = {name for name, _ in self.examples.validation_sets}
+        if any(dataset.split_validation_size > 0 for dataset in self.examples.train):
+            sets.add(DEFAULT_VALIDATION_SET)
         per_set = {f"validation-{name}_{metric}" for name in sets for metric in self.loss_metrics | {"loss"}}
         return frozenset(per_set | {"val_loss"})
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.dpo import DPOTrainer
+from nemo_rl.algorithms.example_inputs import example_maker, open_streams
 from nemo_rl.algorithms.launch import launch
 from nemo_rl.algorithms.losses.bradley_terry import PreferenceLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
@@ -29,7 +29,7 @@ from nemo_rl.algorithms.worker_setup import start_cluster, start_policy
 from nemo_rl.data.dataloader import PromptDataLoader, PromptDataset, PromptSource
 from nemo_rl.data.example_loader import ExampleLoader
 from nemo_rl.data.examples import ExampleMaker, ExampleSetup, check_examples, setup_examples
-from nemo_rl.data.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.streaming import StreamedPrompts
 from nemo_rl.data.token_cache import TokenCache
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs, Scalars
@@ -54,13 +54,8 @@ class SupervisedInputs:
 
 def run_sft(config: SFTMasterConfig) -> int:
     """The whole run; returns the exit status (see `launch`)."""
-    masks = {"roles_to_train_on": config.sft.roles_to_train_on, "only_unmask_final": config.sft.only_unmask_final}
-    return launch(
-        config,
-        prepare=partial(prepare, masks=masks),
-        build=partial(_build, loss_fn=NLLLoss(), task=Logprobs(filtered=False)),
-        num_steps=config.sft.max_num_steps,
-    )
+    build = partial(_build, loss_fn=NLLLoss(), task=Logprobs(filtered=False))
+    return launch(config, prepare=prepare, build=build, num_steps=config.sft.max_num_steps)
 
 
 def run_rm(config: RMMasterConfig) -> int:
@@ -74,25 +69,17 @@ def run_dpo(config: DPOMasterConfig) -> int:
     return launch(config, prepare=prepare, build=_build_dpo, num_steps=config.dpo.max_num_steps)
 
 
-def prepare(config: SupervisedMasterConfig, masks: Mapping[str, Any] | None = None) -> SupervisedInputs:
-    """Load what needs no worker, and find what is wrong with it. `masks` are options of `ExampleMaker`.
+def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
+    """Load what needs no worker, and find what is wrong with it.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
     """
-    loop, data = config.loop, config.examples
+    loop = config.loop
     seed_everything(loop.seed)
     model = prepare_model(config.policy, config.checkpointing)
-    setup = setup_examples(data)
-    make = ExampleMaker(
-        setup.tasks,
-        model.tokenizer,
-        data.max_input_seq_length,
-        add_bos=data.add_bos,
-        add_eos=data.add_eos,
-        add_generation_prompt=data.add_generation_prompt,
-        **(masks or {}),
-    )
+    setup = setup_examples(config.examples)
+    make = example_maker(config, setup, model.tokenizer)
     check_examples(make, setup.train, "data.train")
     for name, dataset in setup.validation.items() if loop.validates else ():
         check_examples(make, dataset, f"validation set {name!r}")
@@ -114,13 +101,7 @@ def _prompt_source(config: SupervisedMasterConfig, setup: ExampleSetup) -> Promp
     order = {"shuffle": data.shuffle, "seed": config.loop.seed, "size_key": "policy.train_global_batch_size"}
     if isinstance(setup.train, PromptDataset):
         return PromptDataLoader(setup.train, batch, **order)
-    streams = [
-        NamedStream(
-            name=rows.name, task_name=rows.task_name, open_rows=partial(copy.deepcopy, rows.table), convert=rows.convert
-        )
-        for rows in setup.train
-    ]
-    return StreamedPrompts(streams, batch, **order)
+    return StreamedPrompts(open_streams(setup.train), batch, **order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +144,8 @@ def _start(
     pool = _start_pool(config, stack, inputs)
     cluster = start_cluster(config, stack, GROUPS_PER_BUNDLE)
     loop = config.loop
-    pending = {name: pool.start(_first(rows, loop.max_val_rows)) for name, rows in inputs.data.validation.items()}
+    sets = inputs.data.validation if loop.validates else {}
+    pending = {name: pool.start(_first(rows, loop.max_val_rows)) for name, rows in sets.items()}
     policy = start_policy(
         config,
         config.policy,
@@ -178,7 +160,7 @@ def _start(
         policy=policy,
         loader=ExampleLoader(inputs.prompts, pool, max_num_epochs=loop.max_num_epochs),
         num_batches=inputs.prompts.num_batches,
-        validation={name: pool.finish(future) for name, future in pending.items()} if loop.validates else {},
+        validation={name: pool.finish(future) for name, future in pending.items()},
         flops=inputs.model.flops,
     )
     return _Running(parts=parts, pool=pool)
@@ -206,6 +188,8 @@ def _reference_sums(
 ) -> ReferenceSums:
     """Those of an earlier start of the same run, or new ones; the policy has the weights the run starts from."""
     what = {name: value for name, value in inputs.identity.items() if name != config.section}
+    what["validation"] = {name: dataset.fingerprint() for name, dataset in inputs.data.validation.items()}
+    what["how"] = (config.dpo.max_val_rows, config.policy.precision)
     name = f"reference_logprobs_{digest(repr(sorted(what.items())))}.npz"
     path = Path(config.checkpointing.checkpoint_dir) / name if config.checkpointing.enabled else None
     if path is not None and path.is_file():

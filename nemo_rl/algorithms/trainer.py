@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -134,6 +135,7 @@ class Trainer(ABC):
             if self.schedule.val_at_start and self.state.total_steps == 0:
                 self._validate()
                 self._log()
+                self._say_if_stopped_early()
             self.deadline.start_iterations()
             while not (self._is_last_step() or self.state.stopped_early):
                 try:
@@ -169,15 +171,17 @@ class Trainer(ABC):
             self._finish_save()
         self._log()
         self.deadline.mark_iteration()
-        if self.state.stopped_early:
-            self.tools.console.info(
-                f"{self.schedule.early_stopping.metric_name} is good enough or gets no better: done"
-            )
-        elif out_of_time:
+        self._say_if_stopped_early()
+        if out_of_time and not self.state.stopped_early:
             self.tools.console.info(
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
+
+    def _say_if_stopped_early(self) -> None:
+        if self.state.stopped_early:
+            name = self.schedule.early_stopping.metric_name
+            self.tools.console.info(f"{name} is good enough or gets no better: done")
 
     def _finish_early(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -218,8 +222,8 @@ class Trainer(ABC):
         if settings.metric_name is None:
             return
         value = metrics[settings.metric_name.removeprefix("val:")]
-        sign = 1.0 if settings.higher_is_better else -1.0
-        if state.best_validation is None or sign * (value - state.best_validation) > settings.min_delta:
+        sign, best = (1.0 if settings.higher_is_better else -1.0), state.best_validation
+        if not math.isnan(value) and (best is None or sign * (value - best) > settings.min_delta):
             state.best_validation, state.validations_without_best = value, 0
         else:
             state.validations_without_best += 1
@@ -333,6 +337,10 @@ class Trainer(ABC):
         self.read_state(path)
         load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
+        if self.state.stopped_early and self.schedule.early_stopping.metric_name is None:
+            self.state.stopped_early = False
+        elif self.state.stopped_early:
+            self.tools.console.info("it was stopped early, and stays so; early_stopping.metric_name=null would go on")
         return True
 
     def _recover(self, error: WorkerDied) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import ray
 
-from nemo_rl.distributed.errors import WorkerDied, first_line
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.types import Example, ExampleGroup, ExampleHandle, ExampleMeta, MakeExample, Prompt
@@ -106,7 +106,7 @@ class TokenizerPool:
         timeout_s: float,
     ) -> None:
         self._timeout_s = timeout_s
-        self._builder = RayWorkerBuilder(WORKER, ray.put(make), open_cache)
+        self._builder = RayWorkerBuilder(WORKER, make, open_cache)
         self._bytes_of_ended = 0
         self._lives = [0] * num_workers
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
@@ -135,7 +135,8 @@ class TokenizerPool:
         """Wait for a batch: its groups, which hold the rows in the order of the prompts.
 
         Raises:
-            WorkerError: when a row raises (its message is that of the row), a worker keeps dying or hangs.
+            ValueError: what a row raised.
+            WorkerError: when a worker keeps dying or hangs.
         """
         num_restarts = 0
         for worker in range(len(self._workers)):
@@ -172,6 +173,11 @@ class TokenizerPool:
                 self._workers[worker].call_one(0, "is_alive")  # it may have died since it answered
         except WorkerDied as error:
             return error
+        except WorkerError as error:
+            if error.exception_type != ValueError.__name__:
+                raise
+            told = str(error).removesuffix(f"\n{error.remote_traceback}").partition(f"{ValueError.__name__}: ")[2]
+            raise ValueError(told) from error
         return None
 
     def _restart(self, worker: int) -> None:
