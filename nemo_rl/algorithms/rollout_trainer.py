@@ -246,9 +246,10 @@ class RolloutTrainer(PolicyTrainer):
         return self.generation.workers
 
     def recover(self, error: WorkerDied) -> None:
-        """After a policy worker died: a new group in its place, attached to the engines again."""
+        """After a policy worker died: a new group in its place, attached to the engines again if it was the policy."""
         super().recover(error)
-        self.refit.prepare()
+        if error.worker.startswith(self.policy.name_prefix):
+            self.refit.prepare()
 
     def read_state(self, directory: Path) -> None:
         super().read_state(directory)

@@ -13,6 +13,7 @@ from nemo_rl.algorithms.ppo import PPOTrainer
 from nemo_rl.algorithms.ppo_config import PPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.types import TrainResult
 from tests.fakes import FakePolicy, keys_of_plan
 from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
@@ -113,6 +114,12 @@ def test_both_models_are_restored(tmp_path):
     again.go()
     assert again.policy.calls[:2] == ["load_checkpoint", "value.load_checkpoint"]
     assert again.policy.calls.count("collect") == 1
+
+
+def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_path):
+    run = Run(tmp_path)
+    run.trainer.recover(WorkerDied("gone", worker="value-0", rank=0, method="train"))
+    assert run.policy.calls == ["value.restart"]
 
 
 @pytest.mark.parametrize(
