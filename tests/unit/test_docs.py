@@ -1,0 +1,235 @@
+"""What the documents say is there: keys with their defaults, commands, YAML, links, files, metrics."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
+from nemo_rl.algorithms.loop_config import EarlyStoppingConfig
+from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.algorithms.supervised_config import (
+    DPOConfig,
+    DPOMasterConfig,
+    RMConfig,
+    RMMasterConfig,
+    SFTConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
+from nemo_rl.config.base import Derived
+from nemo_rl.config.loader import load_config
+from nemo_rl.data.example_config import (
+    ExampleDataConfig,
+    ExampleDatasetConfig,
+    PreferenceDataConfig,
+    PreferenceDatasetConfig,
+)
+from nemo_rl.environments.config import RewardModelEnvironmentConfig
+from nemo_rl.evals.config import EvalMasterConfig
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples/configs"
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))} | {
+    name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md")
+}
+
+SCRIPTS: dict[str, tuple[type[BaseModel], str]] = {
+    "run_sft": (SFTMasterConfig, "sft.yaml"),
+    "run_dpo": (DPOMasterConfig, "dpo.yaml"),
+    "run_rm": (RMMasterConfig, "rm.yaml"),
+    "run_grpo_math": (GRPOMasterConfig, "grpo_math_1B.yaml"),
+    "run_ppo": (PPOMasterConfig, "ppo_math_1B.yaml"),
+    "run_distillation": (DistillationMasterConfig, "distillation_math.yaml"),
+    "run_eval": (EvalMasterConfig, "evals/eval.yaml"),
+}
+SUPERVISED = {
+    "docs/guides/sft.md": (SFTMasterConfig, "sft_cpu.yaml"),
+    "docs/guides/dpo.md": (DPOMasterConfig, "dpo_cpu.yaml"),
+    "docs/guides/rm.md": (RMMasterConfig, "rm_cpu.yaml"),
+}
+
+
+# -- Markdown
+
+
+def blocks(text: str, *languages: str) -> list[str]:
+    """Fenced blocks in one of the languages; "" is a fence without one."""
+    return [body for language, body in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S) if language in languages]
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(text: str) -> Iterator[tuple[str, list[list[str]]]]:
+    """(first cell of the header, rows) of every table."""
+    for table in re.findall(r"(?:^\|.*\n)+", without_blocks(text), re.M):
+        lines = table.splitlines()
+        yield cells(lines[0])[0], [cells(line) for line in lines[2:]]
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def anchors(text: str) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", without_blocks(text), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+# -- keys
+
+
+class Table(NamedTuple):
+    page: str
+    header: str
+    model: type[BaseModel]
+    elsewhere: frozenset[str]  # keys that another guide has
+
+
+OF_DATA = frozenset(ExampleDataConfig.model_fields)
+OF_DATASET = frozenset(ExampleDatasetConfig.model_fields)
+TABLES = [
+    Table("sft", "key of `sft`", SFTConfig, frozenset()),
+    Table("sft", "key of `data`", ExampleDataConfig, frozenset()),
+    Table("sft", "key of a dataset", ExampleDatasetConfig, frozenset()),
+    Table("sft", "key of `sft.early_stopping`", EarlyStoppingConfig, frozenset()),
+    Table("dpo", "key of `dpo`", DPOConfig, frozenset()),
+    Table("dpo", "key of `data`", PreferenceDataConfig, OF_DATA),
+    Table("dpo", "key of a dataset", PreferenceDatasetConfig, OF_DATASET),
+    Table("rm", "key of `rm`", RMConfig, frozenset()),
+    Table("rm", "key of `env.reward_model`", RewardModelEnvironmentConfig, frozenset()),
+]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.page}: {table.header}")
+def test_a_table_has_every_key_of_its_section_with_its_default(table: Table):
+    (rows,) = [rows for header, rows in tables(PAGES[f"docs/guides/{table.page}.md"]) if header == table.header]
+    keys = [key for row in rows for key in code(row[0])]
+    assert len(keys) == len(set(keys))
+    assert set(keys) | table.elsewhere >= set(table.model.model_fields), "keys that are not in the guide"
+    assert set(keys) <= set(table.model.model_fields), "keys that do not exist"
+    for row in rows:
+        stated = code(row[1]) if "`" in row[1] else re.findall(r"^[\d.]+$", row[1])
+        for key in code(row[0]) if stated else ():
+            field = table.model.model_fields[key]
+            if not any(isinstance(mark, Derived) for mark in field.metadata):
+                assert yaml.safe_load(stated[0]) == field.get_default(call_default_factory=True), key
+
+
+def test_the_tables_of_keys_are_known():
+    found = {(page, header) for page in SUPERVISED for header, _ in tables(PAGES[page]) if header.startswith("key")}
+    assert found == {(f"docs/guides/{table.page}.md", table.header) for table in TABLES}
+
+
+# -- commands and YAML
+
+
+def commands(text: str) -> list[list[str]]:
+    """The words of every `uv run` command, up to a comment."""
+    lines = [line for block in blocks(text, "", "sh", "bash") for line in block.replace("\\\n", " ").splitlines()]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("uv run ")]
+
+
+ALL_COMMANDS = [(page, words) for page, text in PAGES.items() for words in commands(text)]
+
+
+@pytest.mark.parametrize(("page", "words"), ALL_COMMANDS, ids=[" ".join(words) for _, words in ALL_COMMANDS])
+def test_a_command_runs_with_this_configuration(page: str, words: list[str]):
+    files = [word for word in words if re.match(r"(examples|benchmarks|tools|tests)/", word)]
+    for file in files:
+        assert (ROOT / file).exists(), file
+    overrides = [word for word in words if re.match(r"\+?[\w.]+=", word)]
+    script = next((Path(file).stem for file in files if file.endswith(".py")), "")
+    given = words[words.index("--config") + 1] if "--config" in words else None
+    if script in SCRIPTS:
+        model, default = SCRIPTS[script]
+        load_config(model, ROOT / given if given else CONFIGS / default, overrides)
+    elif script == "preview_data":
+        assert given is not None
+        model = next(model for name, (model, _) in SCRIPTS.items() if name.removeprefix("run_") in Path(given).stem)
+        load_config(model, ROOT / given, overrides)
+
+
+YAML_PAGES = [*SUPERVISED, "docs/guides/environments.md", "docs/guides/eval.md", "docs/guides/training-backends.md"]
+YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[page], "yaml")]
+
+
+@pytest.mark.parametrize(("page", "block"), YAML_BLOCKS, ids=[f"{page} {i}" for i, (page, _) in enumerate(YAML_BLOCKS)])
+def test_a_piece_of_yaml_loads_on_top_of_the_default_file(page: str, block: str, tmp_path: Path):
+    model, base = SCRIPTS.get(f"run_{Path(page).stem}", SCRIPTS["run_grpo_math"])
+    if "env" in yaml.safe_load(block):
+        model, base = SCRIPTS["run_grpo_math"]
+    file = tmp_path / "piece.yaml"
+    file.write_text(f"defaults: {CONFIGS / base}\n{block}")
+    load_config(model, file, [])
+
+
+# -- links, files, metrics
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_named_files_are_there(page: str):
+    text = without_blocks(PAGES[page])
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path.read_text()), target
+    for name in re.findall(r"`([\w/]+/\w+\.(?:py|yaml|md))`", text):
+        found = (ROOT / name).exists() or (ROOT / "nemo_rl" / name).exists()
+        assert found or any((ROOT / "nemo_rl").rglob(name)), name
+
+
+def test_the_navigation_has_every_page():
+    def files(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+            yield from files(part)
+
+    nav = list(files(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    assert len(nav) == len(set(nav))
+    assert {f"docs/{name}" for name in nav} == {page for page in PAGES if page.startswith("docs/")}
+
+
+@pytest.mark.parametrize("page", SUPERVISED)
+def test_metrics_are_reported(page: str):
+    model, config_file = SUPERVISED[page]
+    config = load_config(model, CONFIGS / config_file, [])
+    assert isinstance(config, SupervisedMasterConfig)
+    known = {f"train/{name}" for name in config.train_metrics} | {f"validation/{name}" for name in config.val_metrics}
+    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/algorithms").glob("*.py"))
+    named = [name for header, rows in tables(PAGES[page]) if header == "name" for row in rows for name in code(row[0])]
+    assert named
+    for name in named:
+        assert name in known or (name.startswith(("timing/", "performance/")) and f'"{Path(name).name}"' in sources), (
+            name
+        )
+
+
+def test_guides_name_every_reason_to_leave_a_row_out():
+    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/data").glob("example*.py"))
+    kinds = set(re.findall(r'Problem\(\s*"(\w+)"', sources))
+    of_pages = {
+        page: {
+            name for header, rows in tables(PAGES[page]) if header == "metric" for row in rows for name in code(row[0])
+        }
+        for page in ("docs/guides/sft.md", "docs/guides/dpo.md")
+    }
+    assert set().union(*of_pages.values()) == {f"train/num_{kind}" for kind in kinds}
