@@ -1,0 +1,338 @@
+"""Learning from rows: the order of a step, which rows count, validation, the end of the data."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.dpo import SUM, DPOTrainer
+from nemo_rl.algorithms.loss_config import RewardModelLossConfig
+from nemo_rl.algorithms.losses.bradley_terry import PreferenceLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.policy_trainer import NonFiniteLoss
+from nemo_rl.algorithms.reference_sums import ReferenceSums
+from nemo_rl.algorithms.rollout_batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
+from nemo_rl.algorithms.supervised import SupervisedTrainer, plan_examples
+from nemo_rl.data.packing import PackingAlgorithm
+from nemo_rl.distributed.errors import WorkerDied
+from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.types import TrainResult
+from tests.fakes import keys_of_plan
+from tests.unit.algorithms.example_runs import (
+    ScoringPolicy,
+    dpo_config,
+    go,
+    handles,
+    parts,
+    prompts,
+    run_tools,
+    sft_config,
+)
+
+LN2 = math.log(2)
+BASE = (
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+TWELVE: list[Mapping[str, Any]] = [{"lengths": (5 + i % 4,)} for i in range(12)]
+PAIRS: list[Mapping[str, Any]] = [{"lengths": (5 + i % 4, 4 + i % 3)} for i in range(12)]
+
+
+class Run:
+    """An SFT run with fakes in a folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *overrides: str,
+        rows: Sequence[Mapping[str, Any]] = TWELVE,
+        validation: Mapping[str, Sequence[Mapping[str, Any]]] | None = None,
+        **how: Any,
+    ) -> None:
+        checkpoints = f"checkpointing.checkpoint_dir={folder / 'c'}"
+        config = sft_config(*BASE, "sft.val_at_start=false", "sft.val_period=0", checkpoints, *overrides)
+        self.text = io.StringIO()
+        made = parts(config, rows, validation or {}, **how)
+        self.trainer = SupervisedTrainer(
+            config, run_tools(config, folder, self.text), made, NLLLoss(), Logprobs(filtered=False)
+        )
+        assert isinstance(made.policy, ScoringPolicy)
+        self.policy: ScoringPolicy = made.policy
+
+    def go(self) -> list[dict[str, Any]]:
+        return go(self.trainer)
+
+
+def trained(policy: ScoringPolicy) -> list[list[str]]:
+    """The samples of each plan that count."""
+    return [
+        sorted(
+            plan.groups[sample.group].samples[sample.index].sample_id
+            for rank in plan.ranks
+            for batch in rank.train[0]
+            for sample in batch
+            if sample.mask
+        )
+        for plan in policy.plans
+    ]
+
+
+# -- the step
+
+
+def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
+    run = Run(tmp_path, "sft.max_num_steps=2")
+    rows = run.go()
+    assert run.policy.calls == [*["load", "train"] * 2, "save"]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["train/global_valid_toks"] == 8 and rows[0]["train/num_left_out"] == 0
+    assert run.trainer.state.consumed_samples == 8 and run.trainer.state.total_valid_tokens == 16
+    lengths = [len(sample.token_ids) for group in run.policy.plans[0].groups for sample in group.samples]
+    assert rows[0]["train/total_num_tokens"] == sum(lengths)
+
+
+def test_dpo_asks_the_reference_before_it_learns(tmp_path):
+    config = dpo_config(
+        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"
+    )
+    made = parts(config, PAIRS, {})
+    rows = go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, None))
+    assert isinstance(made.policy, ScoringPolicy)
+    assert made.policy.calls[:4] == ["load", "reference", "sum reference_policy_logprobs", "train"]
+    assert rows[0]["train/preference_loss"] == pytest.approx(LN2, abs=1e-6)
+    assert rows[0]["train/num_valid_samples"] == 4
+
+
+def test_dpo_takes_what_is_known_of_the_reference(tmp_path):
+    config = dpo_config(
+        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=false", "dpo.val_period=0", "dpo.max_num_steps=1"
+    )
+    made = parts(config, PAIRS, {})
+    known = ReferenceSums({f"d:{i}": (0.25, -0.5) for i in range(len(PAIRS))})
+    go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, known))
+    assert isinstance(made.policy, ScoringPolicy)
+    assert made.policy.calls[:3] == ["load", f"attach {SUM}", "train"]
+    assert sorted(float(value) for value in made.policy.attached[SUM].values()) == [-0.5] * 4 + [0.25] * 4
+
+
+# -- rows that are left out
+
+
+def test_rows_with_a_problem_are_counted_and_said_and_teach_nothing(tmp_path):
+    problems = {2: "too_long", 5: "too_long", 7: "empty_answer"}
+    rows = [{**row, "problem": problems.get(i)} for i, row in enumerate(TWELVE)]
+    mixed = Run(tmp_path / "mixed", "policy.train_global_batch_size=12", rows=rows)
+    (logged,) = mixed.go()
+    assert logged["train/num_left_out"] == 3
+    assert logged["train/num_too_long"] == 2 and logged["train/num_empty_answer"] == 1
+    assert logged["train/num_valid_samples"] == 9 and logged["train/global_valid_toks"] == 18
+    assert [f"d:{i}/0" in trained(mixed.policy)[0] for i in range(12)] == [i not in problems for i in range(12)]
+    text = mixed.text.getvalue()
+    assert "3 of 12 rows of this step are left out:" in text
+    assert "row d:7, column 'messages': empty_answer" in text
+
+
+def test_a_step_of_nothing_but_problems_is_a_step_without_loss(tmp_path):
+    rows = [{**row, "problem": "too_long"} for row in TWELVE]
+    logged = Run(tmp_path, "sft.max_num_steps=1", rows=rows).go()
+    assert logged[0]["train/loss"] == 0 and logged[0]["train/num_left_out"] == 4
+
+
+# -- the plan
+
+
+BATCHINGS: dict[str, MicroBatching] = {
+    "fixed": FixedSize(2),
+    "padded": PaddedTokens(tokens=60, length_round=4),
+    "packed": PackedTokens(tokens=60, algorithm=PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING),
+}
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(3, 20), st.booleans()), min_size=1, max_size=14),
+    num_ranks=st.integers(1, 3),
+    multiple=st.sampled_from([1, 2]),
+    batching=st.sampled_from(sorted(BATCHINGS)),
+    is_pair=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_planned_once_and_copies_change_no_loss(lengths, num_ranks, multiple, batching, is_pair):
+    rows = [
+        {"lengths": (length, length + 2) if is_pair else (length,), "problem": "too_long" if is_bad else None}
+        for length, is_bad in lengths
+    ]
+    rule = BATCHINGS[batching]
+    made = handles(prompts("d", rows))
+    policy = ScoringPolicy()
+    values = []
+    loss_fn = PreferenceLoss(RewardModelLossConfig()) if is_pair else NLLLoss()
+    for ranks, times in ((1, 1), (num_ranks, multiple)):
+        plan = plan_examples(
+            made,
+            num_ranks=ranks,
+            batching=Batching(train=rule, logprobs=rule, quadratic_weight=0.0),
+            micro_batch_multiple=times,
+        )
+        policy.load(plan)
+        values.append(policy.losses(loss_fn))
+        keys = keys_of_plan(plan)
+        assert len(keys) == len(set(keys)), "a copy is a row of its own"
+        assert {len(rank.train[0]) for rank in plan.ranks} == {len(plan.ranks[0].train[0])}
+        assert len(plan.ranks[0].train[0]) % times == 0
+        wanted = [f"d:{i}/0" for i, row in enumerate(rows) if not row["problem"]]
+        assert trained(policy)[-1] == sorted(wanted)
+    assert values[1] == pytest.approx(values[0], rel=1e-5)
+
+
+# -- validation
+
+
+def test_every_set_is_validated_under_its_name_and_their_losses_are_averaged_by_tokens(tmp_path):
+    # Ids up to 4 in one set and up to 20 in the other: other losses, other numbers of rows.
+    sets = {"easy": [{"lengths": (4,)}] * 2, "hard": [{"lengths": (20,)}] * 6}
+    run = Run(tmp_path, "sft.max_num_steps=2", "sft.val_period=2", "sft.val_at_start=true", validation=sets)
+    first, step, last = run.go()
+    assert run.policy.calls[:4] == ["load", "evaluate", "load", "evaluate"]
+    easy, hard = (first[f"validation/validation-{name}_loss"] for name in sets)
+    assert first["validation/validation-hard_global_valid_toks"] == 12
+    assert hard > easy + 0.1
+    assert first["validation/val_loss"] == pytest.approx((2 * easy + 6 * hard) / 8)
+    assert "validation/val_loss" not in step and last["validation/val_loss"] == first["validation/val_loss"]
+
+
+def test_the_losses_of_sets_of_pairs_are_averaged_by_pairs(tmp_path):
+    sets = {"short": [{"lengths": (4, 8)}] * 2, "long": [{"lengths": (20, 9)}] * 6}
+    config = dpo_config(
+        *BASE, "checkpointing.enabled=false", "dpo.val_at_start=true", "dpo.val_period=0", "dpo.max_num_steps=1"
+    )
+    known = ReferenceSums({f"{name}:{i}": (float(i), 0.0) for name in ("short", "long", "d") for i in range(12)})
+    made = parts(config, PAIRS, sets)
+    first = go(DPOTrainer(config, run_tools(config, tmp_path, io.StringIO()), made, known))[0]
+    short, long = (first[f"validation/validation-{name}_loss"] for name in sets)
+    assert first["validation/val_loss"] == pytest.approx((2 * short + 6 * long) / 8) and short != long
+
+
+def test_what_validation_sets_leave_out_is_said_once_and_counted_every_time(tmp_path):
+    sets = {"default": [{"lengths": (4,)}] * 3 + [{"lengths": (4,), "problem": "too_long"}]}
+    rows = Run(tmp_path, "sft.val_period=1", "sft.max_num_steps=2", validation=sets)
+    logged = rows.go()
+    assert [row["validation/validation-default_num_left_out"] for row in logged] == [1, 1]
+    assert rows.text.getvalue().count("1 of 4 rows of validation set 'default' are left out") == 1
+
+
+def test_a_validation_set_of_nothing_but_problems_is_refused(tmp_path):
+    run = Run(tmp_path, "sft.val_period=1", validation={"mine": [{"lengths": (4,), "problem": "too_long"}] * 2})
+    with pytest.raises(ValueError, match=r"validation set 'mine': not one of its 2 rows can be scored.*row mine:0"):
+        run.go()
+
+
+def test_validation_has_micro_batches_of_its_own(tmp_path):
+    sets = {"default": [{"lengths": (4,)}] * 6}
+    size = ("policy.sequence_packing.enabled=false", "+sft.val_micro_batch_size=3", "sft.val_at_start=true")
+    run = Run(tmp_path, *size, "sft.max_num_steps=1", validation=sets)
+    run.go()
+    of_validation, of_training = run.policy.plans[0].ranks[0].train[0], run.policy.plans[1].ranks[0].train[0]
+    assert [len(batch) for batch in of_validation] == [3, 3]
+    assert [len(batch) for batch in of_training] == [2, 2]
+
+
+# -- the end of the data, and what is between two starts of a run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_streamed", "num_steps"),
+    [
+        (("sft.max_num_steps=100",), False, 3),
+        (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), False, 6),
+        (("sft.max_num_steps=5", "+sft.max_num_epochs=2"), False, 5),
+        (("sft.max_num_steps=100", "+sft.max_num_epochs=2"), True, 6),
+        (("sft.max_num_steps=4", "+sft.max_num_epochs=2"), True, 4),
+    ],
+)
+def test_a_run_ends_with_its_steps_or_its_data(tmp_path, overrides, is_streamed, num_steps):
+    sets = {"default": [{"lengths": (4,)}]}
+    run = Run(tmp_path, *overrides, "+sft.val_at_end=true", validation=sets, is_streamed=is_streamed)
+    rows = run.go()
+    assert run.trainer.state.total_steps == num_steps
+    assert (tmp_path / "c" / f"step_{num_steps}").is_dir()
+    assert "validation/val_loss" in rows[-1] and rows[-1]["step"] == num_steps
+    epochs = [sorted(chain(*trained(run.policy)[at : at + 3])) for at in range(0, num_steps - 2, 3)]
+    assert all(epoch == sorted(f"d:{i}/0" for i in range(12)) for epoch in epochs)
+    text = run.text.getvalue()
+    assert ("the training data is used up after 6 steps" in text) == (is_streamed and num_steps == 6)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_run_that_is_continued_sees_the_rows_that_one_run_sees(tmp_path, is_streamed):
+    long = ("+sft.max_num_epochs=3", "sft.max_num_steps=8")
+    whole = Run(tmp_path / "whole", *long, is_streamed=is_streamed)
+    whole.go()
+    first = Run(tmp_path / "cut", "+sft.max_num_epochs=3", "sft.max_num_steps=4", is_streamed=is_streamed)
+    first.go()
+    second = Run(tmp_path / "cut", *long, is_streamed=is_streamed)
+    second.go()
+    assert trained(first.policy) + trained(second.policy) == trained(whole.policy)
+    assert second.policy.calls[0] == "load_checkpoint"
+    assert second.trainer.state == whole.trainer.state
+
+
+def test_a_run_that_is_over_takes_no_step_more(tmp_path):
+    Run(tmp_path, is_streamed=True).go()
+    again = Run(tmp_path, is_streamed=True)
+    again.go()
+    assert again.policy.calls == ["load_checkpoint"]
+    assert again.trainer.state.total_steps == 3
+
+
+# -- what goes wrong
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_the_rows_at_fault(tmp_path):
+    class Broken(ScoringPolicy):
+        def train(self, loss_fn, task):
+            metrics = {"loss": math.nan, "global_valid_toks": 8.0, "global_valid_seqs": 4.0}
+            return TrainResult(
+                losses=[math.nan],
+                grad_norms=[math.nan],
+                learning_rates=[0.1],
+                metrics=metrics,
+                num_skipped_steps=1,
+                nonfinite_samples=["d:3/0"],
+            )
+
+    run = Run(tmp_path)
+    run.trainer.policy = Broken()  # type: ignore[assignment]
+    run.trainer.policies = [run.trainer.policy]
+    with pytest.raises(NonFiniteLoss, match=r"step 1: loss nan.*nonfinite_step_1\.jsonl"):
+        run.go()
+    assert '"d:3/0"' in (tmp_path / "run" / "nonfinite_step_1.jsonl").read_text()
+
+
+def test_a_dead_worker_is_replaced_and_the_rows_come_again(tmp_path):
+    class Mortal(ScoringPolicy):
+        has_died = False
+
+        def train(self, loss_fn, task):
+            if len(self.plans) == 3 and not self.has_died:
+                self.has_died = True
+                raise WorkerDied("policy-0-0 died", worker="policy-0-0", rank=0, method="train")
+            return super().train(loss_fn, task)
+
+    run = Run(tmp_path, "+sft.max_num_epochs=2")
+    mortal = Mortal()
+    run.trainer.policy = mortal  # type: ignore[assignment]
+    run.trainer.policies = [run.trainer.policy]
+    run.go()
+    assert mortal.calls.count("restart") == 1 and run.trainer.state.total_steps == 6
+    seen = trained(mortal)
+    assert seen[2] == seen[3] and sorted(chain(*seen[:2], seen[3])) == sorted(f"d:{i}/0" for i in range(12))
