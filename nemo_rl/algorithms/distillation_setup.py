@@ -41,7 +41,7 @@ class TeacherInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationInputs:
+class PreparedDistillation:
     """What a run of distillation is made from, checked."""
 
     rollouts: RolloutInputs
@@ -57,7 +57,7 @@ def run_distillation(config: DistillationMasterConfig) -> int:
     return launch(config, prepare=prepare, build=build, num_steps=config.distillation.max_num_steps)
 
 
-def prepare(config: DistillationMasterConfig) -> DistillationInputs:
+def prepare(config: DistillationMasterConfig) -> PreparedDistillation:
     """Load what needs no worker, and find what is wrong with it; see `prepare_rollouts`."""
     configs = teacher_configs(config)
     models = {key: prepare_model(teacher, config.checkpointing, key) for key, teacher in configs.items()}
@@ -73,7 +73,7 @@ def prepare(config: DistillationMasterConfig) -> DistillationInputs:
         )
         for key, model in models.items()
     }
-    return DistillationInputs(rollouts=rollouts, teachers=teachers)
+    return PreparedDistillation(rollouts=rollouts, teachers=teachers)
 
 
 def _shared_vocabulary(config: DistillationMasterConfig, key: str, student: ModelInputs, teacher: ModelInputs) -> int:
@@ -119,7 +119,7 @@ def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> 
 
 
 def build(
-    config: DistillationMasterConfig, stack: ExitStack, tools: RunTools, inputs: DistillationInputs
+    config: DistillationMasterConfig, stack: ExitStack, tools: RunTools, inputs: PreparedDistillation
 ) -> DistillationTrainer:
     """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the stack."""
     is_apart = config.distillation.teacher_resources is not None
@@ -143,7 +143,7 @@ def build(
     return trainer
 
 
-def _student_task(config: DistillationMasterConfig, inputs: DistillationInputs) -> tuple[HeadTask, str]:
+def _student_task(config: DistillationMasterConfig, inputs: PreparedDistillation) -> tuple[HeadTask, str]:
     """What the student's head says of each token, and the column of the teachers that it reads."""
     k = config.distillation.topk_logits_k
     if k is not None:
@@ -161,7 +161,7 @@ def _teacher_task(config: DistillationMasterConfig, teacher: TeacherInputs) -> H
 
 
 def _start_teachers(
-    config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: DistillationInputs
+    config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: PreparedDistillation
 ) -> list[Teacher]:
     machines, cluster, accelerator = config.cluster, setup.cluster, setup.accelerator
     if config.distillation.teacher_resources is not None:
