@@ -60,11 +60,16 @@ Options = TypeVar("Options", bound=StrictModel)
 
 
 def options_of(cfg: TableConfig, model: type[Options]) -> Options:
-    """The `kwargs` of a dataset as its options.
+    """The `kwargs` of a generated dataset as its options.
 
     Raises:
-        ValueError: for an unknown or wrong one; it says which there are.
+        ValueError: for an unknown or wrong one, saying which there are, and for a file, which it does not read.
     """
+    if cfg.data_path is not None:
+        raise ValueError(
+            f"dataset {cfg.dataset_name!r} is generated and reads no data_path ({cfg.data_path}); to read the file set "
+            "dataset_name=null"
+        )
     try:
         return model(**cfg.kwargs)
     except ValidationError as error:
