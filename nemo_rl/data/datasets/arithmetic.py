@@ -14,7 +14,7 @@ import xxhash
 
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets.files import options_of
+from nemo_rl.data.datasets.files import generated_options
 from nemo_rl.data.example_config import ExampleDatasetConfig
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -107,7 +107,7 @@ def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     Raises:
         ValueError: for an unknown or wrong option.
     """
-    options = options_of(cfg, _Options)
+    options = generated_options(cfg, _Options)
     rows = arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
     return [with_messages(row) for row in rows] if isinstance(cfg, ExampleDatasetConfig) else rows
 

@@ -60,21 +60,30 @@ Options = TypeVar("Options", bound=StrictModel)
 
 
 def options_of(cfg: TableConfig, model: type[Options]) -> Options:
-    """The `kwargs` of a generated dataset as its options.
+    """The `kwargs` of a dataset as its options.
 
     Raises:
-        ValueError: for an unknown or wrong one, saying which there are, and for a file, which it does not read.
+        ValueError: for an unknown or wrong one; it says which there are.
+    """
+    try:
+        return model(**cfg.kwargs)
+    except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ValueError(f"{cfg.dataset_name}: kwargs takes {', '.join(model.model_fields)}; {wrong}") from error
+
+
+def generated_options(cfg: TableConfig, model: type[Options]) -> Options:
+    """`options_of` for a dataset that reads nothing.
+
+    Raises:
+        ValueError: also for a file to read.
     """
     if cfg.data_path is not None:
         raise ValueError(
             f"dataset {cfg.dataset_name!r} is generated and reads no data_path ({cfg.data_path}); to read the file set "
             "dataset_name=null"
         )
-    try:
-        return model(**cfg.kwargs)
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ValueError(f"{cfg.dataset_name}: kwargs takes {', '.join(model.model_fields)}; {wrong}") from error
+    return options_of(cfg, model)
 
 
 class ColumnsToProblem:

@@ -14,7 +14,7 @@ import numpy as np
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import arithmetic_rows
-from nemo_rl.data.datasets.files import column_names, converted, load_example_table, options_of, require_columns
+from nemo_rl.data.datasets.files import column_names, converted, generated_options, load_example_table, require_columns
 from nemo_rl.data.example_config import ExampleTableConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
@@ -110,7 +110,7 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
         ValueError: for an unknown or wrong option.
     """
     _of_preferences(cfg)
-    options = options_of(cfg, _Options)
+    options = generated_options(cfg, _Options)
     problems = arithmetic_rows(
         num_samples=options.num_samples,
         max_operand=options.max_operand,
