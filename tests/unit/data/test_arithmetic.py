@@ -65,5 +65,3 @@ def test_an_empty_split_says_what_to_do():
 def test_a_file_beside_a_generated_dataset_is_refused():
     with pytest.raises(ValueError, match="reads no data_path"):
         load_arithmetic(DatasetConfig(dataset_name="arithmetic", data_path="a.jsonl", processor="p", env_name="math"))
-            DatasetConfig(dataset_name="arithmetic", data_path="rows.jsonl", processor="p", env_name="math")
-        )
