@@ -71,7 +71,7 @@ class SupervisedMasterConfig(RunConfig):
     def val_metrics(self) -> frozenset[str]:
         """What its validations report under `validation/`."""
         sets = {name for name, _ in self.examples.validation_sets}
-        if any(dataset.split_validation_size > 0 for dataset in self.examples.train):
+        if not sets or any(dataset.split_validation_size > 0 for dataset in self.examples.train):
             sets.add(DEFAULT_VALIDATION_SET)
         per_set = {f"validation-{name}_{metric}" for name in sets for metric in self.loss_metrics | {"loss"}}
         return frozenset(per_set | {"val_loss"})

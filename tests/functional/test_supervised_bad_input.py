@@ -1,0 +1,398 @@
+"""What a user of SFT, DPO and reward models can get wrong, and what they are told before anything starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_rl.algorithms.launch import USER_ERRORS, launch
+from nemo_rl.algorithms.supervised_config import (
+    DPOMasterConfig,
+    RMMasterConfig,
+    SFTMasterConfig,
+    SupervisedMasterConfig,
+)
+from nemo_rl.algorithms.supervised_setup import SupervisedInputs, prepare
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.utils.checkpoint import CheckpointIdentityError, CheckpointManager
+from tests.functional.cli import ROOT
+
+CONFIGS: dict[str, type[SupervisedMasterConfig]] = {
+    "sft": SFTMasterConfig,
+    "dpo": DPOMasterConfig,
+    "rm": RMMasterConfig,
+}
+FOUR = ("policy.train_global_batch_size=4", "policy.train_micro_batch_size=4")
+STREAM = "+data.train.streaming=true"
+
+CHAT = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+# Templates that know the roles user and assistant: one refuses others, one leaves them out.
+STRICT = (
+    "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}{{ raise_exception('no role ' + m.role) }}"
+    "{% endif %}{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+DEAF = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{{ eos_token }}{% endfor %}"
+
+
+def config(kind: str, *overrides: str) -> SupervisedMasterConfig:
+    return load_config(CONFIGS[kind], ROOT / "examples" / "configs" / f"{kind}_cpu.yaml", list(overrides))
+
+
+def prepared(kind: str, *overrides: str) -> SupervisedInputs:
+    """Everything up to the start of Ray, in this process."""
+    return prepare(config(kind, *overrides))
+
+
+def turns(*roles: str, content: str = "2") -> dict[str, object]:
+    return {"messages": [{"role": role, "content": content} for role in roles]}
+
+
+def rows(folder: Path, *content: object) -> str:
+    """The override that trains on these rows, of a file rows.jsonl."""
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in content))
+    return "data.train.dataset_name=rows.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """In an empty folder, without a network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf"))
+
+
+# -- rows
+
+
+@pytest.mark.parametrize(
+    ("row", "overrides", "told"),
+    [
+        (
+            turns("assistant", "user"),
+            (),
+            r"data\.train: not one of the 4 rows .*\(4 ends_with_user\): row rows:0, column 'messages': .* with the",
+        ),
+        (
+            turns("user", "assistant", content="2" * 60),
+            (),
+            r"4 too_long\): row rows:0, column 'messages': \d+ tokens, more",
+        ),
+        (turns("user", "assistant", content=""), (), r"4 empty_answer\): row rows:0, column 'messages': .* is empty"),
+        (turns("user", "teacher"), (), r"no_loss_tokens\).* roles user, teacher, roles_to_train_on \['assistant'\]"),
+        (CHAT, ("+sft.roles_to_train_on=[helper]",), r"no_loss_tokens\).*roles_to_train_on \['helper'\]"),
+        (
+            turns("user", "teacher", "assistant"),
+            (f'+policy.tokenizer.chat_template="{STRICT}"',),
+            r"row rows:0: .*no role teacher",
+        ),
+        (
+            turns("user", "teacher", "assistant"),
+            (f'+policy.tokenizer.chat_template="{DEAF}"',),
+            r"row rows:0: .*'teacher'",
+        ),
+        ({"messages": []}, (), r"row rows:0: column 'messages' is an empty list"),
+        ({"messages": "user: 1"}, (), r"column 'messages'"),
+        (
+            {"messages": [{"content": "1"}]},
+            (),
+            r"row rows:0: column 'messages' has a message without a role",
+        ),
+        ({**CHAT, "tools": "[{"}, (), r"row rows:0: column 'tools' has a text that is no JSON"),
+        (
+            {"input_ids": [5, 6, 7], "labels": [-100, 6, 9999]},
+            (),
+            r"row rows:0: column 'labels' has 9999 at position 2, which is no token of this tokenizer \(0 to 263\)",
+        ),
+        ({"input_ids": [5, 6, -1]}, (), r"row rows:0: column 'input_ids' has -1 at position 2, which is no token"),
+        ({"input_ids": [5, 6], "labels": [5]}, (), r"column 'labels' has 1 entries and column 'input_ids' 2"),
+        (
+            {"input_ids": [5, 6], "labels": [-100, 5]},
+            (),
+            r"column 'labels' has 5 at position 1 where column 'input_ids' has",
+        ),
+        (
+            {"question": "1", "answer": "2"},
+            (),
+            r"dataset 'rows' has no column 'input' \(input_key\); its columns are: q",
+        ),
+    ],
+)
+def test_conversations(tmp_path, row, overrides, told):
+    with pytest.raises(ValueError, match=told):
+        prepared("sft", *FOUR, rows(tmp_path, *[row] * 4), *overrides)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "rm"])
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {**PAIR, "rejected": "2"},
+            r"\(4 identical_answers\): row rows:0, column 'rejected': the same answer as in col",
+        ),
+        ({**PAIR, "chosen": " "}, r"\(4 empty_answer\): row rows:0, column 'chosen': the answer is empty"),
+        ({**PAIR, "rejected": ""}, r"\(4 empty_answer\): row rows:0, column 'rejected': the answer is empty"),
+        (
+            {**PAIR, "rejected": "3" * 60},
+            r"\(4 too_long\): row rows:0, column 'rejected': \d+ tokens, more than data.max",
+        ),
+        (
+            {
+                "chosen": turns("user", "assistant", "user")["messages"],
+                "rejected": turns("user", "user")["messages"],
+            },
+            r"\(4 ends_with_user\): row rows:0, column 'chosen'",
+        ),
+        (
+            {"prompt": "1", "chosen": "2"},
+            r"dataset 'rows' has no column 'rejected' \(rejected_key\); its columns are: pr",
+        ),
+    ],
+)
+def test_pairs(tmp_path, kind, row, told):
+    with pytest.raises(ValueError, match=told):
+        prepared(kind, *FOUR, rows(tmp_path, *[row] * 4))
+
+
+def test_a_column_is_called_what_it_is_in_the_file(tmp_path):
+    renamed = {"prompt": "1+1=", "good": "2", "bad": "2"}
+    keys = ("+data.train.chosen_key=good", "+data.train.rejected_key=bad")
+    with pytest.raises(ValueError, match="column 'bad': the same answer as in column 'good'"):
+        prepared("dpo", *FOUR, rows(tmp_path, *[renamed] * 4), *keys)
+
+
+def test_some_bad_rows_are_a_counted_warning(tmp_path, caplog):
+    bad = [{**PAIR, "rejected": "2"}, {**PAIR, "rejected": "2"}, {**PAIR, "chosen": ""}]
+    with caplog.at_level(logging.WARNING):
+        prepared("dpo", *FOUR, rows(tmp_path, *[PAIR] * 5, *bad))
+    (warning,) = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert "data.train: 3 of the 8 rows tried are left out of training (2 identical_answers, 1 empty_answer)" in warning
+    assert "row rows:5, column 'rejected'" in warning and "row rows:7, column 'chosen'" in warning
+
+
+def test_a_validation_set_is_tried_too(tmp_path):
+    sets = "[{dataset_name: arithmetic, split: validation}, {name: mine, dataset_name: rows.jsonl}]"
+    rows(tmp_path, *[turns("user")] * 3)
+    with pytest.raises(ValueError, match=r"validation set 'mine': not one of the 3 rows tried .*\(3 ends_with_user\)"):
+        prepared("sft", f"data.validation={sets}")
+
+
+# -- the configuration
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "told"),
+    [
+        ("sft", ("data.train.dataset_name=arithmetics",), "Did you mean arithmetic"),
+        ("dpo", ("data.train.dataset_name=helpsteer3",), "Did you mean HelpSteer3"),
+        (
+            "dpo",
+            ("data.train.dataset_name=arithmetic",),
+            "row arithmetic:0 has no column 'chosen', which processor 'pref",
+        ),
+        (
+            "sft",
+            ("data.train.dataset_name=arithmetic_preference",),
+            "holds preferences: it is for the section data of DPO",
+        ),
+        ("sft", ("data.train.dataset_name=nothing.jsonl",), r"dataset file '.*nothing\.jsonl' does not exist"),
+        ("sft", ("+data.default.processor=sft_procesor",), "Did you mean 'sft_processor'"),
+        ("sft", ("+data.default.processor=nowhere.mine:make",), "no module 'nowhere' can be imported"),
+        (
+            "dpo",
+            ("+data.default.processor=sft_processor",),
+            "has no column 'messages', which processor 'sft_processor'",
+        ),
+        ("dpo", (STREAM,), r"dataset 'arithmetic_preference' cannot be streamed: it is generated"),
+        (
+            "sft",
+            ("policy.train_global_batch_size=20000",),
+            r"set policy\.train_global_batch_size \(now 20000\) to at most",
+        ),
+        # cross-checks
+        (
+            "sft",
+            ("+policy.reward_model_cfg={enabled: true}",),
+            r"policy\.reward_model_cfg\.enabled: is for reward models",
+        ),
+        (
+            "dpo",
+            ("+policy.reward_model_cfg={enabled: true}",),
+            r"policy\.reward_model_cfg\.enabled: is for reward models",
+        ),
+        ("rm", ("policy.reward_model_cfg.enabled=false",), r"policy\.reward_model_cfg: a reward model is trained with"),
+        ("rm", ("policy.reward_model_cfg.reward_model_type=regression",), r"reward_model_type: bradley_terry\}"),
+        ("sft", ("data.validation=null",), r"off with sft\.val_period=0 and sft\.val_at_start=false$"),
+        ("rm", ("data.validation=null", "rm.val_at_start=false"), r"off with rm\.val_period=0$"),
+        (
+            "sft",
+            ("+data.max_input_seq_length=96",),
+            r"96 is more than policy\.max_total_sequence_length=48; use at most",
+        ),
+        (
+            "sft",
+            ("cluster.cpu_workers_per_node=2", "policy.train_global_batch_size=33"),
+            r"33 cannot be shared by 2 training ranks; make it a multiple of 2",
+        ),
+        (
+            "dpo",
+            ("cluster.cpu_workers_per_node=2", "policy.train_global_batch_size=33"),
+            r"33 cannot be shared by 2 training ranks; make it a multiple of 2",
+        ),
+        (
+            "dpo",
+            ("policy.sequence_packing.train_mb_tokens=64",),
+            r"64 is too little .* pairs of the longest sequences would fit into no micro-batch; use at least 96",
+        ),
+        ("sft", ("policy.sequence_packing.train_mb_tokens=32",), "the longest sequences would fit into no micro-batch"),
+        (
+            "dpo",
+            ("dpo.precompute_reference_logprobs=true", STREAM),
+            "needs all rows before the first step; set it to fal",
+        ),
+        ("dpo", ("+dpo.label_smoothing=0.1", "+dpo.preference_loss=ipo"), "has no meaning with preference_loss=ipo"),
+        ("dpo", ("+dpo.preference_loss=robust",), "needs the probability of a flipped label"),
+        ("dpo", ("+dpo.preference_loss_weight=0",), "and sft_loss_weight are both 0, so nothing would be learned"),
+        # misspelt keys
+        ("sft", ("sft.max_steps=3",), r"unknown key; the nearest valid key is sft\.max_num_steps"),
+        ("sft", ("+sft.roles_to_train=[user]",), r"the nearest valid key is sft\.roles_to_train_on"),
+        ("dpo", ("dpo.reference_policy_kl_penality=3",), r"valid key is dpo\.reference_policy_kl_penalty"),
+        ("dpo", ("+dpo.precompute_logprobs=true",), r"valid key is dpo\.precompute_reference_logprobs"),
+        ("rm", ("rm.usemargin=true",), r"the nearest valid key is rm\.use_margin"),
+        # metrics
+        ("sft", ("checkpointing.metric_name=val:val_los",), r"produces val:val_los; did you mean val:val_loss\?"),
+        (
+            "sft",
+            ("checkpointing.metric_name=train:num_too_long",),
+            "no run with this configuration produces train:num_to",
+        ),
+        ("dpo", ("checkpointing.metric_name=val:accuracy",), "there are: val_loss, validation-default_accuracy, "),
+        ("rm", ("checkpointing.metric_name=val:validation-default_preference_loss",), "no run with this configuration"),
+        ("sft", ("+sft.early_stopping={metric_name: 'val:val_los'}",), r"did you mean val:val_loss\?"),
+        (
+            "sft",
+            ("+sft.early_stopping={metric_name: val_loss}",),
+            r'must be "val:<metric>" or null, e\.g\. "val:val_loss"',
+        ),
+        (
+            "dpo",
+            ("+dpo.early_stopping={metric_name: 'val:val_loss', patience: null}",),
+            "so nothing would stop the run",
+        ),
+        (
+            "sft",
+            ("sft.val_period=0", "checkpointing.metric_name=null", "+sft.early_stopping={metric_name: 'val:val_loss'}"),
+            r"val:val_loss needs validation; set sft\.val_period above 0, or metric_name=null",
+        ),
+    ],
+)
+def test_names_and_combinations(tmp_path, kind, overrides, told):
+    with pytest.raises((*USER_ERRORS, ConfigError), match=told):
+        prepared(kind, *overrides)
+
+
+def test_the_set_that_is_split_off_has_metrics_beside_named_ones():
+    """`split_validation_size` makes the set `default`, whatever other sets there are."""
+    more = "[{name: more, dataset_name: arithmetic, split: validation}]"
+    sets = ("+data.train.split_validation_size=0.1", f"data.validation={more}")
+    for name in ("default", "more"):
+        config("sft", *sets, f"checkpointing.metric_name=val:validation-{name}_loss")
+
+
+# -- models
+
+
+def test_models_whose_head_is_another(tmp_path):
+    base = resolve_model("tiny:arithmetic")
+
+    def model(name: str, *, labels: int | None, tensors: dict[str, torch.Tensor]) -> str:
+        shutil.copytree(base, tmp_path / name)
+        weights = {**load_file(tmp_path / name / "model.safetensors"), **tensors}
+        save_file(weights, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        path = tmp_path / name / "config.json"
+        content = json.loads(path.read_text())
+        if labels is not None:
+            content |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": labels}
+            content |= {"id2label": {str(i): f"LABEL_{i}" for i in range(labels)}}
+        path.write_text(json.dumps(content))
+        return f"policy.model_name={tmp_path / name}"
+
+    one, three = torch.zeros(1, 128), torch.zeros(3, 128)
+    fine = model("fine", labels=1, tensors={"score.weight": one})
+    prepared("rm", fine)
+    for kind in ("sft", "dpo"):
+        with pytest.raises(ValueError, match=r"is a reward model or another classifier .* name a language model"):
+            prepared(kind, fine)
+    with pytest.raises(ValueError, match=r"wrong head|labels"):
+        prepared("rm", model("three", labels=3, tensors={"score.weight": three}))
+    with pytest.raises(ValueError, match=r"wrong head: score\.weight is not among its weights"):
+        prepared("rm", model("none", labels=1, tensors={}))
+    with pytest.raises(
+        ValueError, match=r"wrong head: its weights hold v_head\.summary\.weight; a reward model has one"
+    ):
+        prepared("rm", model("foreign", labels=None, tensors={"v_head.summary.weight": one}))
+    with pytest.raises(
+        ValueError, match=r"is a reward model: it holds score\.weight, and its config\.json does not say so"
+    ):
+        prepared("sft", model("silent", labels=None, tensors={"score.weight": one}))
+
+
+# -- resuming
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "rm"])
+def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path, kind):
+    mine = config(kind)
+
+    def write(directory: Path) -> None:
+        (directory / "policy" / "optimizer").mkdir(parents=True)
+        weights = directory / "policy" / "weights"
+        shutil.copytree(resolve_model("tiny:arithmetic"), weights)
+        if kind == "rm":
+            tensors = load_file(weights / "model.safetensors")
+            save_file({**tensors, "score.weight": torch.zeros(1, 128)}, weights / "model.safetensors")
+
+    CheckpointManager(mine.checkpointing).save(20, write, {"identity": prepare(mine).identity}, "", {})
+    prepared(kind)
+    prepared(kind, f"{kind}.max_num_steps=500", "policy.optimizer.kwargs.lr=0.5")
+    dataset = "arithmetic" if kind == "sft" else "arithmetic_preference"
+    others = {
+        f"{kind}.seed=7": rf"{kind}\.seed: the checkpoint has 42, this run 7",
+        "policy.train_global_batch_size=16": rf"{kind}\.train_global_batch_size: the checkpoint has \d+, this run 16",
+        f"data.train={{dataset_name: {dataset}, kwargs: {{num_samples: 500}}}}": (
+            rf"data\.train\.{dataset}\.num_rows: the checkpoint has 10000, this run 500"
+        ),
+        "+data.add_eos=false": r"data\.tokens\.fingerprint: the checkpoint has",
+        "+policy.dtensor_cfg.lora_cfg.enabled=true": r"lora_cfg\.dim: the checkpoint has '\(absent\)', this",
+    }
+    for override, told in others.items():
+        with pytest.raises(
+            CheckpointIdentityError, match=rf"(?s)another run:.*{told}.*set checkpointing\.checkpoint_dir"
+        ):
+            prepared(kind, override)
+    with pytest.raises(CheckpointIdentityError, match=rf"(?s)data\.train.*{kind}\.seed"):
+        prepared(kind, *list(others)[0:3:2])
+
+
+# -- the command
+
+
+def test_the_run_ends_with_status_2_and_one_message(tmp_path, capsys):
+    bad = config("dpo", *FOUR, rows(tmp_path, *[{**PAIR, "rejected": "2"}] * 4))
+
+    def build(*_: object) -> None:
+        raise AssertionError("nothing may start")
+
+    status = launch(bad, prepare=prepare, build=build, num_steps=1)  # type: ignore[arg-type,return-value]
+    text = "".join(capsys.readouterr())
+    assert status == 2
+    assert "ERROR data.train: not one of the 4 rows tried" in text.replace("\n", " ") and "Traceback" not in text
+    assert not (tmp_path / "logs").exists() or not list((tmp_path / "logs").iterdir())
