@@ -49,6 +49,12 @@ class RewardModelResources(StrictModel):
             yield "num_nodes", "the reward model runs on one device; set it to 1"
 
 
+def _is_one_device(dtensor_cfg: Any) -> bool:
+    """Neutral when training settings of the model ask for no ranks that share it."""
+    sizes = [value for key, value in (dtensor_cfg or {}).items() if key.endswith("_parallel_size")]
+    return all(size in (None, 1) for size in sizes)
+
+
 class RewardModelEnvironmentConfig(StrictModel):
     """A reward model that scores whole conversations; datasets that it answers need `conversation_processor`."""
 
@@ -88,11 +94,11 @@ class RewardModelEnvironmentConfig(StrictModel):
     """Where the reward model runs."""
 
     not_yet: ClassVar = (
-        NotYet("enabled", one_of(True, None)),
+        NotYet("enabled", anything),  # the section is used where a dataset names it
         NotYet("logprob_batch_size", anything),
         NotYet("max_grad_norm", anything),
         NotYet("generation", anything),
-        NotYet("dtensor_cfg", anything),
+        NotYet("dtensor_cfg", _is_one_device),
         NotYet("reward_model_cfg", anything),
         NotYet("reward_model_type", one_of("bradley_terry", None)),
         NotYet("megatron_cfg", switched_off),

@@ -254,7 +254,7 @@ def _convert_model_directory(directory: Path, output: Path, dtype: str | None) -
 
 def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
     saved = saved_tensors(source.weights)
-    if all(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in saved):
+    if any(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in saved):
         raise _only_adapters(source.weights)
     chosen = _torch_dtype(dtype)
     config = _read_config(source.policy)

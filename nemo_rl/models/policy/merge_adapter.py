@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from nemo_rl.models.policy.lora import merge
 from nemo_rl.models.policy.peft_format import PeftAdapter, last_part, read_peft_adapter, tensor_names
+from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT
 from nemo_rl.models.policy.weight_loading import checkpoint_files
 
 KEPT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
@@ -77,6 +78,12 @@ def _weight_files(base: Path) -> dict[str, str]:
 
 def _layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
     """Names of the adapted layers, once both matrices of each and the weight they go with are seen to fit."""
+    if f"base_model.model.{HEAD_WEIGHT}" in adapter.shapes:
+        raise ValueError(
+            f"the adapter in {adapter.directory} is that of a reward model, whose head is no part of the base model; "
+            "train with checkpointing.save_consolidated=true, which writes the merged model, or merge it with PEFT "
+            "(AutoModelForSequenceClassification, PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
+        )
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapter.shapes}
     expected = {name for layer in layers for name in tensor_names(layer)}
     problems = [f"{name} is missing in the adapter" for name in sorted(expected - adapter.shapes.keys())]

@@ -10,6 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.processors import find_processor
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -19,6 +22,7 @@ from nemo_rl.environments.registry import find_env_class
 from nemo_rl.environments.reward_model import RewardModelEnvironment, find_reward_model
 from nemo_rl.models.policy.config import TokenizerConfig
 
+CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
 PROBLEMS = ["1+1", "12-3", "7+8+9", "5"]
 ANSWERS = ["2", "nine, I think", "24", "5"]
 
@@ -179,3 +183,19 @@ def test_the_prompt_is_what_comes_before_the_last_answer():
     assert info is not None and [message["content"] for message in info["messages"]] == ["a", "b", "c"]
     with pytest.raises(ValueError, match="row 3 has no message of a user"):
         process({"messages": row["messages"][1:2]}, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 3)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{model_name: rm, dtensor_cfg: {tensor_parallel_size: 2}}", r"env\.reward_model\.dtensor_cfg"),
+        ("{model_name: rm, resources: {gpus_per_node: 2}}", r"gpus_per_node: the reward model runs on one device"),
+        ("{precision: float32}", r"env\.reward_model\.model_name: is required"),
+    ],
+)
+def test_its_section_is_read_and_what_cannot_be_is_refused_by_name(section, message):
+    good = "+env.reward_model={model_name: rm, enabled: true, dtensor_cfg: {tensor_parallel_size: 1}}"
+    loaded = load_config(GRPOMasterConfig, CPU_CONFIG, [good]).env["reward_model"]
+    assert isinstance(loaded, RewardModelEnvironmentConfig) and loaded.tokenizer.name == "rm"
+    with pytest.raises(ConfigError, match=message):
+        load_config(GRPOMasterConfig, CPU_CONFIG, [f"+env.reward_model={section}"])

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelC
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.head_tasks import Scalars
+from nemo_rl.models.policy.merge_adapter import merge_adapter
 from nemo_rl.models.policy.microbatches import Row, scored_sequences
 from nemo_rl.models.policy.parallelize import build_on_meta
 from nemo_rl.models.policy.pretrained import read_model_config
@@ -56,7 +57,9 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(2, VOCAB, (length,), generator=generator) for length in LENGTHS]
 
 
-def make_worker(path: Path, kind: str = "bradley_terry", **changes: Any) -> DTensorPolicyWorker:
+def make_worker(
+    path: Path, kind: Literal["bradley_terry", "regression"] = "bradley_terry", **changes: Any
+) -> DTensorPolicyWorker:
     config = policy_config(
         model_name=str(path), reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type=kind), **changes
     )
@@ -102,6 +105,12 @@ def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float],
         if tensor.grad is not None
     }
     return scores, grads
+
+
+def step(worker: DTensorPolicyWorker) -> None:
+    assert worker.optimizer is not None
+    worker.optimizer.step()
+    worker.optimizer.zero_grad()
 
 
 def right_padded() -> dict[str, torch.Tensor]:
@@ -210,8 +219,7 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
     def rank_main(rank: int, world: int) -> tuple[dict[int, float], dict[int, float]]:
         worker = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
         scores_and_gradients(worker)
-        worker.optimizer.step()
-        worker.optimizer.zero_grad()
+        step(worker)
         worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format=save_format)
         after, _ = scores_and_gradients(worker)
         again = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
@@ -246,8 +254,7 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
     def rank_main(rank: int, world: int) -> tuple[set[str], dict[int, float], dict[int, float]]:
         worker = make_worker(path, dtensor_cfg=config())
         _, grads = scores_and_gradients(worker)
-        worker.optimizer.step()
-        worker.optimizer.zero_grad()
+        step(worker)
         worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format="safetensors")
         after, _ = scores_and_gradients(worker)
         again = make_worker(path, dtensor_cfg=config(adapter_path=str(tmp_path / "policy" / "adapter")))
@@ -263,6 +270,8 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
     before = scores_of(base)
     adapted = PeftModel.from_pretrained(base, str(tmp_path / "policy" / "adapter"))
     whole = AutoModelForSequenceClassification.from_pretrained(tmp_path / "policy" / "weights" / "consolidated")
+    with pytest.raises(ValueError, match=r"that of a reward model.*save_consolidated=true"):
+        merge_adapter(tmp_path / "policy" / "adapter", str(path), str(path), tmp_path / "merged")
     for scores in (scores_of(adapted), scores_of(whole)):
         assert scores.tolist() == pytest.approx([want[row] for row in range(len(LENGTHS))], rel=1e-5, abs=1e-5)
         assert (scores - before).abs().min() > 1e-3
