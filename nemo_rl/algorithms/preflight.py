@@ -42,6 +42,22 @@ def check_environments(config: RolloutMasterConfig, data: DataSetup) -> None:
         find_env_class(config.env[name].type)
 
 
+def check_reward_models(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
+    """Whether what reward models score is handed to them: the conversation, by `conversation_processor` or another."""
+    for dataset in (data.train, data.validation):
+        starts = np.cumsum([0, *(len(part) for part in dataset.parts)][:-1]) if dataset is not None else ()
+        for start in starts:
+            assert dataset is not None
+            prompt = dataset[int(start)]
+            name = data.tasks[prompt.task_name].env_name
+            if config.env[name].type != "reward_model" or "messages" in (process(prompt)["extra_env_info"] or {}):
+                continue
+            raise ValueError(
+                f"dataset {prompt.task_name!r} is answered by the reward model env.{name}, which scores conversations, "
+                "and its processor hands none on; set processor: conversation_processor for it, or in data.default"
+            )
+
+
 def check_optimizer(policy: PolicyConfig) -> None:
     """Whether optimizer and scheduler can be made, on one small parameter."""
     optimizer = build_optimizer(policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])

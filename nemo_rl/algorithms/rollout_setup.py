@@ -13,6 +13,7 @@ from nemo_rl.algorithms.preflight import (
     check_checkpoint_dir,
     check_environments,
     check_prompts,
+    check_reward_models,
     check_saved_weights,
     check_writable,
 )
@@ -72,6 +73,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     )
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_prompts(process, data.train, "training")
+    check_reward_models(config, data, process)
     if data.validation is not None and rollout.validates:
         check_prompts(process, data.validation, "validation")
     shape = {name: getattr(rollout, name) for name in ("seed", "num_prompts_per_step", "num_generations_per_prompt")}

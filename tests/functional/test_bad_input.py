@@ -101,6 +101,10 @@ def test_a_file_with_a_header_alone_is_empty(tmp_path):
         (("+policy.hf_config_overrides={rope_theta: 500}",), r"has no rope_theta, so .* rope_parameters: \{rope_type"),
         (("checkpointing.checkpoint_dir=taken/c",), r"checkpointing\.checkpoint_dir: cannot write to '.*taken/c'"),
         (("logger.log_dir=taken",), r"logger\.log_dir: cannot write to 'taken'"),
+        (
+            ("+env.reward_model={model_name: rm}", "data.default.env_name=reward_model"),
+            r"reward model env\.reward_model, .* set processor: conversation_processor",
+        ),
     ],
 )
 def test_names_sizes_and_folders(tmp_path, overrides, told):
