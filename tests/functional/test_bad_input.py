@@ -24,7 +24,9 @@ from transformers import (
 )
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.grpo_setup import USER_ERRORS, Inputs, prepare
+from nemo_rl.algorithms.grpo_setup import prepare
+from nemo_rl.algorithms.launch import USER_ERRORS
+from nemo_rl.algorithms.rollout_setup import RolloutInputs
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint import CheckpointError, CheckpointIdentityError, CheckpointManager
@@ -34,7 +36,7 @@ from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
 MINE = "data.default.env_name=mine"
 
 
-def prepared(*overrides: str) -> Inputs:
+def prepared(*overrides: str) -> RolloutInputs:
     """Everything up to the start of Ray, in this process."""
     return prepare(load_config(GRPOMasterConfig, CPU_CONFIG, list(overrides)))
 
@@ -171,7 +173,7 @@ def without_tensor(name: str) -> Callable[[Path], None]:
 def test_model_directories(tmp_path, spoil, told):
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny:arithmetic"), model)
-    assert prepared(f"policy.model_name={model}").model_path == str(model)
+    assert prepared(f"policy.model_name={model}").model.model_path == str(model)
     spoil(model)
     with pytest.raises(ValueError, match=told):
         prepared(f"policy.model_name={model}")
