@@ -1,0 +1,224 @@
+"""Whole runs of SFT, DPO and reward models on the real command line: learning, resuming, more ranks, streams."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from nemo_rl.data.datasets.preferences import load_arithmetic_preference
+from nemo_rl.data.example_config import PreferenceDatasetConfig
+from tests.functional.cli import ROOT, Finished, comparable, resumes_bit_for_bit, run, run_until
+
+pytestmark = pytest.mark.timeout(600)
+
+LN2 = math.log(2)
+KINDS = ("sft", "dpo", "rm")
+
+
+def command(kind: str) -> tuple[Path, Path]:
+    """The script and the configuration of an algorithm."""
+    examples = ROOT / "examples"
+    return examples / f"run_{kind}.py", examples / "configs" / f"{kind}_cpu.yaml"
+
+
+def small(kind: str) -> tuple[str, ...]:
+    """A run of seconds: four steps, nothing on the side. Every checkpoint also holds the model as a whole."""
+    return (
+        "policy.train_global_batch_size=16",
+        f"{kind}.max_num_steps=4",
+        f"{kind}.val_period=2",
+        f"{kind}.val_at_start=false",
+        "checkpointing.save_period=2",
+        "++checkpointing.save_consolidated=true",
+        "logger.tensorboard_enabled=false",
+    )
+
+
+def finished(folder: Path, kind: str, *overrides: str) -> Finished:
+    """A run that ended well."""
+    script, config = command(kind)
+    done = run(folder, *overrides, script=script, config=config)
+    assert done.status == 0, done.output[-4000:]
+    return done
+
+
+def values(done: Finished, name: str) -> list[float]:
+    return [row[name] for row in done.metrics if name in row]
+
+
+def test_sft_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path):
+    resumes_bit_for_bit(tmp_path, *command("sft"), small("sft"), "policy")
+
+
+def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
+    """In packed sequences whose lengths differ, with the SFT term, whose weight changes the loss and not its part."""
+    start = ("dpo.val_at_start=true", "++dpo.sft_loss_weight=0.1", "dpo.max_num_steps=2", "checkpointing.enabled=false")
+    done = finished(tmp_path, "dpo", *small("dpo"), *start)
+    before, first, second = done.metrics
+    for loss in (before["validation/validation-default_preference_loss"], first["train/preference_loss"]):
+        assert loss == pytest.approx(LN2, abs=1e-6)
+    assert first["train/loss"] == pytest.approx(LN2 + 0.1 * first["train/sft_loss"], abs=1e-6)
+    assert first["train/num_valid_samples"] == 16 and first["train/global_valid_seqs"] == 32
+    assert second["train/preference_loss"] < LN2 - 0.01
+    assert done.output.count("step 2/2") == 1 and "Traceback" not in done.output
+
+
+# -- slow: learning
+
+
+LEARNS: dict[str, tuple[str, float, float]] = {
+    # metric of the validations, at most or at least this in the end, and the smallest change
+    "sft": ("validation/val_loss", 0.06, -0.1),
+    "dpo": ("validation/validation-default_accuracy", 0.8, 0.3),
+    "rm": ("validation/validation-default_accuracy", 0.8, 0.2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_command_of_the_guide_learns_in_two_minutes(tmp_path, kind):
+    started = time.monotonic()
+    done = finished(tmp_path, kind)
+    assert time.monotonic() - started < 120
+    name, reached, change = LEARNS[kind]
+    curve = values(done, name)
+    sign = math.copysign(1.0, change)
+    assert sign * curve[-1] >= sign * reached and sign * (curve[-1] - curve[0]) >= abs(change), curve
+    losses = values(done, "train/loss")
+    fifth = len(losses) // 5
+    assert sum(losses[-fifth:]) < 0.8 * sum(losses[:fifth]), losses
+    assert not any(values(done, "train/num_left_out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("+policy.dtensor_cfg.lora_cfg.enabled=true",),
+        ("dpo.precompute_reference_logprobs=true",),
+        ("dpo.precompute_reference_logprobs=true", "policy.sequence_packing.enabled=false"),
+        ("+policy.dtensor_cfg.lora_cfg.enabled=true", "dpo.precompute_reference_logprobs=true"),
+    ],
+)
+def test_dpo_begins_with_ln_2_whatever_tells_it_the_reference(tmp_path, how):
+    done = finished(tmp_path, "dpo", *small("dpo"), "dpo.val_at_start=true", "dpo.max_num_steps=2", *how)
+    before, first, second = done.metrics
+    for loss in (before["validation/validation-default_preference_loss"], first["train/preference_loss"]):
+        assert loss == pytest.approx(LN2, abs=1e-6)
+    assert second["train/preference_loss"] != pytest.approx(LN2, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_alike_in_transformers(tmp_path):
+    done = finished(tmp_path, "rm", *small("rm"), "rm.max_num_steps=40", "checkpointing.save_period=40")
+    (directory,) = tmp_path.glob("results/*/step_40/policy/weights/consolidated")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory.parents[1] / "tokenizer")
+    rows = load_arithmetic_preference(
+        PreferenceDatasetConfig(dataset_name="arithmetic_preference", split="validation", processor="unused")
+    )
+    right = 0
+    for row in rows:
+        scores = []
+        for answer in (row["chosen"], row["rejected"]):
+            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": answer}]
+            ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+            with torch.no_grad():
+                scores.append(float(model(**ids).logits[0, 0]))
+        right += scores[0] > scores[1]
+    assert right / len(rows) == pytest.approx(values(done, "validation/validation-default_accuracy")[-1], abs=1e-6)
+
+
+# -- slow: resuming
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("dpo", ()),
+        ("dpo", ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")),
+        ("rm", ()),
+        (
+            "rm",
+            (
+                "policy.sequence_packing.enabled=false",
+                "policy.train_micro_batch_size=4",
+                "+checkpointing.async_save=true",
+            ),
+        ),
+    ],
+)
+def test_a_run_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path, kind, how):
+    resumes_bit_for_bit(tmp_path, *command(kind), (*small(kind), *how), "policy")
+
+
+def write_rows(folder: Path) -> None:
+    """Two files of conversations of other lengths, in which one row of seven is too long."""
+    folder.mkdir()
+    for name, number in (("short", 30), ("long", 34)):
+        rows = []
+        for i in range(number):
+            answer = "9" * 60 if i % 7 == 3 else str(i) * (1 if name == "short" else 4)
+            turns = [{"role": "user", "content": f"{i}+0"}, {"role": "assistant", "content": answer}]
+            rows.append({"messages": turns})
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_epochs_of_several_datasets_resume_in_the_middle_of_an_epoch(tmp_path, streaming):
+    """Streamed and whole: 64 rows, four steps of 16 each epoch, ten steps, killed in the second epoch."""
+    write_rows(tmp_path / "rows")
+    sets = ", ".join(
+        f"{{dataset_name: {tmp_path}/rows/{name}.jsonl, streaming: {streaming}}}" for name in ("short", "long")
+    )
+    how = (
+        *small("sft"),
+        f"data.train=[{sets}]",
+        "+sft.max_num_epochs=3",
+        "sft.max_num_steps=100",
+        "+sft.val_at_end=true",
+        "checkpointing.keep_top_k=null",
+        "checkpointing.metric_name=null",
+    )
+    whole = finished(tmp_path / "whole", "sft", *how)
+    script, config = command("sft")
+    process = run_until(tmp_path / "cut", "step 7/", *how, script=script, config=config)
+    process.kill()
+    process.wait()
+    again = finished(tmp_path / "cut", "sft", *how)
+    assert "step_6 after step 6" in again.output
+    rows = comparable(whole.metrics)
+    assert comparable(again.metrics) == [row for row in rows if row["step"] > 6]
+    assert max(row["step"] for row in rows) == 12
+    for epoch in range(3):
+        steps = [row for row in rows if 4 * epoch < row["step"] <= 4 * epoch + 4 and "train/loss" in row]
+        assert sum(row.get("train/num_too_long", 0) for row in steps) == 9
+    assert "more than data.max_input_seq_length=48" in whole.output
+
+
+# -- slow: ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_learn_what_one_learns(tmp_path, kind):
+    """Batches that they do not share evenly in validation; micro-batches of their own."""
+    how = (*small(kind), f"{kind}.val_at_start=true", "checkpointing.enabled=false")
+    one = finished(tmp_path / "one", kind, *how)
+    two = finished(
+        tmp_path / "two", kind, *how, "cluster.cpu_workers_per_node=2", "policy.sequence_packing.train_mb_tokens=128"
+    )
+    assert [row["step"] for row in two.metrics] == [0, 1, 2, 3, 4]
+    for mine, other in zip(comparable(one.metrics), comparable(two.metrics), strict=True):
+        for name, value in mine.items():
+            if "packing/" not in name:
+                assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (mine["step"], name)
