@@ -87,7 +87,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     identity = {
         **model.identity,
         "data.train": prompts.fingerprint(),
-        "data.tokens": {"fingerprint": make.fingerprint()},
+        "data.tokens": make.settings(),
         config.section: {"seed": loop.seed, "train_global_batch_size": config.policy.train_global_batch_size},
     }
     check_checkpoint_dir(config.checkpointing, identity)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import tokenizers
 import torch
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.dataloader import NamedRows, PromptDataset
@@ -144,18 +147,37 @@ class ExampleMaker:
                 )
         return None
 
+    def settings(self) -> dict[str, Any]:
+        """What the configuration says of tokens and masks, tokenizer apart; a run that continues another shares it."""
+        roles = self.roles_to_train_on
+        return {
+            "max_input_seq_length": self.max_length,
+            "roles_to_train_on": roles if isinstance(roles, str) else list(roles),
+            "only_unmask_final": self.only_unmask_final,
+            "add_bos": self.add_bos,
+            "add_eos": self.add_eos,
+            "add_generation_prompt": self.add_generation_prompt,
+            "tasks": {
+                name: {
+                    "processor": task.processor_name,
+                    "prompt": task.spec.prompt,
+                    "system_prompt": task.spec.system_prompt,
+                    "columns": dict(task.columns),
+                }
+                for name, task in self.tasks.items()
+            },
+        }
+
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change with everything but the row that decides its tokens."""
+        """32 hexadecimal digits that change with everything but the row that decides its tokens, the code included."""
         digest = hashlib.sha256()
 
         def add(*values: Any) -> None:
             digest.update(repr(values).encode() + b"\0")
 
         add(self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        add(self.max_length, tuple(self.roles_to_train_on), self.only_unmask_final)
-        add(self.add_bos, self.add_eos, self.add_generation_prompt)
-        for name, task in sorted(self.tasks.items()):
-            add(name, task.processor_name, task.spec.prompt, task.spec.system_prompt, sorted(task.columns.items()))
+        add(transformers.__version__, tokenizers.__version__)
+        add(json.dumps(self.settings(), sort_keys=True))
         modules = {inspect.getsourcefile(inspect.unwrap(task.processor)) for task in self.tasks.values()}
         own = {str(Path(__file__).parent / name) for name in CODE_OF_TOKENS}
         for path in sorted({str(module) for module in modules if module} | own, key=lambda path: Path(path).name):
