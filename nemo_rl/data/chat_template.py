@@ -99,11 +99,7 @@ def format_chat(
     """
     plain = [plain_message(message) for message in messages]
     prompt = add_generation_prompt and plain[-1]["role"] != "assistant"
-    try:
-        text, blocks = template.render(plain, prompt=prompt)
-    except (TemplateError, TypeError) as error:  # a TypeError is a template that takes contents of another kind
-        roles = ", ".join(str(message["role"]) for message in plain)
-        raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
+    plain, text, blocks = _rendered(plain, template, prompt=prompt)
     shape = _shape(plain, template, prompt=prompt)
     if shape.left_out:
         raise ValueError(
@@ -129,6 +125,36 @@ def format_chat(
                 inside = [(max(a + added, begins[i]), min(b + added, begins[i + 1])) for a, b in blocks]
                 answers[i] = [(a, b) for a, b in inside if a < b]
     return Chat(text=full, begins=begins[:-1], answers=answers)
+
+
+def _rendered(
+    plain: list[dict[str, Any]], template: ChatTemplate, *, prompt: bool
+) -> tuple[list[dict[str, Any]], str, Spans]:
+    """The messages as the template takes them, with what it makes of them."""
+    for messages in (plain, [_with_arguments_as_text(message) for message in plain]):
+        try:
+            return messages, *template.render(messages, prompt=prompt)
+        except (TemplateError, TypeError) as error:  # a TypeError is a template that takes values of another kind
+            failure = error
+            if isinstance(error, TemplateError) or messages == [_with_arguments_as_text(m) for m in messages]:
+                break
+    roles = ", ".join(str(message["role"]) for message in plain)
+    raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {failure}") from failure
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """As templates want calls that write them out without turning them into JSON (DeepSeek V3)."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append(
+            {**call, "function": {**function, "arguments": text}} if "function" in call else {**call, "arguments": text}
+        )
+    return {**message, "tool_calls": calls}
 
 
 def _trimmed(text: str, begin: int, end: int, marks: re.Pattern[str]) -> int:
@@ -165,55 +191,88 @@ class _Pieces:
         """Borders in a text in which the pieces start at `starts`."""
         heads = [start + head for start, head in zip(starts[:-1], self.heads, strict=True)]
         for i, beyond in enumerate(self.beyond):
-            heads[i] += _common_length(beyond, text[heads[i] : heads[i] + len(beyond)])
+            heads[i] += _agreement(beyond, text[heads[i] : heads[i] + len(beyond) + 1])
         return _Borders(heads=heads, ends=[start + end for start, end in zip(starts[1:], self.ends, strict=True)])
 
 
 def _cut_pieces(
-    messages: Sequence[Mapping[str, Any]], texts: list[str], template: ChatTemplate, *, prompt: bool
+    messages: Sequence[Mapping[str, Any]],
+    texts: list[str],
+    template: ChatTemplate,
+    *,
+    prompt: bool,
+    ended: Sequence[bool] | None = None,
 ) -> _Pieces:
     """Divide the text between two contents into the end of one turn and the header of the next.
 
     The end is what follows the content when the conversation ends there, the header what a generation prompt adds.
+    `ended`: contents that hold the mark that ends their turn.
     """
     marks = _facts_of(template.tokenizer).marks
     first = template.try_render([], prompt=True) if messages[0]["role"] == "assistant" else None
     heads, beyond, ends = [_common_length(first, texts[0]) if first else 0], [""], []
     for i, text in enumerate(texts[1:]):
-        tail = _after_content(messages[: i + 1], template)
         if i == len(messages) - 1 and not prompt:
             ends.append(len(text))
             break
-        ends.append(_turn_end(marks, text, tail))
+        tail = _after_content(messages[: i + 1], template)
+        ends.append(_turn_end(marks, text, tail, ended=ended is not None and ended[i]))
         if i == len(messages) - 1:
             break
-        headed = _after_content(messages[: i + 1], template, prompt=True)
-        if messages[i + 1]["role"] != "assistant" or headed is None:
-            heads.append(ends[-1])
-            beyond.append("")
-            continue
-        same = _common_length(headed, text)
-        heads.append(max(ends[-1], _not_inside(marks, text, same)))
-        beyond.append(headed[same:] if same == len(text) else "")
+        head, more = ends[-1], ""
+        if messages[i + 1]["role"] == "assistant":
+            head, more = _header_end(
+                marks, text, ends[-1], tail, _after_content(messages[: i + 1], template, prompt=True)
+            )
+        heads.append(head)
+        beyond.append(more)
     return _Pieces(texts=texts, heads=heads, beyond=beyond, ends=ends)
 
 
 def _after_content(
     messages: Sequence[Mapping[str, Any]], template: ChatTemplate, *, prompt: bool = False
 ) -> str | None:
-    """The text after the content of the last of these messages."""
-    rendered = template.try_render([*messages[:-1], {**messages[-1], "content": MARK}], prompt=prompt)
-    return rendered.rpartition(MARK)[2] if rendered is not None and MARK in rendered else None
+    """The text after the content of the last of these messages; None where it is not shown there."""
+    for last in _replacements(messages[-1]):
+        rendered = template.try_render([*messages[:-1], last], prompt=prompt)
+        if rendered is not None and MARK in rendered:
+            return rendered.rpartition(MARK)[2]
+    return None
 
 
-def _turn_end(marks: re.Pattern[str], text: str, tail: str | None) -> int:
+def _replacements(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The message with a mark for what it says. What it says may be calls; some calls must not be taken away."""
+    marked = {**message, "content": MARK}
+    if not message.get("tool_calls"):
+        return [marked]
+    return [{key: value for key, value in marked.items() if key != "tool_calls"}, marked]
+
+
+def _turn_end(marks: re.Pattern[str], text: str, tail: str | None, *, ended: bool) -> int:
     """How much of `text` ends the turn before, when `tail` is what a conversation ends with there."""
-    found = re.compile(f"({marks.pattern})\\s*").match(text)
+    found = None if ended else re.compile(f"({marks.pattern})\\s*").match(text)
+    # Where no conversation ends there, or another mark ends the last turn, it is a mark all the same.
     if tail is None or (found and marks.match(tail) and _common_length(tail, found.group(1)) < len(found.group(1))):
-        return (
-            found.end() if found else 0
-        )  # it cannot end there, or another mark ends the last turn: a mark all the same
-    return _not_inside(marks, text, _common_length(tail, text))
+        return found.end() if found else 0
+    return _not_inside(marks, text, _agreement(tail, text))
+
+
+def _header_end(marks: re.Pattern[str], text: str, end: int, tail: str | None, headed: str | None) -> tuple[int, str]:
+    """(how much of `text` is before the answer, what of the header may still come in the answer).
+
+    `tail` and `headed` are what follows the content before, without and with a generation prompt.
+    """
+    if headed is None:
+        return end, ""
+    if tail is not None and headed.startswith(tail):
+        header = headed[len(tail) :]
+        length = _agreement(header, text[end:])
+        if end + length == len(text):
+            return len(text), header[length:]
+        if length:
+            return max(end, _not_inside(marks, text, end + length)), ""
+    length = _agreement(headed, text)
+    return max(end, _not_inside(marks, text, length)), headed[length:] if length == len(text) else ""
 
 
 def _not_inside(marks: re.Pattern[str], text: str, at: int) -> int:
@@ -225,24 +284,39 @@ def _borders_one_by_one(
     plain: Sequence[Mapping[str, Any]], text: str, template: ChatTemplate, *, prompt: bool
 ) -> _Borders:
     """Borders of any conversation: a content is where the text changes when it is replaced."""
-    bodies: list[tuple[int, int] | None] = []
-    for i, message in enumerate(plain):
-        other = template.try_render([*plain[:i], {**message, "content": MARK}, *plain[i + 1 :]], prompt=prompt)
-        if other is None or MARK not in other:  # as of tool calls, beside which many templates show no content
-            bodies.append(None)
-            continue
-        begin = min(_common_length(other, text), other.index(MARK))
-        behind = min(_common_length(other[::-1], text[::-1]), len(other) - other.rindex(MARK) - len(MARK))
-        bodies.append((begin, max(begin, len(text) - behind)))
-    texts, starts = [], [0]
+    bodies = [_body(plain, i, text, template, prompt=prompt) for i in range(len(plain))]
+    texts, starts, ended = [], [0], []
+    marks = _facts_of(template.tokenizer).marks
     for i, body in enumerate(bodies):
         later = [other[0] for other in bodies[i + 1 :] if other is not None]
         if body is None or body[0] < starts[-1] or any(begin < body[0] for begin in later):
             body = starts[-1], starts[-1]  # shown elsewhere, or not at all
+        body = body[0], min([body[1], *later])  # answers of tools may be shown within the call
         texts.append(text[starts[-1] : body[0]])
         starts.append(body[1])
+        shown = text[body[0] : body[1]].rstrip()
+        ended.append(any(mark.end() == len(shown) for mark in marks.finditer(shown)))
     texts.append(text[starts[-1] :])
-    return _cut_pieces(plain, texts, template, prompt=prompt).borders(starts, text)
+    return _cut_pieces(plain, texts, template, prompt=prompt, ended=ended).borders(starts, text)
+
+
+def _body(
+    plain: Sequence[Mapping[str, Any]], index: int, text: str, template: ChatTemplate, *, prompt: bool
+) -> tuple[int, int] | None:
+    """Begin and end of what a message says."""
+    for replaced in _replacements(plain[index]):
+        other = template.try_render([*plain[:index], replaced, *plain[index + 1 :]], prompt=prompt)
+        if other is not None and MARK in other:
+            begin = min(_common_length(other, text), other.index(MARK))
+            behind = min(_common_length(other[::-1], text[::-1]), len(other) - other.rindex(MARK) - len(MARK))
+            return begin, max(begin, len(text) - behind)
+    # It can neither be taken away nor is there a content beside it: as far as the conversations up to it agree.
+    before = template.try_render(plain[:index], prompt=plain[index]["role"] == "assistant") if index else ""
+    until = template.try_render(plain[: index + 1])
+    if before is None or until is None:
+        return None
+    begin, end = _common_length(before, text), _common_length(until, text)
+    return (begin, end) if begin < end else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -347,6 +421,14 @@ def _find_shape(plain: Sequence[Mapping[str, Any]], template: ChatTemplate, *, p
     if missing or parts[1::2] != marks or any(message.keys() > {"role", "content"} for message in plain):
         return _Shape(left_out=tuple(missing))
     return _Shape(pieces=_cut_pieces(marked, parts[0::2], template, prompt=prompt))
+
+
+def _agreement(expected: str, text: str) -> int:
+    """Characters in which `text` begins as expected, in whole words and tags: `<think>` is not `<tool_call>`."""
+    length = _common_length(expected, text)
+    if length in (len(expected), len(text)):
+        return length
+    return max((at.end() for at in re.finditer(r"[\s>\]]", expected[:length])), default=0)
 
 
 def _common_length(a: str, b: str) -> int:

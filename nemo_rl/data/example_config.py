@@ -36,7 +36,7 @@ class ExampleTableConfig(TableConfig):
 
     streaming: bool = False
     """Read the rows as they are needed and never whole: for sets larger than memory or disk. Training data only; the
-    order is then that of a shuffle buffer."""
+    rows are then shuffled within large blocks."""
 
     not_yet: ClassVar = _IGNORED
 

@@ -193,6 +193,38 @@ def test_tool_calls_names_and_tools_reach_the_template():
         "<think>\n\n</think>\nIt is 2<|im_end|>\n",
     ]
     assert formatted[1]["tool_calls"] == [call]
+    assert written(log, tokenizer, add_generation_prompt=True)[1] == (
+        '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    )
+
+
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
+CALL_TEMPLATE = (
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
+    "{%- if m.tool_calls -%}{{- CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt -}}"
+)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "'<tool_call>' + (m.tool_calls | tojson)",
+        "'<tool_call>' + m.tool_calls[0].function.arguments",  # wants a text
+    ],
+)
+def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
+    """The header that a prompt gives ends with `<think>`, and the calls begin with the same two characters."""
+    log = [
+        {"role": "user", "content": "1+1"},
+        CALL,
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "2"},
+    ]
+    texts = written(log, tokenizer_with(CALL_TEMPLATE.replace("CALLS", calls)), add_generation_prompt=True)
+    assert texts[1].startswith("<tool_call>")
+    assert texts[1].endswith("}<|im_end|>") or texts[1].endswith("]<|im_end|>")
+    assert texts[2:] == ["<|im_start|>tool\n2<|im_end|>", "2<|im_end|>"]
 
 
 def test_arguments_of_the_template():
