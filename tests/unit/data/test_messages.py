@@ -201,7 +201,8 @@ def test_tool_calls_names_and_tools_reach_the_template():
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 CALL_TEMPLATE = (
     "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' -}}"
-    "{%- if m.tool_calls -%}{{- CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{%- if m.tool_calls -%}{{- CALLS -}}{%- else -%}{{- m.content -}}{%- endif -%}"
+    "{{- '<|im_end|>\\n' -}}{%- endfor -%}"
     "{{- '<|im_start|>assistant\\n<think>\\n' if add_generation_prompt -}}"
 )
 
