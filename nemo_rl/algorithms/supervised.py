@@ -6,7 +6,7 @@ One step is `SupervisedTrainer.step`; each of its statements is a phase and a me
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_rl.algorithms.metrics import flops_metrics
@@ -30,7 +30,8 @@ class SupervisedParts:
     policy: PolicyInterface
     loader: ExampleLoader
     num_batches: int | None  # of an epoch; None: not known before it ends
-    validation: Mapping[str, Sequence[ExampleHandle]]  # by the name of the set
+    # By the name of the set. Tokenised anew each time: groups are lost with the worker that made them.
+    validation: Mapping[str, Callable[[], Sequence[ExampleHandle]]]
     flops: ModelFlops
 
 
@@ -76,8 +77,8 @@ class SupervisedTrainer(PolicyTrainer):
         Raises:
             ValueError: when a validation set has no other rows.
         """
-        for name, handles in self.validation.items():
-            rows = [row for handle in handles for row in handle.rows]
+        for name, tokenise in self.validation.items():
+            rows = [row for handle in tokenise() for row in handle.rows]
             num_left_out = self._left_out(rows, f"validation set {name!r}")["num_left_out"]
             if num_left_out == len(rows):
                 raise ValueError(
@@ -168,7 +169,8 @@ class SupervisedTrainer(PolicyTrainer):
         metrics: dict[str, float] = {}
         count = "global_valid_toks" if self.run.sequences_per_row == 1 else "global_valid_seqs"
         weighted, total = 0.0, 0.0
-        for name, handles in self.validation.items():
+        for name, tokenise in self.validation.items():
+            handles = tokenise()
             found = self._evaluate(handles)
             found["num_left_out"] = float(sum(row.problem is not None for handle in handles for row in handle.rows))
             metrics |= {f"validation-{name}_{metric}": value for metric, value in found.items()}

@@ -30,7 +30,7 @@ from nemo_rl.data.dataloader import PromptDataLoader, PromptDataset, PromptSourc
 from nemo_rl.data.example_loader import ExampleLoader
 from nemo_rl.data.examples import ExampleMaker, ExampleSetup, check_examples, setup_examples
 from nemo_rl.data.streaming import StreamedPrompts
-from nemo_rl.data.token_cache import TokenCache
+from nemo_rl.data.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.interfaces import PolicyInterface
@@ -90,6 +90,8 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
         "data.tokens": make.settings(),
         config.section: {"seed": loop.seed, "train_global_batch_size": config.policy.train_global_batch_size},
     }
+    if config.examples.cache_tokens:
+        check_cache_dir()
     check_checkpoint_dir(config.checkpointing, identity)
     check_saved_weights(config.checkpointing, config.policy, model.config)
     check_writable(Path(config.logger.log_dir), "logger.log_dir")
@@ -145,7 +147,6 @@ def _start(
     cluster = start_cluster(config, stack, GROUPS_PER_BUNDLE)
     loop = config.loop
     sets = inputs.data.validation if loop.validates else {}
-    pending = {name: pool.start(_first(rows, loop.max_val_rows)) for name, rows in sets.items()}
     policy = start_policy(
         config,
         config.policy,
@@ -160,7 +161,7 @@ def _start(
         policy=policy,
         loader=ExampleLoader(inputs.prompts, pool, max_num_epochs=loop.max_num_epochs),
         num_batches=inputs.prompts.num_batches,
-        validation={name: pool.finish(future) for name, future in pending.items()},
+        validation={name: partial(_tokenise, pool, rows, loop.max_val_rows) for name, rows in sets.items()},
         flops=inputs.model.flops,
     )
     return _Running(parts=parts, pool=pool)
@@ -178,9 +179,10 @@ def _start_pool(config: SupervisedMasterConfig, stack: ExitStack, inputs: Superv
     return pool
 
 
-def _first(dataset: PromptDataset, num: int | None) -> list[Any]:
+def _tokenise(pool: TokenizerPool, dataset: PromptDataset, num: int | None) -> list[ExampleHandle]:
     """The first `num` rows of a dataset, all of a smaller one or without a number."""
-    return [dataset[index] for index in range(len(dataset) if num is None else min(num, len(dataset)))]
+    rows = [dataset[index] for index in range(len(dataset) if num is None else min(num, len(dataset)))]
+    return pool.finish(pool.start(rows))
 
 
 def _reference_sums(
@@ -210,7 +212,7 @@ def _reference_sums(
 
 def _every_batch(data: ExampleSetup, running: _Running, size: int) -> Iterator[Sequence[ExampleHandle]]:
     """All rows of training and validation, tokenised a batch ahead."""
-    yield from running.parts.validation.values()
+    yield from (tokenise() for tokenise in running.parts.validation.values())
     assert isinstance(data.train, PromptDataset)
     source = PromptDataLoader(data.train, min(size, len(data.train)), shuffle=False, drop_last=False)
     loader = ExampleLoader(source, running.pool, max_num_epochs=1)

@@ -370,7 +370,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path, 
         f"data.train={{dataset_name: {dataset}, kwargs: {{num_samples: 500}}}}": (
             rf"data\.train\.{dataset}\.num_rows: the checkpoint has 10000, this run 500"
         ),
-        "+data.add_eos=false": r"data\.tokens\.fingerprint: the checkpoint has",
+        "+data.add_eos=false": r"data\.tokens\.add_eos: the checkpoint has True, this run False",
         "+policy.dtensor_cfg.lora_cfg.enabled=true": r"lora_cfg\.dim: the checkpoint has '\(absent\)', this",
     }
     for override, told in others.items():

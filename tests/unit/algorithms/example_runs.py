@@ -6,6 +6,8 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +191,7 @@ def parts(
         policy=ScoringPolicy(data_parallel_size=num_ranks),  # type: ignore[arg-type]
         loader=ExampleLoader(source, Pool(), max_num_epochs=config.loop.max_num_epochs),
         num_batches=None if is_streamed else source.num_batches,
-        validation={name: handles(prompts(name, own)) for name, own in validation.items()},
+        validation={name: partial(handles, prompts(name, own)) for name, own in validation.items()},
         flops=FLOPS,
     )
 
