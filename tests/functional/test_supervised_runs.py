@@ -32,6 +32,7 @@ def small(kind: str) -> tuple[str, ...]:
     """A run of seconds: four steps, nothing on the side. Every checkpoint also holds the model as a whole."""
     return (
         "policy.train_global_batch_size=16",
+        "policy.train_micro_batch_size=8",
         f"{kind}.max_num_steps=4",
         f"{kind}.val_period=2",
         f"{kind}.val_at_start=false",
@@ -150,7 +151,6 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
             "rm",
             (
                 "policy.sequence_packing.enabled=false",
-                "policy.train_micro_batch_size=4",
                 "+checkpointing.async_save=true",
             ),
         ),
@@ -219,6 +219,8 @@ def test_two_ranks_learn_what_one_learns(tmp_path, kind):
     )
     assert [row["step"] for row in two.metrics] == [0, 1, 2, 3, 4]
     for mine, other in zip(comparable(one.metrics), comparable(two.metrics), strict=True):
+        # Adam makes steps of one size of gradients that differ by rounding.
+        close = 1e-6 if mine["step"] <= 1 else 1e-5
         for name, value in mine.items():
             if "packing/" not in name:
-                assert other[name] == pytest.approx(value, rel=1e-5, abs=1e-6), (mine["step"], name)
+                assert other[name] == pytest.approx(value, rel=1e-5, abs=close), (mine["step"], name)
