@@ -31,6 +31,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.grad_norm import clip_grad_norm
 from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs
+from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.mesh import ParallelMesh
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchRunner, SequentialRunner
 from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
@@ -180,12 +181,15 @@ class DTensorPolicyWorker:
     def compute(self, task: HeadTask, column: str) -> None:
         """Fill `column` of every row with what `task` says of its tokens, [T] or [T, C], under the present weights."""
         batches = [select(self.rows, batch) for batch in self.plan.logprobs]
-        scored = list(self.runner.forward(self._model_batches(batches, task), task))
-        flat = torch.cat([values.flatten() for values in scored]).cpu()  # fetched from the device once
-        parts = flat.split([values.numel() for values in scored])
-        for rows, values, part in zip(batches, scored, parts, strict=True):
-            for row, own in zip(rows, part.view(values.shape), strict=True):
-                row.columns[column] = own[: len(row.token_ids)].clone()
+        scored = self.runner.forward(self._model_batches(batches, task), task)
+        if task.num_values is None:  # small enough to wait for the device only once, at the end
+            scored = list(scored)
+            flat = torch.cat([values.flatten() for values in scored]).cpu()
+            parts = flat.split([values.numel() for values in scored])
+            scored = [part.view(values.shape) for part, values in zip(parts, scored, strict=True)]
+        for rows, values in zip(batches, scored, strict=True):
+            for row, own in zip(rows, values, strict=True):
+                row.columns[column] = own[: len(row.token_ids)].to("cpu", copy=True)
 
     def compute_reference_logprobs(self) -> None:
         """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
@@ -457,6 +461,7 @@ class DTensorPolicyWorker:
             for stage in self.stages:
                 stage.to("cpu")
             self._move_optimizer("cpu")
+        drop_stored_heads()
         torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:

@@ -144,7 +144,7 @@ class StoredHead:
         return head
 
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [stop - start, H] and bias [stop - start] of these rows, read once by each process."""
+        """Weight [stop - start, H] and bias [stop - start] of these rows, read once until `drop_stored_heads`."""
         return _read_rows(self, start, stop, device)
 
 
@@ -159,12 +159,17 @@ def _read_rows(
     return weight, bias
 
 
+def drop_stored_heads() -> None:
+    """Free the device of what `StoredHead.rows` keeps there; the next call reads it anew."""
+    _read_rows.cache_clear()
+
+
 @dataclass(frozen=True)
 class FullKL(HeadTask):
     """KL(teacher || student) and KL(student || teacher) over the first `vocab_size` tokens: [N, 2].
 
     Under the student's sampling temperature on both sides. Every rank of the student keeps the rows of the teacher's
-    head that belong to its part of the vocabulary, on its device, from the first call on.
+    head that belong to its part of the vocabulary, on its device, from the first call until it is offloaded.
     """
 
     teacher: StoredHead

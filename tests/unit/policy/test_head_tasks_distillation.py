@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePa
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
 from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.row_layout import RowLayout
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config
@@ -206,3 +209,41 @@ def test_a_teacher_without_safetensors_is_refused(folder: Path, tmp_path: Path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"no safetensors file with model\.embed_tokens\.weight"):
         StoredHead.of(config, str(tmp_path), "float32")
+
+
+def test_what_takes_much_room_leaves_the_device_micro_batch_by_micro_batch(folder: Path):
+    def rank_main(rank: int, world: int) -> tuple[list[int], list[bool]]:
+        config = policy_config(logprob_batch_size=2)
+        worker = make_worker(folder / "tied", config)
+        load_step(worker, config)
+        forward, num_held = worker.runner.forward, []
+
+        def watched(batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+            given: list[weakref.ref[torch.Tensor]] = []
+            for values in forward(batches, task):
+                given.append(weakref.ref(values))
+                num_held.append(sum(one() is not None for one in given))
+                yield values
+
+        worker.runner.forward = watched
+        worker.compute(LastStates(HIDDEN, "float32"), "states")
+        rows = worker.rows.values()
+        sizes = [row.columns["states"].untyped_storage().nbytes() == len(row.token_ids) * HIDDEN * 4 for row in rows]
+        return num_held, sizes
+
+    ((num_held, sizes),) = run_world(rank_main, 1)
+    assert len(num_held) == 8 and max(num_held) <= 2, "the present one, and the one before it"
+    assert all(sizes), "no row keeps the padded micro-batch alive"
+
+
+def test_an_offloaded_student_keeps_nothing_of_the_teachers_head(folder: Path):
+    def rank_main(rank: int, world: int) -> tuple[bool, bool]:
+        worker = make_worker(folder / "student", policy_config())
+        config = AutoConfig.from_pretrained(folder / "untied")
+        head = StoredHead.of(config, str(folder / "untied"), "float32")
+        weight = weakref.ref(head.rows(0, COMMON, worker.device)[0])
+        was_kept = weight() is not None
+        worker.offload()
+        return was_kept, weight() is None
+
+    assert run_world(rank_main, 1) == [(True, True)]
