@@ -105,7 +105,7 @@ class DistillationTrainer(RolloutTrainer):
 
     def recover(self, error: WorkerDied) -> None:
         """After a worker died: a new group in its place. Teachers have no state but their weights."""
-        dead = [teacher.policy for teacher in self.teachers if error.worker.startswith(teacher.policy.name_prefix)]
+        dead = [teacher.policy for teacher in self.teachers if error.is_of(teacher.policy.name_prefix)]
         for teacher in dead:
             teacher.restart()
         if not dead:

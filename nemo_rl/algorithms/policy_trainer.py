@@ -88,7 +88,7 @@ class PolicyTrainer(Trainer):
 
     def recover(self, error: WorkerDied) -> None:
         """After a policy worker died: a new group in its place."""
-        dead = [policy for policy in self.policies if error.worker.startswith(policy.name_prefix)]
+        dead = [policy for policy in self.policies if error.is_of(policy.name_prefix)]
         if not dead:
             raise error
         for policy in dead:

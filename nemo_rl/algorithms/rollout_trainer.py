@@ -248,7 +248,7 @@ class RolloutTrainer(PolicyTrainer):
     def recover(self, error: WorkerDied) -> None:
         """After a policy worker died: a new group in its place, attached to the engines again if it was the policy."""
         super().recover(error)
-        if error.worker.startswith(self.policy.name_prefix):
+        if error.is_of(self.policy.name_prefix):
             self.refit.prepare()
 
     def read_state(self, directory: Path) -> None:

@@ -31,6 +31,10 @@ class WorkerError(RuntimeError):
         self.exception_type = exception_type
         self.remote_traceback = remote_traceback
 
+    def is_of(self, group: str) -> bool:
+        """Whether the worker is one of `group`, whose workers are called `<group>-<rank>`."""
+        return self.worker.rpartition("-")[0] == group
+
     @property
     def engine_died(self) -> bool:
         """The worker lives, the engine it hosts does not."""

@@ -33,7 +33,7 @@ class PolicyInterface(ABC):
     @property
     @abstractmethod
     def name_prefix(self) -> str:
-        """What the names of its workers begin with; errors name workers."""
+        """Its workers are called `<name_prefix>-<rank>`; errors name workers."""
 
     @property
     @abstractmethod

@@ -163,6 +163,16 @@ def test_a_dead_teacher_is_replaced_and_a_dead_student_comes_from_the_checkpoint
     assert run.policy.calls == ["teacher-geometry.restart"]
 
 
+def test_a_teacher_whose_name_only_begins_like_that_of_the_dead_one_lives_on(tmp_path):
+    two = {
+        "teachers": {"a": {"model_name": "a"}, "ab": {"model_name": "ab"}},
+        "distillation": {"task_to_teacher": {"sums": "a", "circles": "ab"}},
+    }
+    run = Run(tmp_path, sections=two)
+    run.trainer.recover(WorkerDied("gone", worker="teacher-ab-0", rank=0, method="compute"))
+    assert run.policy.calls == ["teacher-ab.restart"]
+
+
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [

@@ -120,7 +120,7 @@ def died(worker: str) -> WorkerDied:
     return WorkerDied(f"{worker} died in train", worker=worker, rank=0, method="train")
 
 
-@pytest.mark.parametrize(("worker", "restarted"), [("policy-0-0", "restart"), ("value-0-1", "value.restart")])
+@pytest.mark.parametrize(("worker", "restarted"), [("policy-0", "restart"), ("value-1", "value.restart")])
 def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint(tmp_path, worker, restarted):
     trainer = TwoPolicies(tmp_path, error=died(worker))
     trainer.train()
@@ -131,14 +131,14 @@ def test_only_the_policy_that_died_is_replaced_and_all_go_back_to_the_checkpoint
 
 
 def test_what_cannot_be_replaced_ends_the_run(tmp_path):
-    with pytest.raises(WorkerDied, match="tokenizer-0"):
-        TwoPolicies(tmp_path, error=died("tokenizer-0-0")).train()
+    with pytest.raises(WorkerDied, match="policy-extra-0"):
+        TwoPolicies(tmp_path, error=died("policy-extra-0")).train()
 
 
 def test_a_death_before_the_first_checkpoint_ends_the_run(tmp_path):
-    trainer = TwoPolicies(tmp_path, error=died("policy-0-0"))
+    trainer = TwoPolicies(tmp_path, error=died("policy-0"))
     trainer.checkpointer = None
-    with pytest.raises(WorkerDied, match="policy-0-0 died"):
+    with pytest.raises(WorkerDied, match="policy-0 died"):
         trainer.train()
 
 

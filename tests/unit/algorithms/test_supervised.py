@@ -325,7 +325,7 @@ def test_a_dead_worker_is_replaced_and_the_rows_come_again(tmp_path):
         def train(self, loss_fn, task):
             if len(self.plans) == 3 and not self.has_died:
                 self.has_died = True
-                raise WorkerDied("policy-0-0 died", worker="policy-0-0", rank=0, method="train")
+                raise WorkerDied("policy-0 died", worker="policy-0", rank=0, method="train")
             return super().train(loss_fn, task)
 
     run = Run(tmp_path, "+sft.max_num_epochs=2")
