@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -264,18 +264,22 @@ class LossInputs:
 
     Right-padded. `token_mask` is 1 on tokens that carry loss and 0 on prompt, environment and padding tokens. A loss
     that needs more states a subclass as its `inputs_type`: the worker fills every further field from the row column of
-    the same name, [B, S] or [B, S, C] where rows have a value per token, [B] where they have one value. Columns a row
-    does not have are zeros.
+    the same name, [B, S] or [B, S, C] where rows have a value per token, [B] where they have one value.
     """
 
     input_ids: torch.Tensor  # int64 [B, S]
     token_mask: torch.Tensor  # [B, S]
     sample_mask: torch.Tensor  # [B]
 
+    optional: ClassVar[frozenset[str]] = frozenset()
+    """Columns that rows may lack; they are zeros [B, S] then."""
+
 
 @dataclass(kw_only=True)
 class PolicyGradientInputs(LossInputs):
     """[B, S] each; position 0 of every logprob is 0."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"prev_logprobs", "reference_policy_logprobs"})
 
     advantages: torch.Tensor
     prev_logprobs: torch.Tensor
@@ -284,11 +288,17 @@ class PolicyGradientInputs(LossInputs):
 
 
 @dataclass(kw_only=True)
-class PreferenceInputs(LossInputs):
+class PairInputs(LossInputs):
     """Even rows are the chosen, odd rows the rejected sequences of pairs. [B] each."""
 
-    reference_logprob_sum: torch.Tensor  # of the tokens that carry loss, under the reference policy
     margin: torch.Tensor  # of the chosen row; 0 on rejected ones
+
+
+@dataclass(kw_only=True)
+class PreferenceInputs(PairInputs):
+    """Pairs with what the reference policy says of them. [B] each."""
+
+    reference_logprob_sum: torch.Tensor  # of the tokens that carry loss, under the reference policy
 
 
 @dataclass(kw_only=True)
@@ -302,6 +312,8 @@ class ValueInputs(LossInputs):
 @dataclass(kw_only=True)
 class DistillationInputs(LossInputs):
     """What the teacher says of each token."""
+
+    optional: ClassVar[frozenset[str]] = frozenset({"teacher_topk"})
 
     teacher_topk: torch.Tensor  # [B, S, 2K]: its K largest logits, then the tokens they are of; or, where no row has
     # them because the student's head compares whole distributions, zeros [B, S]

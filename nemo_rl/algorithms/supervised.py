@@ -30,7 +30,7 @@ class SupervisedParts:
     policy: PolicyInterface
     loader: ExampleLoader
     num_batches: int | None  # of an epoch; None: not known before it ends
-    # By the name of the set. Tokenised anew each time: groups are lost with the worker that made them.
+    # By the name of the set. Groups that were lost with the worker that made them are made again.
     validation: Mapping[str, Callable[[], Sequence[ExampleHandle]]]
     flops: ModelFlops
 

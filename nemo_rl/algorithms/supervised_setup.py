@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,9 +35,12 @@ from nemo_rl.data.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
-from nemo_rl.types import ExampleHandle, LossFunction
+from nemo_rl.types import ExampleHandle, LossFunction, Prompt
 from nemo_rl.utils.seeds import seed_everything
+
+logger = logging.getLogger(__name__)
 
 GROUPS_PER_BUNDLE = 1
 
@@ -147,6 +151,7 @@ def _start(
     cluster = start_cluster(config, stack, GROUPS_PER_BUNDLE)
     loop = config.loop
     sets = inputs.data.validation if loop.validates else {}
+    validation = {name: pool.start(_first(rows, loop.max_val_rows)) for name, rows in sets.items()}
     policy = start_policy(
         config,
         config.policy,
@@ -161,7 +166,7 @@ def _start(
         policy=policy,
         loader=ExampleLoader(inputs.prompts, pool, max_num_epochs=loop.max_num_epochs),
         num_batches=inputs.prompts.num_batches,
-        validation={name: partial(_tokenise, pool, rows, loop.max_val_rows) for name, rows in sets.items()},
+        validation={name: partial(pool.finish, pending) for name, pending in validation.items()},
         flops=inputs.model.flops,
     )
     return _Running(parts=parts, pool=pool)
@@ -179,10 +184,9 @@ def _start_pool(config: SupervisedMasterConfig, stack: ExitStack, inputs: Superv
     return pool
 
 
-def _tokenise(pool: TokenizerPool, dataset: PromptDataset, num: int | None) -> list[ExampleHandle]:
+def _first(dataset: PromptDataset, num: int | None) -> list[Prompt]:
     """The first `num` rows of a dataset, all of a smaller one or without a number."""
-    rows = [dataset[index] for index in range(len(dataset) if num is None else min(num, len(dataset)))]
-    return pool.finish(pool.start(rows))
+    return [dataset[index] for index in range(len(dataset) if num is None else min(num, len(dataset)))]
 
 
 def _reference_sums(
@@ -190,8 +194,11 @@ def _reference_sums(
 ) -> ReferenceSums:
     """Those of an earlier start of the same run, or new ones; the policy has the weights the run starts from."""
     what = {name: value for name, value in inputs.identity.items() if name != config.section}
-    what["validation"] = {name: dataset.fingerprint() for name, dataset in inputs.data.validation.items()}
-    what["how"] = (config.dpo.max_val_rows, config.policy.precision)
+    sets = inputs.data.validation if config.dpo.validates else {}
+    what["validation"] = {name: dataset.fingerprint() for name, dataset in sets.items()}
+    what["how"] = (config.dpo.max_val_rows, config.policy.precision, inputs.make.fingerprint())
+    model = inputs.model
+    what["weights"] = weights_identity(config.policy.model_name, model.model_path, model.config)
     name = f"reference_logprobs_{digest(repr(sorted(what.items())))}.npz"
     path = Path(config.checkpointing.checkpoint_dir) / name if config.checkpointing.enabled else None
     if path is not None and path.is_file():
@@ -206,7 +213,10 @@ def _reference_sums(
     batches = _every_batch(inputs.data, running, config.policy.train_global_batch_size)
     sums = ReferenceSums.compute(policy, batches, plan)
     if path is not None:
-        sums.save(path)
+        try:
+            sums.save(path)
+        except OSError as error:  # they are at hand for this run
+            logger.warning("the reference logprobs cannot be kept for further runs in %s: %s", path, error)
     return sums
 
 

@@ -197,7 +197,7 @@ class Trainer(ABC):
             self._log()
 
     def _is_last_step(self) -> bool:
-        return self.state.total_steps == self.schedule.num_steps
+        return self.schedule.num_steps is not None and self.state.total_steps >= self.schedule.num_steps
 
     def _validation_is_due(self) -> bool:
         period = self.schedule.val_period
@@ -333,7 +333,8 @@ class Trainer(ABC):
         info = CheckpointManager.load_training_info(path)
         assert info is not None
         check_identity(info["identity"], self.tools.identity)
-        self.state = TrainerState(**{field.name: info[field.name] for field in dataclasses.fields(TrainerState)})
+        known = {field.name: info[field.name] for field in dataclasses.fields(TrainerState) if field.name in info}
+        self.state = TrainerState(**known)
         self.read_state(path)
         load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")

@@ -51,6 +51,11 @@ class Accelerator:
             self._present = name
         self._tenants[name] = _Tenant(onload, offload)
 
+    def built(self, name: str) -> None:
+        """A registered tenant was built anew on the device, which nobody else is on."""
+        assert name in self._tenants and self._present in (None, name)
+        self._present = name if self.exclusive else None
+
     def acquire(self, name: str) -> None:
         """Bring `name` onto the device, after taking off whoever is there.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from transformers import PretrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.config.loader import build_config
 from nemo_rl.data.tiny_model import cache_root, resolve_model
@@ -16,10 +16,8 @@ from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
+from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.utils.tokenizer import get_tokenizer
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin")
-SAMPLED_BYTES = 1 << 20  # of the beginning and the end of each weight file
 
 # Parts that evaluation shares with training name the keys of a training configuration.
 KEYS = {
@@ -73,7 +71,7 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
         name=name if checkpoint is None else str(checkpoint.step),
         identity={
             "generation.model_name": {
-                "weights": checkpoint.digest if checkpoint is not None else _weights_identity(name, model_path, model),
+                "weights": checkpoint.digest if checkpoint is not None else weights_identity(name, model_path, model),
                 "config_hash": _digest(model.to_json_string()),
             },
             "tokenizer": {
@@ -106,22 +104,6 @@ def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
         "generation": {key: value for key, value in generation.items() if key not in own},
     }
     return build_config(RolloutPolicyConfig, values)
-
-
-def _weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str:
-    """Of a directory the sizes of its weight files and what they begin and end with; of a hub model its revision."""
-    directory = Path(model_path)
-    if not directory.is_dir():
-        return f"{name}@{model._commit_hash}"
-    digest = xxhash.xxh3_128()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as handle:
-            digest.update(handle.read(SAMPLED_BYTES))
-            handle.seek(max(0, size - SAMPLED_BYTES))
-            digest.update(handle.read(SAMPLED_BYTES))
-    return digest.hexdigest()
 
 
 def _digest(text: str) -> str:

@@ -85,7 +85,7 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class PendingExamples:
-    """A batch that is being tokenised. For `TokenizerPool.finish`, once."""
+    """A batch that is being tokenised, or was. For `TokenizerPool.finish`, as often as it is needed."""
 
     chunks: list[_Chunk]
 
@@ -132,7 +132,7 @@ class TokenizerPool:
         )
 
     def finish(self, pending: PendingExamples) -> list[ExampleHandle]:
-        """Wait for a batch: its groups, which hold the rows in the order of the prompts.
+        """Wait for a batch: its groups, which hold the rows in the order of the prompts; lost ones are made again.
 
         Raises:
             ValueError: what a row raised.

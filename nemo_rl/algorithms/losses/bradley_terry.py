@@ -9,7 +9,7 @@ from torch.nn.functional import logsigmoid
 from nemo_rl.algorithms.loss_config import RewardModelLossConfig
 from nemo_rl.algorithms.losses.aggregate import nan_unless_finite
 from nemo_rl.algorithms.losses.pairs import Pairs, split_pairs
-from nemo_rl.types import LossMetrics, PreferenceInputs
+from nemo_rl.types import LossMetrics, PairInputs
 
 
 class PreferenceLoss:
@@ -22,13 +22,13 @@ class PreferenceLoss:
     Values of masked pairs are never looked at; a non-finite one elsewhere makes the loss NaN.
     """
 
-    inputs_type = PreferenceInputs
+    inputs_type = PairInputs
 
     def __init__(self, cfg: RewardModelLossConfig) -> None:
         self.cfg = cfg
 
     def __call__(
-        self, scores: Tensor, inputs: PreferenceInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+        self, scores: Tensor, inputs: PairInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
         """Metrics: the loss, and the scores as rewards; a pair counts as accurate whatever its margin."""
         assert scores.shape == inputs.token_mask.shape, (scores.shape, inputs.token_mask.shape)

@@ -107,6 +107,7 @@ class Policy(PolicyInterface):
         if present is not None and present != self.tenant:
             self.accelerator.release(present)
         self.group = self._start()
+        self.accelerator.built(self.tenant)
 
     def onload(self) -> None:
         """Weights and optimizer state onto the devices. Called by the accelerator."""

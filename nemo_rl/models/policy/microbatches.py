@@ -94,12 +94,13 @@ def scored_sequences(
 
 
 def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.device) -> InputsT:
-    """One micro-batch as a loss sees it, [B, longest row]. A column that no row has is zeros [B, S]."""
+    """One micro-batch as a loss sees it, [B, longest row]."""
     width = max(len(row.token_ids) for row in rows)
 
     def column(name: str) -> torch.Tensor:
         values = [row.columns[name] for row in rows if name in row.columns]
         if not values:
+            assert name in inputs_type.optional, f"{name} was not computed"
             return torch.zeros(len(rows), width)
         assert len(values) == len(rows), f"some rows have no {name}"
         return torch.stack(values) if values[0].ndim == 0 else pad(values, width)

@@ -15,15 +15,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
 
 logger = logging.getLogger(__name__)
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+SAMPLED_BYTES = 1 << 20  # of the beginning and the end of each weight file
 
 
 class StoredTensor(Protocol):
@@ -208,3 +212,19 @@ def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str, a
         elif target is not None:
             target.copy_(tensor)
     return sorted(set(tensors) - {name for name, _, _ in described[0]})
+
+
+def weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str:
+    """Of a directory the sizes of its weight files and what they begin and end with; of a hub model its revision."""
+    directory = Path(model_path)
+    if not directory.is_dir():
+        return f"{name}@{model._commit_hash}"
+    digest = xxhash.xxh3_128()
+    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(SAMPLED_BYTES))
+            handle.seek(max(0, size - SAMPLED_BYTES))
+            digest.update(handle.read(SAMPLED_BYTES))
+    return digest.hexdigest()

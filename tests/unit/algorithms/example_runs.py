@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from functools import partial
 from pathlib import Path
 from typing import Any
 

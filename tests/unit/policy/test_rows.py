@@ -27,7 +27,9 @@ from nemo_rl.types import (
     Example,
     ExampleGroup,
     LossFunction,
+    LossInputs,
     PlannedSample,
+    PolicyGradientInputs,
     PreferenceInputs,
     TrainResult,
     ValueInputs,
@@ -48,7 +50,7 @@ def row(length: int, *, mask: float = 1.0, columns: dict[str, torch.Tensor] | No
 
 
 def test_what_every_loss_gets_is_padded_to_the_longest_row():
-    inputs = loss_inputs([row(3), row(2, mask=0.0)], ValueInputs, CPU)
+    inputs = loss_inputs([row(3), row(2, mask=0.0)], LossInputs, CPU)
     assert inputs.input_ids.tolist() == [[5, 6, 7], [5, 6, 0]] and inputs.input_ids.dtype == torch.int64
     assert inputs.token_mask.tolist() == [[0.0, 1.0, 1.0], [0.0, 1.0, 0.0]]
     assert inputs.sample_mask.tolist() == [1.0, 0.0]
@@ -62,17 +64,24 @@ def test_columns_of_one_number_a_number_per_token_and_several():
     assert preference.reference_logprob_sum.tolist() == [-3.5, -3.5] and preference.margin.tolist() == [0.0, 0.0]
 
     per_token = [
-        row(2, columns={"values": torch.tensor([1.0, 2.0])}),
-        row(3, columns={"values": torch.tensor([3.0, 4.0, 5.0])}),
+        row(2, columns={"values": torch.tensor([1.0, 2.0]), "returns": torch.zeros(2)}),
+        row(3, columns={"values": torch.tensor([3.0, 4.0, 5.0]), "returns": torch.ones(3)}),
     ]
     value = loss_inputs(per_token, ValueInputs, CPU)
     assert value.values.tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
-    assert torch.equal(value.returns, torch.zeros(2, 3)), "a column that no row has"
+    assert value.returns.tolist() == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
 
     several = [row(n, columns={"teacher_topk": torch.full((n, 4), float(n))}) for n in (3, 1)]
     distillation = loss_inputs(several, DistillationInputs, CPU)
     assert distillation.teacher_topk.shape == (2, 3, 4)
     assert distillation.teacher_topk[:, :, 0].tolist() == [[3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
+
+
+def test_a_column_that_was_not_computed_is_refused_where_the_loss_cannot_do_without():
+    sampled = [row(2, columns={"advantages": torch.ones(2), "generation_logprobs": torch.ones(2)})]
+    assert loss_inputs(sampled, PolicyGradientInputs, CPU).prev_logprobs.tolist() == [[0.0, 0.0]]
+    with pytest.raises(AssertionError, match="values was not computed"):
+        loss_inputs([row(2, columns={"returns": torch.zeros(2)})], ValueInputs, CPU)
 
 
 def test_a_column_of_some_rows_alone_is_refused():
