@@ -108,8 +108,30 @@ def _check(config: PretrainedConfig, name: str) -> None:
 # -- scoring
 
 
+def _score_layer(model: PreTrainedModel) -> torch.nn.Linear:
+    """The layer from a state to the score: the linear one with one output outside the base model."""
+    beside = [child for name, child in model.named_children() if name != model.base_model_prefix]
+    layers = [layer for child in beside for layer in child.modules() if isinstance(layer, torch.nn.Linear)]
+    layers = [layer for layer in layers if layer.out_features == 1]
+    if len(layers) != 1:
+        raise ValueError(
+            f"model_name: {type(model).__name__} has {len(layers)} linear layers with one output beside its base "
+            "model; wanted is a model that has one, which gives the score"
+        )
+    return layers[0]
+
+
+def _compute_in_float32(layer: torch.nn.Linear) -> None:
+    layer.float()
+    layer.register_forward_pre_hook(lambda _, states: tuple(state.float() for state in states))
+
+
 class RewardScorer:
-    """Scores of conversations, each from the state of its last token, found as transformers does."""
+    """Scores of conversations, each from the state of its last token, found as transformers does.
+
+    Whatever the precision of the model, its last layer computes in float32, as training of reward models does: bfloat16
+    has 2^-7 between two scores near 1, and the samples of a group would often tie.
+    """
 
     def __init__(self, cfg: RewardModelEnvironmentConfig, device: torch.device) -> None:
         source = cfg.checkpoint_path or cfg.model_name
@@ -119,6 +141,7 @@ class RewardScorer:
         name = files.tokenizer if cfg.tokenizer.name == cfg.model_name else cfg.tokenizer.name
         self.tokenizer: PreTrainedTokenizerFast = get_tokenizer(cfg.tokenizer.model_copy(update={"name": name}))
         self.model = load_reward_model(files, DTYPES[cfg.precision]).to(device)  # pyright: ignore[reportArgumentType]
+        _compute_in_float32(_score_layer(self.model))
         self.device = device
         self.cfg = cfg
         text = self.model.config.get_text_config()
@@ -180,7 +203,8 @@ class RewardScorer:
             attention_mask=torch.tensor(mask, device=self.device),
             use_cache=False,
         ).logits
-        return logits[:, 0].float().cpu()
+        assert logits.dtype == torch.float32
+        return logits[:, 0].cpu()
 
 
 class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
