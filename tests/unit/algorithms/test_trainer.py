@@ -246,3 +246,11 @@ def test_an_algorithm_without_background_writes_saves_at_once(tmp_path):
     trainer.train()
     assert trainer.calls == ["write 3", "write 6"]
     assert sound_steps(trainer) == ["step_3", "step_6"]
+
+
+def test_a_run_that_is_continued_with_fewer_steps_than_it_has_takes_none(tmp_path):
+    CountingTrainer(tmp_path, num_steps=6).train()
+    shorter = CountingTrainer(tmp_path, num_steps=4)
+    assert shorter.resume() and shorter.state.total_steps == 6
+    shorter.train()
+    assert shorter.seen == {}

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -67,3 +69,15 @@ def test_unknown_and_doubled_names() -> None:
         accelerator.acquire("critic")
     with pytest.raises(ValueError, match="registered already"):
         accelerator.register("policy", lambda: None, lambda: None)
+
+
+def test_who_was_built_anew_is_on_the_device() -> None:
+    moves: list[str] = []
+    accelerator = Accelerator(exclusive=True)
+    for name in ("policy", "value"):
+        accelerator.register(name, partial(moves.append, f"{name} on"), partial(moves.append, f"{name} off"))
+    accelerator.acquire("policy")
+    accelerator.release("policy")
+    accelerator.built("value")  # its workers died and were started again
+    accelerator.acquire("policy")
+    assert moves == ["policy on", "policy off", "value off", "policy on"]
