@@ -87,6 +87,7 @@ def check_batch_size(
         num_ranks=num_ranks,
         micro_batch_multiple=policy.dtensor_cfg.micro_batch_multiple,
         sequences_per_sample=sequences_per_sample,
+        key=key,
     ):
         yield f"{key}.{problem}", message
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from nemo_rl.algorithms import metric_names
 from nemo_rl.algorithms.config_checks import check_rollout_run, data_parallel_size
 from nemo_rl.algorithms.loss_config import DistillationLossConfig
+from nemo_rl.algorithms.rollout_batch import check_budgets
 from nemo_rl.algorithms.rollout_config import FurtherModel, RolloutConfig, RolloutMasterConfig
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything
 from nemo_rl.config.errors import nearest_key
@@ -175,6 +176,8 @@ class DistillationMasterConfig(RolloutMasterConfig):
                 f"{model.config.max_total_sequence_length} is less than policy.max_total_sequence_length={longest}, "
                 "and the teacher reads the same samples; leave it out",
             )
+        for problem, message in check_budgets(model.config, key=model.key, is_trained=False):
+            yield f"{model.key}.{problem}", message
         num_ranks = data_parallel_size(model.config, model.cluster)
         if num_ranks is not None and samples % (num_ranks * model.config.dtensor_cfg.micro_batch_multiple):
             multiple = num_ranks * model.config.dtensor_cfg.micro_batch_multiple

@@ -185,12 +185,12 @@ def _start_teachers(
             init_optimizer=False,
             machines=machines,
         )
-        batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight)
+        batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight, key=key)
         teachers.append(
             Teacher(
                 policy=policy,
                 config=teacher.config,
-                batching=batching,
+                batching=batching.of_scoring(),
                 task=_teacher_task(config, teacher),
                 tasks=teacher.tasks,
             )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -124,17 +124,21 @@ class Batching:
 
     Attributes:
         quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
+        key: section of the model, which errors name.
     """
 
     train: MicroBatching
     logprobs: MicroBatching
     quadratic_weight: float
+    key: str = "policy"
 
     def __post_init__(self) -> None:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1) -> Batching:
+    def of(
+        cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1, key: str = "policy"
+    ) -> Batching:
         """As `policy.sequence_packing` and `policy.dynamic_batching` ask for; else of fixed numbers of samples.
 
         A pair is a sample of two sequences.
@@ -155,7 +159,11 @@ class Batching:
                 PaddedTokens(tokens=tokens, length_round=math.lcm(length_round, chunks_per_sequence))
                 for tokens in (train_tokens, logprob_tokens)
             )
-        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight)
+        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, key=key)
+
+    def of_scoring(self) -> Batching:
+        """For a model that only scores: its optimizer steps, which are never taken, have the sizes of the logprobs."""
+        return replace(self, train=self.logprobs)
 
     def cost(self, micro_batch: Sequence[PlannedSample]) -> float:
         """Work of a micro-batch without its padding, in tokens' worth."""
@@ -245,14 +253,15 @@ def plan_samples(
 
 
 def _check_lengths(samples: Sequence[PlannedSample], batching: Batching) -> None:
-    for name, rule in (("train_mb_tokens", batching.train), ("logprob_mb_tokens", batching.logprobs)):
+    # A model that only scores has one rule twice: it is that of the logprobs.
+    for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
         if isinstance(rule, FixedSize):
             continue
         needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
         if needed > rule.tokens:
             raise ValueError(
                 f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
-                f"policy.{rule.section}.{name} to at least {needed}"
+                f"{batching.key}.{rule.section}.{name} to at least {needed}"
             )
 
 
@@ -364,9 +373,14 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
 
 
 def check_batching(
-    policy: PolicyConfig, *, num_ranks: int, micro_batch_multiple: int = 1, sequences_per_sample: int = 1
+    policy: PolicyConfig,
+    *,
+    num_ranks: int,
+    micro_batch_multiple: int = 1,
+    sequences_per_sample: int = 1,
+    key: str = "policy",
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key below `policy`, message) of batch sizes with which `plan_samples` could not work.
+    """(dotted key below the section `key` of the model, message) of batch sizes with which `plan_samples` could not work.
 
     `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere. A pair is a
     sample of two sequences.
@@ -389,22 +403,26 @@ def check_batching(
             f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
             f"(train_global_batch_size={policy.train_global_batch_size}); these would: {', '.join(map(str, works))}",
         )
-    if not takes_fixed_sizes:
-        yield from _check_budgets(policy, sequences_per_sample)
+    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample, key=key)
 
 
-def _check_budgets(policy: PolicyConfig, sequences_per_sample: int) -> Iterator[tuple[str, str]]:
+def check_budgets(
+    policy: PolicyConfig, *, sequences_per_sample: int = 1, key: str = "policy", is_trained: bool = True
+) -> Iterator[tuple[str, str]]:
+    """(dotted key below the section `key`, message) of token budgets that are too small for the longest sample."""
+    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        return
     section, needed = "dynamic_batching", policy.max_total_sequence_length
     if policy.sequence_packing.enabled:
         section, needed = "sequence_packing", round_up(needed, _chunks(policy))
     needed *= sequences_per_sample
     what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
-    for name, tokens in zip(
-        ("train_mb_tokens", "logprob_mb_tokens"), token_budgets(policy, sequences_per_sample), strict=True
-    ):
+    train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
+    budgets = {"train_mb_tokens": train_tokens} if is_trained else {}
+    for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
         if tokens < needed:
             yield (
                 f"{section}.{name}",
-                f"{tokens} is too little for policy.max_total_sequence_length={policy.max_total_sequence_length}: "
+                f"{tokens} is too little for {key}.max_total_sequence_length={policy.max_total_sequence_length}: "
                 f"{what} would fit into no micro-batch; use at least {needed}, or shorten them",
             )

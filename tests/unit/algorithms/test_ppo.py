@@ -96,6 +96,12 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
     assert rewards == {(0, 0): 0.0, (0, 1): 1.0, (1, 0): 0.0, (1, 1): 1.0}
 
 
+def test_a_sample_too_long_for_the_value_model_names_its_section(tmp_path):
+    run = Run(tmp_path, "value.sequence_packing={enabled: true, train_mb_tokens: 600}")
+    assert run.trainer.value_batching.key == "value"  # type: ignore[attr-defined]
+    assert run.trainer.batching.key == "policy"
+
+
 def test_failed_samples_are_left_out_of_both_losses(tmp_path):
     run = Run(
         tmp_path,
@@ -129,6 +135,10 @@ def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_pa
         (("value.dtensor_cfg.tensor_parallel_size=2",), r"value.dtensor_cfg.tensor_parallel_size"),
         (("value.reward_model_cfg.enabled=false",), r"value.reward_model_cfg.*reward_model_type: regression"),
         (("value.max_total_sequence_length=100",), r"value.max_total_sequence_length=100: 100 is less than policy"),
+        (
+            ("value.sequence_packing={enabled: true, train_mb_tokens: 100}",),
+            r"value.sequence_packing.train_mb_tokens.*too little for value.max_total_sequence_length=512",
+        ),
         (("value.nonfinite_action=skip",), r"value.nonfinite_action=skip: must be that of the policy, stop"),
         (("loss_fn.force_on_policy_ratio=true",), r"force_on_policy_ratio.*there are 4; .*ppo.ppo_epochs=1"),
         (
