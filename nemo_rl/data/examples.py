@@ -23,9 +23,14 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.data.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.datasets.preferences import source_columns
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.example_config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleTableConfig
+from nemo_rl.data.example_config import (
+    DEFAULT_VALIDATION_SET,
+    AnyExampleDataConfig,
+    ExampleTableConfig,
+    PreferenceDatasetConfig,
+)
 from nemo_rl.data.example_processors import ExampleProcessor, Problem, find_example_processor
-from nemo_rl.data.interfaces import StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import BAD_ROW, StreamedTable, TaskDataSpec
 from nemo_rl.data.messages import add_loss_mask_to_message_log
 from nemo_rl.data.setup import TaskBook
 from nemo_rl.types import Example, ExampleMeta, LLMMessageLogType, Prompt
@@ -45,6 +50,7 @@ class ExampleTask:
     spec: TaskDataSpec
     processor: ExampleProcessor
     processor_name: str  # as configured
+    sequences_per_row: int  # 2: chosen and rejected
     columns: Mapping[str, str] = field(default_factory=dict)  # of a row -> of the table it came from, where they differ
 
 
@@ -67,8 +73,42 @@ class ExampleMaker:
     add_generation_prompt: bool = True
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
-        """The sequence of a row, or chosen and rejected, and what the controller is told; see `MakeExample`."""
+        """The sequence of a row, or chosen and rejected, and what the controller is told; see `MakeExample`.
+
+        A row that cannot be used, whatever the reason, is a `problem`: nothing a row holds raises.
+        """
+        try:
+            return self.make(prompt)
+        except ValueError as error:
+            return self._bad_row(prompt, str(error))
+
+    def _bad_row(self, prompt: Prompt, text: str) -> tuple[list[Example], ExampleMeta]:
+        count = self.tasks[prompt.task_name].sequences_per_row
+        names = [prompt.prompt_id] if count == 1 else [f"{prompt.prompt_id}/{name}" for name in ("chosen", "rejected")]
+        examples = [
+            Example(sample_id=name, token_ids=np.zeros(1, dtype=np.int32), token_mask=np.zeros(1, dtype=bool))
+            for name in names
+        ]
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=(1,) * count,
+            num_loss_tokens=0,
+            problem=text,
+            problem_kind="bad_row",
+        )
+        return examples, meta
+
+    def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+        """As a call, but a row without what it needs raises.
+
+        Raises:
+            ValueError: naming row and column: a missing column, a role that the chat template refuses, a token that
+                the tokenizer does not have.
+        """
         task = self.tasks[prompt.task_name]
+        if BAD_ROW in prompt.row:
+            raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
         try:
             datum: Any = task.processor(
                 prompt.row,
@@ -256,6 +296,7 @@ def _make_task(name: str, cfg: ExampleTableConfig) -> ExampleTask:
         spec=spec,
         processor=find_example_processor(cfg.processor),
         processor_name=cfg.processor,
+        sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
         columns=source_columns(cfg),
     )
 
@@ -268,7 +309,7 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     Raises:
         ValueError: when a row lacks what the processor needs, or not one of them can be trained on; it lists why.
     """
-    metas = [make(prompt)[1] for prompt in _some_prompts(dataset)]
+    metas = [make.make(prompt)[1] for prompt in _some_prompts(dataset)]
     bad = [meta for meta in metas if meta.problem is not None]
     if not bad:
         return

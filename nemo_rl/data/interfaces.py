@@ -12,6 +12,10 @@ Row = Mapping[str, Any]
 as it is may also be {"input_ids", "labels"} or {"prompt", "chosen", "rejected"}."""
 
 
+BAD_ROW = "\0bad row"
+"""The only key of a row in the place of one that could not be read or converted; its value says why."""
+
+
 class Rows(Protocol):
     """A dataset: anything with a length and integer indexing; rows may be made when they are asked for."""
 

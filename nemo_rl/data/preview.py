@@ -138,7 +138,7 @@ def show_rows(
     """Print the first `num_shown` rows token by token, then a summary of all `prompts` and the `note`.
 
     Raises:
-        ValueError: when a row lacks what is needed.
+        ValueError: when a row lacks what is needed, where `make` does not count that as a problem (`PromptPreview`).
     """
     summary = LengthSummary()
     for number, prompt in enumerate(prompts):

@@ -141,7 +141,7 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
     table, label = load_example_table(cfg)
     columns = column_names(table)
     if "input_ids" in columns:
-        return converted(table, dict, label)
+        return converted(table, dict)
     if cfg.chat_key in columns or cfg.dataset_name == "openai_format":
         keys = {"chat_key": cfg.chat_key, **({"system_key": cfg.system_key} if cfg.system_key else {})}
         require_columns(table, keys, label)
@@ -149,13 +149,11 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
         convert = partial(
             chat_row, chat_key=cfg.chat_key, system_key=cfg.system_key, tool_key=cfg.tool_key, fill_ins=fill_ins
         )
-        return converted(table, convert, label)
+        return converted(table, convert)
     input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
     keys = {"input_key": input_key, "output_key": output_key}
     require_columns(table, {**keys, **({"system_key": cfg.system_key} if cfg.system_key else {})}, label)
-    return converted(
-        table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key), label
-    )
+    return converted(table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key))
 
 
 def load_openai_format(cfg: TableConfig) -> Rows | StreamedTable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import DatasetConfig, TableConfig
 from nemo_rl.data.datasets.json_lines import JsonLines
 from nemo_rl.data.example_config import ExampleTableConfig
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -47,13 +48,46 @@ class MappedRows(Sequence[Row]):
         return (self[i] for i in range(len(self)))
 
 
-def converted(table: Any, convert: Callable[[Row], Row], label: str) -> Rows | StreamedTable:
-    """The rows of a table, in memory or streamed, converted when they are asked for."""
+class MarkedRows(Sequence[Row]):
+    """Rows converted when they are asked for; in the place of one that cannot be read or converted, {BAD_ROW: why}."""
+
+    def __init__(self, rows: Rows, convert: Callable[[Row], Row]) -> None:
+        self.rows = rows
+        self.convert = convert
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            row = self.rows[int(index)]
+        except ValueError as error:  # a line that is no JSON
+            return {BAD_ROW: str(error)}
+        return convert_or_mark(row, self.convert)
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[i] for i in range(len(self)))
+
+
+def convert_or_mark(row: Row, convert: Callable[[Row], Row]) -> Row:
+    """The converted row, or {BAD_ROW: why it cannot be}."""
+    try:
+        return convert(row)
+    except KeyError as error:
+        return {BAD_ROW: f"no column {error.args[0]!r}; it has: {', '.join(map(str, row))}"}
+    except TypeError as error:  # a value of another kind, or none, where the layout has a list or an object
+        return {BAD_ROW: f"its columns {', '.join(map(str, row))} do not have the layout of the dataset: {error}"}
+    except ValueError as error:
+        return {BAD_ROW: str(error)}
+
+
+def converted(table: Any, convert: Callable[[Row], Row]) -> Rows | StreamedTable:
+    """The rows of a table, in memory or streamed, converted when they are asked for; see `MarkedRows`."""
     import datasets
 
     if isinstance(table, datasets.IterableDataset):
-        return StreamedTable(table=table, convert=convert)
-    return MappedRows(table, convert, label)
+        return StreamedTable(table=table, convert=partial(convert_or_mark, convert=convert))
+    return MarkedRows(table, convert)
 
 
 Options = TypeVar("Options", bound=StrictModel)

@@ -12,7 +12,14 @@ from typing import Any
 
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.conversations import chat_row, columns_row, squad_row
-from nemo_rl.data.datasets.files import ColumnsToProblem, column_names, converted, load_table, require_columns
+from nemo_rl.data.datasets.files import (
+    ColumnsToProblem,
+    MappedRows,
+    column_names,
+    converted,
+    load_table,
+    require_columns,
+)
 from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row
 from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
@@ -47,8 +54,8 @@ class HubDataset:
         require_columns(table, {"problem": self.input_key, "answer": self.output_key}, path)
         convert = self.convert or ColumnsToProblem(self.input_key, self.output_key, self.extract)
         if isinstance(cfg, ExampleDatasetConfig):
-            convert = self._with_conversation(cfg, table, convert)
-        return converted(table, convert, path)
+            return converted(table, self._with_conversation(cfg, table, convert))
+        return MappedRows(table, convert, path)
 
     def _with_conversation(
         self, cfg: ExampleDatasetConfig, table: Any, convert: Callable[[Row], Row]
@@ -84,7 +91,7 @@ class HubTable:
         require_columns(
             table, {f"of {cfg.dataset_name}": column for column in self.columns}, cfg.data_path or self.path
         )
-        return converted(table, self.convert, str(cfg.dataset_name))
+        return converted(table, self.convert)
 
 
 def load_parts(cfg: TableConfig, path: str, split: str, subsets: tuple[str | None, ...]) -> Any:

@@ -63,7 +63,7 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
     table, label = load_example_table(cfg)
     if cfg.dataset_name != "BinaryPreferenceDataset" and "completions" in column_names(table):
         require_columns(table, {"of ranked completions": "context"}, label)
-        return converted(table, ranked_row, label)
+        return converted(table, ranked_row)
     require_columns(table, {"chosen_key": cfg.chosen_key, "rejected_key": cfg.rejected_key}, label)
     convert = partial(
         keyed_row,
@@ -72,7 +72,7 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
         rejected_key=cfg.rejected_key,
         tool_key=cfg.tool_key,
     )
-    return converted(table, convert, label)
+    return converted(table, convert)
 
 
 def _of_preferences(cfg: TableConfig) -> PreferenceDatasetConfig:

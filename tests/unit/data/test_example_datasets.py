@@ -12,6 +12,7 @@ from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row,
 from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.example_processors import split_preference
+from nemo_rl.data.interfaces import BAD_ROW
 
 
 def user(text):
@@ -222,14 +223,20 @@ def test_files_of_columns_conversations_and_tokens(write):
         load_rows(sft(dataset_name="ResponseDataset"))
 
 
-def test_rows_that_cannot_be_converted_are_named(write):
+def test_rows_that_cannot_be_converted_are_marked(write):
+    good = {"input": "a", "output": "b"}
+    path = write([good, {"input": "a"}, {"input": 1, "output": None}, *[good] * 32])
+    with open(path, "a") as file:
+        file.write('\n{"input": "cut')
+    rows, _ = load_rows(sft(data_path=path))
+    assert BAD_ROW not in rows[0]
+    assert rows[1] == {BAD_ROW: "no column 'output'; it has: input"}
+    assert rows[2] == {BAD_ROW: "column 'output' has no value; fill it in or remove the row"}
+    assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
     rows, _ = load_rows(
-        sft(data_path=write([{"input": "a", "output": "b"}, {"input": "a"}, {"input": 1, "output": None}]))
+        sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q", "answers": None}]))
     )
-    with pytest.raises(ValueError, match="row rows:1 has no 'output'; it has: input"):
-        rows[1]
-    with pytest.raises(ValueError, match="row rows:2: column 'output' has no value"):
-        rows[2]
+    assert rows[0][BAD_ROW].startswith("its columns context, question, answers do not have the layout of the dataset")
 
 
 def test_json_lines(write, tmp_path):

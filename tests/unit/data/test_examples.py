@@ -35,6 +35,7 @@ def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, col
         spec=spec or TaskDataSpec("t"),
         processor=find_example_processor(processor),
         processor_name=processor,
+        sequences_per_row=2 if processor == "preference_processor" else 1,
         columns=columns or {},
     )
     return ExampleMaker({"t": task}, tokenizer, max_length, **{"add_eos": False, **kwargs})
@@ -264,15 +265,24 @@ def test_a_call_without_words_is_no_empty_answer():
     ],
 )
 def test_what_is_wrong_with_every_row_is_an_error_that_names_row_and_column(processor, row, message):
+    make = maker(processor, columns={"rejected": "bad"})
     with pytest.raises(ValueError, match=message):
-        maker(processor, columns={"rejected": "bad"})(prompt(row))
+        make.make(prompt(row))
+    examples, meta = make(prompt(row))
+    assert (meta.problem_kind, meta.num_loss_tokens) == ("bad_row", 0)
+    assert re.search(message, meta.problem)
+    assert [example.sample_id for example in examples] == (
+        ["rows:7/chosen", "rows:7/rejected"] if processor == "preference_processor" else ["rows:7"]
+    )
+    assert meta.lengths == tuple(len(example.token_ids) for example in examples)
+    assert not any(example.token_mask.any() for example in examples)
 
 
 def test_a_role_the_template_leaves_out_names_the_row():
     silent = tokenizer_with("{%- for m in messages if m.role != 'tool' -%}{{- m.role + m.content -}}{%- endfor -%}")
     row = {"messages": [USER, {"role": "tool", "content": "x"}, ANSWER]}
     with pytest.raises(ValueError, match=r"row rows:7: the chat template leaves out messages of the role 'tool'"):
-        maker(tokenizer=silent)(prompt(row))
+        maker(tokenizer=silent).make(prompt(row))
 
 
 def dataset(*rows):
@@ -371,6 +381,25 @@ def test_setup_of_conversations(tmp_path, caplog):
     check_examples(make, setup.train, "data.train")
     (example,), _ = make(setup.train[len(setup.train) - 1])
     assert TOKENIZER.decode(example.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_bad_row_that_was_not_tried_is_left_out_and_counted(tmp_path, streaming):
+    path, token = tmp_path / "rows.jsonl", '{"input": "a", "output": "b"}'
+    path.write_text("\n".join([*[token] * 103, '{"input": "a", "output": null}', *[token] * 96]))
+    train = {"data_path": str(path), "streaming": streaming, "processor": "sft_processor"}
+    setup = setup_examples(ExampleDataConfig(train=[train], max_input_seq_length=64))
+    make = ExampleMaker(setup.tasks, TOKENIZER, 64)
+    check_examples(make, setup.train, "data.train")
+    if isinstance(setup.train, PromptDataset):
+        assert setup.train.fingerprint()["rows"]["num_rows"] == 200
+        bad = setup.train[103]
+    else:
+        rows = [setup.train[0].convert(row) for row in setup.train[0].table]
+        bad = Prompt(prompt_id="rows:103", row=rows[103], idx=103, task_name="rows")
+    _, meta = make(bad)
+    assert meta.problem == "row rows:103: column 'output' has no value; fill it in or remove the row"
+    assert meta.problem_kind == "bad_row"
 
 
 def test_setup_of_preferences_names_the_columns_of_the_file(tmp_path):
