@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
 from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.launch import launch
-from nemo_rl.algorithms.model_inputs import ModelInputs, prepare_model
+from nemo_rl.algorithms.model_inputs import ModelInputs, prepare_model, rename_section
 from nemo_rl.algorithms.rollout_batch import Batching
 from nemo_rl.algorithms.rollout_setup import RolloutInputs, RolloutSetup, build_rollouts, prepare_rollouts
 from nemo_rl.algorithms.teacher_checks import check_teacher
@@ -27,7 +28,13 @@ from nemo_rl.models.policy.head_tasks_distillation import (
     TopKLogits,
     TopKLogprobs,
 )
+from nemo_rl.models.policy.policy_model import DTYPES
 from nemo_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MANY_STATE_BYTES = 8 * 2**30
+"""Hidden states of a teacher in one step that are worth a warning: they are in the object store and on the workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +80,29 @@ def prepare(config: DistillationMasterConfig) -> PreparedDistillation:
         )
         for key, model in models.items()
     }
+    if config.distillation.topk_logits_k is None:
+        for key, teacher in teachers.items():
+            warn_of_large_states(config, key, teacher)
     return PreparedDistillation(rollouts=rollouts, teachers=teachers)
+
+
+def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: TeacherInputs) -> None:
+    """Say how much room the last hidden states of a teacher may take, where that is much."""
+    samples, length = config.distillation.num_samples_per_step, config.policy.max_total_sequence_length
+    hidden_size = teacher.model.config.get_text_config().hidden_size
+    itemsize = DTYPES[teacher.config.precision].itemsize
+    num_bytes = samples * length * hidden_size * itemsize
+    if num_bytes > MANY_STATE_BYTES:
+        logger.warning(
+            "distillation.topk_logits_k=null: the hidden states of %s take up to %.1f GiB of host memory in each step "
+            "(%d samples x %d tokens x %d numbers x %d bytes); distillation.topk_logits_k=64 would take less",
+            key,
+            num_bytes / 2**30,
+            samples,
+            length,
+            hidden_size,
+            itemsize,
+        )
 
 
 def _shared_vocabulary(config: DistillationMasterConfig, key: str, student: ModelInputs, teacher: ModelInputs) -> int:
@@ -82,7 +111,7 @@ def _shared_vocabulary(config: DistillationMasterConfig, key: str, student: Mode
     try:
         return check_teacher(student.tokenizer, teacher.tokenizer, student.config, teacher.config, k)
     except ValueError as error:  # which names keys of the section `teacher`
-        raise ValueError(str(error).replace("teacher.", f"{key}.")) from error
+        raise ValueError(rename_section(str(error), "teacher", key, TeacherConfig.model_fields)) from error
 
 
 def teacher_configs(config: DistillationMasterConfig) -> dict[str, TeacherConfig]:

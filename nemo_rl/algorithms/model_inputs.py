@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +44,16 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig, key:
         if key == "policy":
             raise
         # A critic or a teacher has the keys of `policy`, and the checks name those.
-        raise ValueError(str(error).replace("policy.", f"{key}.")) from error
+        raise ValueError(rename_section(str(error), "policy", key, type(policy).model_fields)) from error
+
+
+def rename_section(message: str, old: str, new: str, keys: Iterable[str]) -> str:
+    """`message` with every dotted key `old.<one of keys>` below `new`; paths and quoted text stay as they are."""
+    names = "|".join(map(re.escape, keys))
+    # An apostrophe within a word opens no quotation.
+    quoted = r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*\""""
+    found = re.compile(rf"{quoted}|(?<![\w./-]){re.escape(old)}(?=\.(?:{names})(?![\w/-]))")
+    return found.sub(lambda match: new if match[0] == old else match[0], message)
 
 
 def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str) -> ModelInputs:
@@ -52,7 +63,8 @@ def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str)
     tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(policy, model, tokenizer)
     check_layout(policy, model)
-    check_metric_name(checkpointing, model)
+    if key == "policy":  # metrics of experts are the policy's
+        check_metric_name(checkpointing, model)
     check_optimizer(policy)
     return ModelInputs(
         model_path=model_path,

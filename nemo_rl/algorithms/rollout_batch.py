@@ -380,7 +380,7 @@ def check_batching(
     sequences_per_sample: int = 1,
     key: str = "policy",
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key below the section `key` of the model, message) of batch sizes with which `plan_samples` could not work.
+    """(dotted key below the model's section `key`, message) of batch sizes with which `plan_samples` could not work.
 
     `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere. A pair is a
     sample of two sequences.

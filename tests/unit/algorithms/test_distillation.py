@@ -11,10 +11,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen2Config
 
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
-from nemo_rl.algorithms.distillation_setup import tasks_by_teacher
+from nemo_rl.algorithms.distillation_setup import TeacherInputs, tasks_by_teacher, warn_of_large_states
+from nemo_rl.algorithms.model_inputs import ModelInputs
 from nemo_rl.algorithms.placement import check_hardware, describe_placement
 from nemo_rl.algorithms.rollout_batch import Batching
 from nemo_rl.config.errors import ConfigError
@@ -24,7 +26,7 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head_tasks_distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
 from tests.fakes import FakePolicy, keys_of_plan, sample_meta
-from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.algorithms.fake_runs import FLOPS, FakeRun
 from tests.unit.config.run_configs import MINIMAL
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -263,6 +265,34 @@ def test_the_shipped_configurations_place_the_teacher(name, ranks):
     header = next(index for index, line in enumerate(lines) if line.split()[:1] == ["node"])
     assert lines[header].split()[-3:] == ["policy", "teacher", "generation"]
     assert len(lines) - header - 1 == ranks
+
+
+@pytest.mark.parametrize(("precision", "length", "warned"), [("bfloat16", 8193, True), ("bfloat16", 8192, False)])
+def test_large_states_of_a_teacher_are_announced(precision, length, warned, caplog):
+    """128 samples x 8192 tokens x 4096 numbers x 2 bytes are 8 GiB."""
+    config = build(
+        "distillation.topk_logits_k=null",
+        f"policy.max_total_sequence_length={length}",
+        f"policy.precision={precision}",
+    )
+    assert config.teacher is not None
+    warn_of_large_states(config, "teacher", inputs_of(config.teacher, hidden_size=4096))
+    assert bool(caplog.records) == warned
+    if warned:
+        assert "distillation.topk_logits_k=null" in caplog.text and "8.0 GiB" in caplog.text
+
+
+def inputs_of(config: TeacherConfig, hidden_size: int) -> TeacherInputs:
+    model = Qwen2Config(hidden_size=hidden_size)
+    inputs = ModelInputs(
+        model_path="",
+        tokenizer_path="",
+        tokenizer=None,  # type: ignore[arg-type]
+        config=model,
+        identity={},
+        flops=FLOPS,
+    )
+    return TeacherInputs(config=config, model=inputs, vocab_size=8, tasks=frozenset())
 
 
 def test_the_teachers_of_the_guide_load():
