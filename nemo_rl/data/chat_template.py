@@ -24,6 +24,8 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from nemo_rl.utils.tokenizer import strftime_now
+
 Spans = list[tuple[int, int]]
 
 OWN_KEYS = ("token_ids", "token_loss_mask", "generation_logprobs", "loss_spans")  # of messages; no template sees them
@@ -54,7 +56,10 @@ class ChatTemplate:
         return self.tokenizer.get_chat_template(None, cast(Any, self.tools))
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = False) -> tuple[str, Spans]:
-        """The text, and the spans of its `{% generation %}` blocks; `prompt` adds the header of an answer."""
+        """The text, and the spans of its `{% generation %}` blocks; `prompt` adds the header of an answer.
+
+        A template that writes the date of today writes one that never changes (`TEMPLATE_TIME`).
+        """
         source = self.source
         rendered, blocks = render_jinja_template(
             conversations=[list(messages)],  # pyright: ignore[reportArgumentType]  (messages are plain dicts)
@@ -62,7 +67,7 @@ class ChatTemplate:
             chat_template=source,
             return_assistant_tokens_mask=GENERATION_BLOCK.search(source) is not None,
             add_generation_prompt=prompt,
-            **{**self.tokenizer.special_tokens_map, **self.kwargs},
+            **{"strftime_now": strftime_now, **self.tokenizer.special_tokens_map, **self.kwargs},
         )
         return str(rendered[0]), cast(Spans, blocks[0] if blocks else [])
 

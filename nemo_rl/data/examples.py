@@ -34,6 +34,7 @@ from nemo_rl.data.interfaces import BAD_ROW, StreamedTable, TaskDataSpec
 from nemo_rl.data.messages import add_loss_mask_to_message_log
 from nemo_rl.data.setup import TaskBook
 from nemo_rl.types import Example, ExampleMeta, LLMMessageLogType, Prompt
+from nemo_rl.utils.tokenizer import TEMPLATE_TIME
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class ExampleMaker:
             digest.update(repr(values).encode() + b"\0")
 
         add(self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
-        add(transformers.__version__, tokenizers.__version__)
+        add(transformers.__version__, tokenizers.__version__, TEMPLATE_TIME)
         add(json.dumps(self.settings(), sort_keys=True))
         modules = {inspect.getsourcefile(inspect.unwrap(task.processor)) for task in self.tasks.values()}
         own = {str(Path(__file__).parent / name) for name in CODE_OF_TOKENS}

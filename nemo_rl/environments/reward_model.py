@@ -23,7 +23,7 @@ from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint_tensors import holds_tensors, load_tensors, saved_tensors
-from nemo_rl.utils.tokenizer import get_tokenizer
+from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class RewardScorer:
             for message in conversation
         ]
         try:
-            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+            text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=strftime_now))
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,6 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 logger = logging.getLogger(__name__)
 
 PASSTHROUGH_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
+
+TEMPLATE_TIME = datetime(2024, 7, 26)  # what templates of Llama 3.2 write where there is no clock
+
+
+def strftime_now(format: str) -> str:
+    """The clock of chat templates, stopped: a row has the same tokens today and tomorrow, in cache and resumed run."""
+    return TEMPLATE_TIME.strftime(format)
 
 
 class TokenizerSettings(Protocol):

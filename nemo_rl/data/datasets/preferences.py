@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
@@ -98,13 +99,15 @@ class _Options(StrictModel):
     max_operand: int = 9
     operators: str = "+-"
     margins: bool = False
+    max_mistake: int | None = Field(default=None, ge=1)
 
 
 def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
     """Problems of the `arithmetic` dataset with the right answer chosen and a wrong one rejected, needing no download.
 
     Half of the wrong answers are one too high, the mistake of the tiny models; the others are off by up to three.
-    `kwargs`: those of `arithmetic`, and `margins: true` for a margin as large as the mistake.
+    `kwargs`: those of `arithmetic`, `max_mistake: n` for answers that are off by up to n, one mistake as likely as
+    another, and `margins: true` for a margin as large as the mistake.
 
     Raises:
         ValueError: for an unknown or wrong option.
@@ -119,8 +122,10 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
         split=cfg.split or "train",
     )
     generator = np.random.default_rng([cfg.seed, len(problems)])
-    mistakes = generator.choice([-3, -2, -1, 1, 2, 3], size=len(problems))
-    mistakes[generator.random(len(problems)) < 0.5] = 1
+    largest = 3 if options.max_mistake is None else options.max_mistake
+    mistakes = generator.choice([*range(-largest, 0), *range(1, largest + 1)], size=len(problems))
+    if options.max_mistake is None:
+        mistakes[generator.random(len(problems)) < 0.5] = 1
     rows: list[dict[str, Any]] = []
     for row, mistake in zip(problems, mistakes.tolist(), strict=True):
         right = int(row["expected_answer"])

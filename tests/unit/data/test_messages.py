@@ -236,6 +236,14 @@ def test_arguments_of_the_template():
     assert get_formatted_message_log(log, tokenizer, TaskDataSpec(), **kwargs)[0]["content"] == "bold<|user|>a<eos>"
 
 
+def test_a_template_that_asks_for_the_date_gets_one_that_never_changes():
+    clock = "{%- if date_string is not defined -%}{%- set date_string = strftime_now('%d %b %Y %f') -%}{%- endif -%}"
+    log = [{"role": "user", "content": "a"}]
+    tokenizer = tokenizer_with(clock + "{{- date_string + ' ' -}}" + CHAT_TEMPLATE)
+    assert render_chat(log, tokenizer) == "26 Jul 2024 000000 <|user|>a<eos>"
+    assert render_chat(log, tokenizer, chat_template_kwargs={"date_string": "today"}) == "today <|user|>a<eos>"
+
+
 def test_roles_the_template_does_not_know_are_named():
     log = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}, {"role": "assistant", "content": "c"}]
     silent = tokenizer_with(
