@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
-from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -33,7 +33,7 @@ def main() -> int:
 
 def check(config: DistillationMasterConfig) -> None:
     more = 0 if config.distillation.teacher_resources is None else config.teacher_cluster.gpus_per_node
-    check_hardware(config, more_gpus=more, cpu_config="examples/configs/distillation_math_cpu.yaml")
+    check_rollout_hardware(config, more_gpus=more, cpu_config="examples/configs/distillation_math_cpu.yaml")
 
 
 if __name__ == "__main__":

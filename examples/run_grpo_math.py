@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -23,7 +23,7 @@ def main() -> int:
         description="GRPO on math problems: sample answers, verify them, learn from what was right.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
         placement=describe_placement,
-        check=check_hardware,
+        check=check_rollout_hardware,
     )
     from nemo_rl.algorithms.grpo_setup import run_grpo  # torch and Ray load here, after the configuration is known good
 

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.algorithms.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
 from nemo_rl.algorithms.ppo_config import PPOMasterConfig
 from nemo_rl.config.cli import load_from_command_line
 
@@ -24,7 +24,7 @@ def main() -> int:
         description="PPO on math problems: a value model learns what to expect, the policy what is better than that.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
         placement=describe_placement,
-        check=partial(check_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
+        check=partial(check_rollout_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
     )
     from nemo_rl.algorithms.ppo_setup import run_ppo  # torch and Ray load here, after the configuration is known good
 

@@ -13,6 +13,7 @@ from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.algorithms.supervised_config import SupervisedMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import environment_gpus
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
@@ -166,21 +167,37 @@ def check_hardware(
 ) -> None:
     """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
 
-    `num_gpus` replaces what is found on this machine; `more_gpus` are those of machines apart; `cpu_config` is what a
-    machine without a GPU can run.
+    `num_gpus` replaces what is found on this machine; `more_gpus` are those of teachers and environments apart;
+    `cpu_config` is what a machine without a GPU can run.
     """
     wanted = cfg.cluster.gpus_per_node + more_gpus
     if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
         return
     found = num_visible_gpus(environment) if num_gpus is None else num_gpus
     path = ("cluster", "gpus_per_node")
+    beside = f" ({more_gpus} of them for environments, env.<name>.resources, or teachers)" if more_gpus else ""
     if found == 0:
         fix = f"to run on CPU take --config {cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
-        raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted and none found on this machine; {fix}")])
+        raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted{beside} and none found on this machine; {fix}")])
     if wanted > found:
-        fitting = max(1, found - more_gpus)
-        fix = f"set cluster.gpus_per_node={fitting}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
-        raise ConfigError([Problem(path, f"{wanted} GPUs wanted, {found} found on this machine; {fix}")])
+        fewer = f"cluster.gpus_per_node={found - more_gpus}" if found > more_gpus else "fewer for those"
+        fix = f"set {fewer}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
+        raise ConfigError([Problem(path, f"{wanted} GPUs wanted{beside}, {found} found on this machine; {fix}")])
+
+
+def check_rollout_hardware(
+    cfg: RolloutMasterConfig,
+    *,
+    num_gpus: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+    more_gpus: int = 0,
+    cpu_config: str = CPU_CONFIG,
+) -> None:
+    """`check_hardware` of a run that samples, with the GPUs of the environments that its datasets name."""
+    used = {dataset.env_name for dataset in (*cfg.data.train, *(cfg.data.validation or []))}
+    apart = environment_gpus({name: env for name, env in cfg.env.items() if name in used})
+    more_gpus += sum(apart.values())
+    check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
 
 
 _RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`; ray.init joins what it names

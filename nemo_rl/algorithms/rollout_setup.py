@@ -27,7 +27,7 @@ from nemo_rl.data.setup import DataSetup, setup_data
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.pack_layout import NUM_HALVES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.registry import create_env, wait_for_envs
+from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.interfaces import TENANT as GENERATION
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
@@ -115,7 +115,7 @@ def build_rollouts(
     train_sampling, val_sampling = sampling_params(config, inputs.model.tokenizer)
     accelerator = Accelerator(exclusive=config.cluster.use_gpus)
     # Begun here, so that they start while the models load.
-    environments = {name: create_env(name, config.env[name]) for name in sorted(set(data.task_to_env.values()))}
+    environments = create_envs({name: config.env[name] for name in sorted(set(data.task_to_env.values()))}, cluster)
     # The engine first: it measures the free memory of a device that nobody else uses yet.
     generation = _start_generation(config, stack, inputs.model, cluster, accelerator)
     policy = start_policy(
@@ -130,7 +130,7 @@ def build_rollouts(
         init_reference_model=init_reference_model,
     )
     refit = _make_refit(config, policy, generation, accelerator)
-    wait_for_envs(environments)
+    wait_for_envs(environments, config.cluster.worker_timeout_s)
     rollouts = RolloutCollector(
         cluster,
         rollout_settings(config, inputs.model.tokenizer, data, environments),

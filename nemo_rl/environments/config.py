@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -143,3 +143,12 @@ AnyEnvironmentConfig = Annotated[
 
 EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
 """The section `env`: name of an environment -> its configuration."""
+
+
+def environment_gpus(env: Mapping[str, Any]) -> dict[str, int]:
+    """Name of each environment that asks for GPUs of its own -> how many, beside those of `cluster`.
+
+    Environments that are not ours say nothing of theirs here.
+    """
+    ours = {name: config for name, config in env.items() if isinstance(config, RewardModelEnvironmentConfig)}
+    return {name: config.resources.gpus_per_node for name, config in ours.items() if config.resources.gpus_per_node}

@@ -5,19 +5,22 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 import ray
 from ray.actor import ActorClass
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     AnyEnvironmentConfig,
     EnvironmentConfig,
     MathEnvironmentConfig,
     RewardModelEnvironmentConfig,
+    environment_gpus,
 )
 
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
@@ -75,6 +78,24 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     Raises:
         ValueError: for an unknown environment, and one that asks for a GPU when none is left.
     """
+    _check_gpus(environment_gpus({env_name: env_config}), _free_gpus())
+    return _start(env_name, env_config)
+
+
+def create_envs(
+    env: Mapping[str, AnyEnvironmentConfig | Mapping[str, Any]], cluster: RayVirtualCluster
+) -> dict[str, Any]:
+    """Start the environments of a run, by section of `env`, on what its own `cluster` leaves; see `create_env`.
+
+    Raises:
+        ValueError: for an unknown environment, and when fewer GPUs are free than all of them ask for together.
+    """
+    cluster.bundles()  # booked at first use otherwise, and its GPUs would look free
+    _check_gpus(environment_gpus(env), _free_gpus())
+    return {name: _start(name, config) for name, config in env.items()}
+
+
+def _start(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     env_type, options = _type_and_options(env_name, env_config)
     env_class = find_env_class(env_type)
     # The worker process imports the class by name, so it needs the paths it was found on here.
@@ -82,39 +103,49 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
     else:
-        num_gpus = _num_gpus(env_name, env_config)
+        num_gpus = environment_gpus({env_name: env_config}).get(env_name, 0)
         actor_class = ray.remote(env_class).options(
             num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
         )
     return actor_class.remote(options)
 
 
-def wait_for_envs(actors: Mapping[str, Any]) -> None:
-    """Return once the environments of `create_env`, by section of `env`, are constructed.
+def wait_for_envs(actors: Mapping[str, Any], timeout_s: float) -> None:
+    """Return once the environments of `create_envs`, by section of `env`, are constructed.
 
     Raises:
-        ValueError: naming the environment whose constructor raised, and where.
+        ValueError: naming the environment whose constructor raised, and where, or which is not there after `timeout_s`
+            seconds, which are for all of them together.
     """
-    for name, actor in actors.items():
+    deadline = time.monotonic() + timeout_s
+    for name, ready in {name: actor.__ray_ready__.remote() for name, actor in actors.items()}.items():
         try:
-            ray.get(actor.__ray_ready__.remote())
+            ray.get(ready, timeout=max(0.0, deadline - time.monotonic()))
+        except GetTimeoutError as error:
+            raise ValueError(
+                f"environment {name!r} (env.{name}) has not started in {timeout_s:.4g} s. It may wait for a GPU that "
+                f"others hold (env.{name}.resources: lower gpus_per_node, there or in cluster), or for its model to be "
+                "loaded (raise cluster.worker_timeout_s)"
+            ) from error
         except RayActorError as error:
             lines = [line.strip() for line in str(error).strip().splitlines()]
             where = next((line for line in reversed(lines) if line.startswith("File ")), "no stack is known")
             raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {lines[-1]} ({where})") from error
 
 
-def _num_gpus(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> int:
-    if not isinstance(env_config, RewardModelEnvironmentConfig):
-        return 0
-    wanted = env_config.resources.gpus_per_node
-    free = ray.available_resources().get("GPU", 0.0)
-    if wanted > free:  # Ray would wait for it for ever
+def _free_gpus() -> float:
+    return ray.available_resources().get("GPU", 0.0)
+
+
+def _check_gpus(wanted: Mapping[str, int], free: float) -> None:
+    total = sum(wanted.values())
+    if total > free:  # Ray would wait for it for ever
+        asked = ", ".join(f"env.{name}.resources.gpus_per_node={number}" for name, number in wanted.items())
+        first = next(iter(wanted))
         raise ValueError(
-            f"env.{env_name}.resources.gpus_per_node={wanted}: no GPU is left for it; lower cluster.gpus_per_node by "
-            f"one, or set env.{env_name}.resources.gpus_per_node=0 to score on the CPU"
+            f"{asked}: {total:g} GPU(s) wanted beside those of cluster, {free:g} left; lower cluster.gpus_per_node by "
+            f"{total - free:g}, or set env.{first}.resources.gpus_per_node=0 to score on the CPU"
         )
-    return wanted
 
 
 def _type_and_options(

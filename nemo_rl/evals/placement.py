@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+
 from nemo_rl.algorithms import placement
+from nemo_rl.environments.config import environment_gpus
 from nemo_rl.evals.config import EvalMasterConfig
 
 CPU_CONFIG = "examples/configs/evals/eval_cpu.yaml"
@@ -32,6 +36,15 @@ def describe_placement(cfg: EvalMasterConfig) -> str:
     return "\n".join(lines)
 
 
-def check_hardware(cfg: EvalMasterConfig) -> None:
-    """ConfigError when there are too few GPUs; see `nemo_rl.algorithms.placement.check_hardware`."""
-    placement.check_hardware(cfg, cpu_config=CPU_CONFIG)
+def check_hardware(
+    cfg: EvalMasterConfig, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """ConfigError when there are too few GPUs for the engines and the environments that judge.
+
+    See `nemo_rl.algorithms.placement.check_hardware`.
+    """
+    used = {cfg.environment_of(dataset) for dataset in cfg.data.chosen}
+    apart = environment_gpus({name: env for name, env in cfg.env.items() if name in used})
+    placement.check_hardware(
+        cfg, num_gpus=num_gpus, environment=environment, more_gpus=sum(apart.values()), cpu_config=CPU_CONFIG
+    )

@@ -20,9 +20,10 @@ from nemo_rl.algorithms.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
-from nemo_rl.environments.registry import create_env, wait_for_envs
+from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.data import EvalData, load_eval_data
 from nemo_rl.evals.model import EvalModel, in_eval_keys, prepare_model
@@ -31,7 +32,7 @@ from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
 from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.types import GroupHandle, Prompt, SampleStatus
+from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils import strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.seeds import sample_seed, seed_everything
@@ -42,6 +43,7 @@ WRITE_EVERY_S = 2.0
 SHOW_EVERY_S = 10.0
 SEED_STEP = 0
 MAX_REASONS_SHOWN = 5
+MAX_LOSSES = 3  # in a row, of groups that ended with their worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,24 +170,38 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
         stack.callback(ray.shutdown)
         collector, num_engines = _start(config, stack, inputs)
         num = config.eval.num_tests_per_prompt
-        sampling = train_sampling(config.generation, inputs.model.tokenizer)
-        requests = (
-            GroupRequest(
-                group_id=f"eval/{prompt.prompt_id}",
-                prompt=prompt,
-                num_generations=num,
-                sampling=sampling,
-                seed_step=SEED_STEP,
-            )
-            for prompt in left
-        )
         in_flight = config.generation.num_prompts_per_step
         if in_flight == -1:
             in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // num)
         writer = _Writer(config, inputs, samples, console, collector, {prompt.prompt_id: prompt for prompt in left})
+        _ask(left, num, train_sampling(config.generation, inputs.model.tokenizer), in_flight, collector, writer)
+
+
+def _ask(
+    prompts: Sequence[Prompt],
+    num_samples: int,
+    sampling: SamplingParams,
+    in_flight: int,
+    collector: RolloutCollector,
+    writer: _Writer,
+) -> None:
+    """Play and write every prompt; again those whose groups were lost with the rollout worker that held them."""
+    while prompts:
+        requests = (
+            GroupRequest(
+                group_id=f"eval/{prompt.prompt_id}",
+                prompt=prompt,
+                num_generations=num_samples,
+                sampling=sampling,
+                seed_step=SEED_STEP,
+            )
+            for prompt in prompts
+        )
+        lost: list[Prompt] = []
         for handles in collector.stream(requests, in_flight):
-            writer.take(handles)
-        writer.finish()
+            lost += writer.take(handles)
+        prompts = lost
+    writer.finish()
 
 
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
@@ -202,7 +218,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     )
     accelerator = Accelerator(exclusive=machines.use_gpus)
     # Begun here, so that they start while the model loads.
-    environments = {name: create_env(name, config.env[name]) for name in inputs.data.environments}
+    environments = create_envs({name: config.env[name] for name in inputs.data.environments}, cluster)
     generation = VllmGeneration(
         cluster,
         config.generation,
@@ -214,7 +230,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         timeout_s=machines.worker_timeout_s,
     )
     stack.callback(generation.shutdown)
-    wait_for_envs(environments)
+    wait_for_envs(environments, machines.worker_timeout_s)
     settings = worker_settings(
         inputs.process,
         environments,
@@ -240,7 +256,10 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
 
 
 class _Writer:
-    """Finished groups -> lines on disk, every few seconds; what went wrong is counted and said."""
+    """Finished groups -> lines on disk, every few seconds; what went wrong is counted and said.
+
+    What was said is fetched at once: a group lies in the memory of the rollout worker, and is gone when that dies.
+    """
 
     def __init__(
         self,
@@ -257,16 +276,36 @@ class _Writer:
         self.console = console
         self.collector = collector
         self.prompts = prompts
-        self.pending: list[GroupHandle] = []
+        self.pending: list[list[SampleRecord]] = []
+        self.num_losses = 0  # of groups, since some were last fetched
         self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or asked again
         self.reasons: dict[str, int] = {}
         self.num_tokens = 0
         self.num_played = 0
         self.started = self.written_at = self.shown_at = time.monotonic()
 
-    def take(self, handles: Sequence[GroupHandle]) -> None:
-        """Note finished groups; write and show when it is time."""
-        self.pending += handles
+    def take(self, handles: Sequence[GroupHandle]) -> list[Prompt]:
+        """Note finished groups; write and show when it is time.
+
+        Returns the prompts to be asked again: their groups ended with the rollout worker before they were fetched.
+
+        Raises WorkerError when that happens again and again, and when the worker raised.
+        """
+        lost: list[Prompt] = []
+        try:
+            spoken = self.collector.conversations(handles)
+        except WorkerError as error:
+            if error.exception_type or isinstance(error, WorkerHang) or self.num_losses == MAX_LOSSES:
+                raise
+            self.num_losses += 1
+            lost = [self.prompts[handle.prompt_id] for handle in handles]
+            self.console.warn(f"{first_line(error)}; {len(lost)} prompts are asked again")
+        else:
+            self.num_losses = 0
+            self.pending += [
+                [self._record(handle, index, messages) for index, messages in enumerate(conversations)]
+                for handle, conversations in zip(handles, spoken, strict=True)
+            ]
         now = time.monotonic()
         if now - self.written_at >= WRITE_EVERY_S:
             self._write()
@@ -274,6 +313,7 @@ class _Writer:
         if now - self.shown_at >= SHOW_EVERY_S:
             self._show(now)
             self.shown_at = now
+        return lost
 
     def finish(self) -> None:
         """Write everything that is left."""
@@ -292,12 +332,7 @@ class _Writer:
     def _write(self) -> None:
         if not self.pending:
             return
-        handles, self.pending = self.pending, []
-        spoken = self.collector.conversations(handles)
-        groups = [
-            [self._record(handle, index, messages) for index, messages in enumerate(conversations)]
-            for handle, conversations in zip(handles, spoken, strict=True)
-        ]
+        groups, self.pending = self.pending, []
         self.num_played += len(groups)
         self.num_tokens += sum(record.num_tokens for group in groups for record in group)
         self._check_answers(groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.placement import check_hardware, describe_placement, num_visible_gpus
+from nemo_rl.algorithms.placement import check_hardware, check_rollout_hardware, describe_placement, num_visible_gpus
 from nemo_rl.config.errors import ConfigError
 from tests.unit.config.run_configs import build
 
@@ -91,6 +91,19 @@ def test_more_gpus_than_there_are() -> None:
 def test_a_cluster_elsewhere_or_a_cpu_run_needs_no_gpu_here() -> None:
     check_hardware(build(), num_gpus=0, environment={"RAY_ADDRESS": "10.0.0.1:6379"})
     check_hardware(build("cluster.gpus_per_node=0"), num_gpus=0, environment={})
+
+
+def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
+    judge = "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
+    unused = build("cluster.gpus_per_node=2", f"+env.judge={judge}")
+    check_rollout_hardware(unused, num_gpus=2, environment={})
+    used = build("cluster.gpus_per_node=2", f"+env.judge={judge}", "data.default.env_name=judge")
+    check_rollout_hardware(used, num_gpus=3, environment={})
+    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"):
+        check_rollout_hardware(used, num_gpus=2, environment={})
+    alone = build("cluster.gpus_per_node=1", f"+env.judge={judge}", "data.default.env_name=judge")
+    with pytest.raises(ConfigError, match=r"2 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
+        check_rollout_hardware(alone, num_gpus=1, environment={})
 
 
 def test_hidden_gpus_do_not_count() -> None:

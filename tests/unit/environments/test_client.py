@@ -8,9 +8,19 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, connect_environments
+from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
 from nemo_rl.environments.interfaces import EnvironmentReturn
-from nemo_rl.environments.registry import ENV_REGISTRY, create_env, find_env_class, register_env
+from nemo_rl.environments.registry import (
+    ENV_REGISTRY,
+    _check_gpus,
+    create_env,
+    create_envs,
+    find_env_class,
+    register_env,
+    wait_for_envs,
+)
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
 
@@ -229,6 +239,48 @@ def test_real_actors_die_hang_and_raise(ray_local, import_folder, name):
         assert (await client.step(said("hello"), None)).reward == 1.0
 
     asyncio.run(run())
+    ray.kill(actor)
+
+
+class NotBookedYet(RayVirtualCluster):
+    """Bundles that nobody has used yet."""
+
+    num_booked = 0
+
+    def bundles(self, *, spanning_nodes=False):
+        self.num_booked += 1
+        return []
+
+
+def reward_model(num_gpus):
+    section = {"model_name": "rm", "tokenizer": {"name": "rm"}, "resources": {"gpus_per_node": num_gpus}}
+    return RewardModelEnvironmentConfig.model_validate(section)
+
+
+def test_environments_take_what_the_run_leaves_and_are_counted_together(ray_local):
+    cluster = NotBookedYet([1])
+    env = {"one": reward_model(1), "two": reward_model(1), "three": reward_model(0)}
+    told = r"env\.one\.resources.*env\.two\.resources.*: 2 GPU\(s\) wanted beside those of cluster, 0 left"
+    with pytest.raises(ValueError, match=told):
+        create_envs(env, cluster)
+    assert cluster.num_booked == 1
+    wanted = environment_gpus(env)
+    assert wanted == {"one": 1, "two": 1}
+    _check_gpus(wanted, 2.0)
+    with pytest.raises(ValueError, match=r"1 left; lower cluster\.gpus_per_node by 1, or set env\.one\.resources"):
+        _check_gpus(wanted, 1.0)
+
+
+def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
+    import ray
+
+    class Judge:
+        pass
+
+    actor = ray.remote(Judge).options(num_gpus=1).remote()
+    told = r"environment 'judge' \(env\.judge\) has not started in 0\.5 s.*env\.judge\.resources"
+    with pytest.raises(ValueError, match=told):
+        wait_for_envs({"judge": actor}, timeout_s=0.5)
     ray.kill(actor)
 
 

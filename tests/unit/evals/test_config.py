@@ -11,7 +11,7 @@ import pytest
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.placement import describe_placement
+from nemo_rl.evals.placement import check_hardware, describe_placement
 from nemo_rl.models.generation.config import GenerationConfig
 
 ROOT = Path(__file__).parents[3]
@@ -84,6 +84,16 @@ def test_each_dataset_has_its_processor_and_its_judge():
     assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_placement(config)
     one = load("data.dataset_name=gpqa", "env.math.verifier_type=english_multichoice", "~env.multichoice")
     assert one.environment_of(one.data.chosen[0]) == "math"
+
+
+def test_the_gpu_of_a_judge_counts_beside_those_of_the_engines():
+    judge = "+env.judge={type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
+    on_gpus = load("cluster.gpus_per_node=2", judge)
+    check_hardware(on_gpus, num_gpus=2, environment={})  # no dataset names it
+    judged = load("cluster.gpus_per_node=2", judge, "data.env_name=judge")
+    check_hardware(judged, num_gpus=3, environment={})
+    with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*set cluster\.gpus_per_node=1,"):
+        check_hardware(judged, num_gpus=2, environment={})
 
 
 def test_reading_it_loads_no_heavy_package():

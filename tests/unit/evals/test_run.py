@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,20 @@ import pytest
 
 from nemo_rl.algorithms.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import load_config
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.data import EvalData, load_eval_data
 from nemo_rl.evals.report import make_results, show_results
-from nemo_rl.evals.run import Inputs, _Writer, outcomes_by_dataset
+from nemo_rl.evals.run import Inputs, _ask, _Writer, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
-from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector, RolloutWorkerSettings
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
+from tests.unit.evals import rollouts
 
 CPU = Path(__file__).parents[3] / "examples" / "configs" / "evals" / "eval_cpu.yaml"
 SMALL = ("data.kwargs.num_samples=6", "eval.num_tests_per_prompt=2", "eval.k_value=2")
@@ -98,6 +108,97 @@ def test_too_many_failures_end_it_and_are_not_written(folder):
     with pytest.raises(TooManyFailures, match=r"2 of 12 samples failed already.*\n2x the judge was out"):
         chosen.finish()
     assert list(folder.outcomes) == ["arithmetic:1"]
+
+
+class LosesGroups(FakeCollector):
+    """Plays at once; the given conversations end with the error."""
+
+    def __init__(self, failures: dict[int, WorkerError]) -> None:
+        self.failures = failures
+        self.num_asked = 0
+        self.played: list[str] = []
+
+    def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
+        for request in requests:
+            self.played.append(request.prompt.prompt_id)
+            yield [handle(request.prompt.prompt_id, 1.0, 0.0)]
+
+    def conversations(self, handles: list[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+        self.num_asked += 1
+        if self.num_asked in self.failures:
+            raise self.failures[self.num_asked]
+        return super().conversations(handles)
+
+
+def ask_all(chosen: _Writer, collector: Any) -> None:
+    chosen.collector = collector
+    _ask(list(chosen.prompts.values()), 2, SamplingParams(max_new_tokens=1), 2, collector, chosen)
+
+
+def lost(kind: type[WorkerError], exception_type: str = "") -> WorkerError:
+    return kind("rollout-0 died", worker="rollout-0", rank=0, method="conversations", exception_type=exception_type)
+
+
+def test_groups_that_end_with_their_worker_are_asked_again(folder):
+    chosen = writer(folder)
+    collector = LosesGroups({2: lost(WorkerDied), 6: lost(WorkerError), 7: lost(WorkerDied)})
+    ask_all(chosen, collector)
+    assert collector.played == [*(f"arithmetic:{n}" for n in range(6)), "arithmetic:1", "arithmetic:5", "arithmetic:1"]
+    assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        {2: lost(WorkerError, "KeyError")},
+        {2: lost(WorkerHang)},
+        {n: lost(WorkerDied) for n in range(2, 99)},  # again and again
+    ],
+)
+def test_what_asking_again_does_not_help_against_ends_it(folder, failures):
+    collector = LosesGroups(failures)
+    with pytest.raises(WorkerError):
+        ask_all(writer(folder), collector)
+    assert collector.num_asked < 6
+
+
+class KillsItsWorker(RolloutCollector):
+    """The worker dies just before what was said is fetched: the fetches of these numbers."""
+
+    deaths: frozenset[int] = frozenset({1, 4})
+    num_fetches = 0
+
+    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+        self.num_fetches += 1
+        if self.num_fetches in self.deaths:
+            identity = self.group.members[0].identity
+            assert identity is not None
+            os.kill(identity.pid, signal.SIGKILL)
+        return super().conversations(groups)
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_dies_costs_no_prompt(folder, ray_local):
+    """With real processes: what lay in the memory of the dead one is played again by the next."""
+    settings = RolloutWorkerSettings(
+        process=rollouts.process,
+        decode=rollouts.decode,
+        render=rollouts.render,
+        connect_environments=rollouts.no_environments,
+        limits=EpisodeLimits(max_turns=1, max_total_tokens=rollouts.LENGTH),
+        run_seed=0,
+    )
+    accelerator = Accelerator(exclusive=False)
+    accelerator.register(TENANT, lambda: None, lambda: None)
+    chosen = writer(folder)
+    with RayVirtualCluster([1], use_gpus=False) as cluster:
+        collector = KillsItsWorker(cluster, settings, [], accelerator, timeout_s=60)
+        try:
+            ask_all(chosen, collector)
+        finally:
+            collector.shutdown()
+    assert sorted(folder.outcomes) == [f"arithmetic:{n}" for n in range(6)]
+    assert len(list(folder.records())) == 12 and collector.num_fetches > max(collector.deaths)
 
 
 def test_a_vote_needs_answers(folder):
