@@ -54,6 +54,14 @@ def test_what_is_prepared(tmp_path):
     assert {"teacher.model", "policy.model", "distillation"} <= inputs.identity.keys()
 
 
+def test_states_that_take_much_room_are_announced(caplog):
+    many = ("distillation.num_generations_per_prompt=8192", "policy.train_global_batch_size=1048576")
+    prepare_distillation(*many)
+    assert "GiB" not in caplog.text
+    prepare_distillation(*many, "distillation.topk_logits_k=null")
+    assert "distillation.topk_logits_k=null: the hidden states of teacher take up to" in caplog.text
+
+
 def test_a_value_model_with_another_vocabulary(other_tokens):
     with pytest.raises(ValueError, match=r"value\.model_name: .*other' has another vocabulary than the policy"):
         prepare_ppo(f"value.model_name={other_tokens}")
