@@ -3,6 +3,7 @@ import re
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -277,7 +278,7 @@ def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
     class Judge:
         pass
 
-    actor = ray.remote(Judge).options(num_gpus=1).remote()
+    actor: Any = ray.remote(Judge).options(num_gpus=1).remote()
     told = r"environment 'judge' \(env\.judge\) has not started in 0\.5 s.*env\.judge\.resources"
     with pytest.raises(ValueError, match=told):
         wait_for_envs({"judge": actor}, timeout_s=0.5)

@@ -29,7 +29,7 @@ def decode(tokens: Sequence[int]) -> str:
     raise AssertionError("nothing is generated")
 
 
-def render(*args: object) -> list[int]:
+def render(observation: dict[str, str]) -> list[int]:
     raise AssertionError("nothing is rendered")
 
 
