@@ -262,6 +262,8 @@ def load_problem_table(
             f"{', '.join(suffix.removeprefix('.') for suffix in FORMATS)}"
         )
     if file_format is None or path.endswith(f".{file_format}"):
+        if is_file(path):  # what another dataset of the configuration has; a file is read whole
+            subset = split = None
         table = load_table(path, subset=subset, split=split, cache_dir=cache_dir)
     else:
         table = _load_as(path, FORMATS[f".{file_format}"], cache_dir)

@@ -147,12 +147,13 @@ def load_table(
 
     Raises:
         FileNotFoundError: for a path of a file that is not there.
-        ValueError: for an unknown file format, subset or split, a file that is damaged or has no rows, or a hub that
-            cannot be reached.
+        ValueError: for an unknown file format, subset or split, a subset or split of a single file, a file that is
+            damaged or has no rows, or a hub that cannot be reached.
     """
     import datasets
 
     if is_file(path):
+        _require_whole_file(path, subset, split)
         table = _load_file(path, cache_dir, streaming)
     else:
         table = _load_named(path, subset, split, cache_dir, streaming)
@@ -164,6 +165,17 @@ def load_table(
 def is_file(path: str) -> bool:
     """Whether `path` means a single file, there or not."""
     return Path(path).suffix in FORMATS or Path(path).is_file()
+
+
+def _require_whole_file(path: str, subset: str | None, split: str | None) -> None:
+    """Raises ValueError for a part of a file, which has none: it would be the same rows under another name."""
+    if split not in (None, "train"):
+        raise ValueError(
+            f"dataset file {path!r} has no split {split!r}: a file is read whole. Name another file in data_path (and "
+            "set split=null), or set rows of the training data aside with split_validation_size"
+        )
+    if subset is not None:
+        raise ValueError(f"dataset file {path!r} has no subset {subset!r}: a file is read whole; set subset=null")
 
 
 def _load_file(path: str, cache_dir: str | None, streaming: bool) -> Any:
@@ -256,6 +268,7 @@ def load_example_table(cfg: ExampleTableConfig) -> tuple[Any, str]:
     if cfg.data_path is None:
         raise ValueError(f"dataset {cfg.dataset_name!r} needs data_path: a file or a Hugging Face path")
     if cfg.data_path.endswith(".jsonl") and not cfg.streaming:
+        _require_whole_file(cfg.data_path, cfg.subset, cfg.split)
         return JsonLines(cfg.data_path), Path(cfg.data_path).stem
     table = load_table(
         cfg.data_path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir, streaming=cfg.streaming

@@ -6,6 +6,7 @@ import pytest
 from nemo_rl.data.config import DataConfig, DatasetConfig
 from nemo_rl.data.datasets.hub import after_hashes
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
+from nemo_rl.data.example_config import ExampleDatasetConfig
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -57,6 +58,19 @@ def test_a_folder_with_splits_and_a_file_as_dataset_name(tmp_path, jsonl, rows):
     assert len(load_rows(dataset(data_path=str(tmp_path / "copy"), split="test", **keys))[0]) == 20
     with pytest.raises(ValueError, match="no split 'dev'; it has train, test"):
         load_rows(dataset(data_path=str(tmp_path / "copy"), split="dev", **keys))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+@pytest.mark.parametrize("section", [ExampleDatasetConfig, DatasetConfig])
+def test_a_file_has_no_splits(tmp_path, suffix, section):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text('{"input": "a", "output": "b"}\n' if suffix == "jsonl" else "input,output\na,b\n")
+    keys = {"data_path": str(path), "processor": "p"} | ({"env_name": "math"} if section is DatasetConfig else {})
+    assert len(load_rows(section(**keys, split="train"))[0]) == 1
+    with pytest.raises(ValueError, match=r"rows\.\w+' has no split 'validation'.*another file.*split_validation_size"):
+        load_rows(section(**keys, split="validation"))
+    with pytest.raises(ValueError, match=r"has no subset 'main'.*subset=null"):
+        load_rows(section(**keys, subset="main"))
 
 
 def test_the_validation_split_is_disjoint_whole_and_seeded(jsonl):
