@@ -16,7 +16,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -100,11 +100,12 @@ def format_chat(
     what the assistant wrote.
 
     Raises:
-        ValueError: when the template refuses the conversation, or leaves out all messages of a role.
+        ValueError: when the template refuses the conversation, or leaves out all messages of a role, calls or tools.
     """
     plain = [plain_message(message) for message in messages]
     prompt = add_generation_prompt and plain[-1]["role"] != "assistant"
     plain, text, blocks = _rendered(plain, template, prompt=prompt)
+    _require_calls_and_tools(plain, text, template, prompt=prompt)
     shape = _shape(plain, template, prompt=prompt)
     if shape.left_out:
         raise ValueError(
@@ -145,6 +146,21 @@ def _rendered(
                 break
     roles = ", ".join(str(message["role"]) for message in plain)
     raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {failure}") from failure
+
+
+def _require_calls_and_tools(plain: list[dict[str, Any]], text: str, template: ChatTemplate, *, prompt: bool) -> None:
+    """Raises ValueError where the text is the same without the calls of a message, or without the tools.
+
+    Where calls are not shown, what is left of the message teaches the model to say nothing.
+    """
+    advice = "take one that does with policy.tokenizer.chat_template"
+    for i, message in enumerate(plain):
+        if message.get("tool_calls"):
+            silent = {key: value for key, value in message.items() if key != "tool_calls"}
+            if template.try_render([*plain[:i], silent, *plain[i + 1 :]], prompt=prompt) == text:
+                raise ValueError(f"the chat template does not show the tool calls of message {i} (from 0): {advice}")
+    if template.tools and replace(template, tools=None).try_render(plain, prompt=prompt) == text:
+        raise ValueError(f"the chat template does not show the tools: {advice}, or remove the tools")
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:

@@ -228,6 +228,21 @@ def test_calls_are_learned_where_they_stand_in_place_of_a_content(calls):
     assert texts[2:] == ["<|im_start|>tool\n2<|im_end|>", "2<|im_end|>"]
 
 
+def test_calls_and_tools_that_the_template_does_not_show_are_refused():
+    """The name of the tool alone says nothing: the other part of the conversation has it as well."""
+    calls, tools = TEMPLATES["thinking"], "{%- for tool in tools or [] -%}{{- tool.name + ';' -}}{%- endfor -%}"
+    log, tool = [{"role": "user", "content": "1+1"}, CALL], {"name": "add"}
+
+    def formatted(template, tools=None):
+        return get_formatted_message_log(log, tokenizer_with(template), TaskDataSpec(), tools=tools)
+
+    assert len(formatted(tools + calls, [tool])) == 2
+    with pytest.raises(ValueError, match=r"does not show the tool calls of message 1 .*chat_template"):
+        formatted(tools + TEMPLATES["chatml"], [tool])
+    with pytest.raises(ValueError, match=r"does not show the tools: .*chat_template"):
+        formatted(calls, [tool])
+
+
 def test_arguments_of_the_template():
     tokenizer = tokenizer_with("{{- style | default('plain') -}}" + CHAT_TEMPLATE)
     log = [{"role": "user", "content": "a"}]
