@@ -131,7 +131,7 @@ class DataConfig(DataSection):
         NotYet("add_bos", one_of(None)),
         NotYet("add_eos", one_of(None)),
         NotYet("add_generation_prompt", one_of(None)),
-        NotYet("add_system_prompt", one_of(None)),
+        NotYet("add_system_prompt", one_of(False, None)),
     )
 
     @property

@@ -128,12 +128,16 @@ class ExampleDefaults(PromptTexts):
     processor: str = "sft_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into tokens."""
 
+    not_yet: ClassVar = (NotYet("env_name", anything),)
+
 
 class PreferenceDefaults(PromptTexts):
     """Values for every dataset that does not set them itself."""
 
     processor: str = "preference_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into two sequences."""
+
+    not_yet: ClassVar = (NotYet("env_name", anything),)
 
 
 class ExampleSection(DataSection):
@@ -155,7 +159,7 @@ class ExampleSection(DataSection):
     cache_tokens: bool = True
     """Keep tokenised rows on disk (in `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`) for further epochs and runs."""
 
-    not_yet: ClassVar = (*DataSection.not_yet, NotYet("add_system_prompt", one_of(None)))
+    not_yet: ClassVar = (*DataSection.not_yet, NotYet("add_system_prompt", one_of(False, None)))
 
 
 class ExampleDataConfig(ExampleSection):

@@ -115,6 +115,10 @@ def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():
     }
     config = sft(train=train, use_multiple_dataloader=False, add_system_prompt=None)
     assert config.data.train[0].chat_key == "messages"
+    sft(default={"env_name": "math"}, add_system_prompt=False)
+    dpo(default={"env_name": "math"}, add_system_prompt=False)
+    with pytest.raises(ConfigError, match="add_system_prompt"):
+        sft(add_system_prompt=True)
 
 
 def test_reading_it_imports_nothing_heavy():
