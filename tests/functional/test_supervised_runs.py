@@ -76,9 +76,9 @@ def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
 
 LEARNS: dict[str, tuple[str, float, float]] = {
     # metric of the validations, at most or at least this in the end, and the smallest change
-    "sft": ("validation/val_loss", 0.06, -0.1),
+    "sft": ("validation/val_loss", 0.6, -2.0),
     "dpo": ("validation/validation-default_accuracy", 0.8, 0.3),
-    "rm": ("validation/validation-default_accuracy", 0.8, 0.2),
+    "rm": ("validation/validation-default_accuracy", 0.85, 0.25),
 }
 
 
@@ -123,7 +123,12 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
     model: Any = AutoModelForSequenceClassification.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory.parents[1] / "tokenizer")
     rows = load_arithmetic_preference(
-        PreferenceDatasetConfig(dataset_name="arithmetic_preference", split="validation", processor="unused")
+        PreferenceDatasetConfig(
+            dataset_name="arithmetic_preference",
+            split="validation",
+            processor="unused",
+            kwargs={"max_operand": 30, "operators": "+", "max_mistake": 60, "num_samples": 256},
+        )
     )
     right = 0
     for row in rows:
@@ -147,13 +152,7 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
         ("dpo", ()),
         ("dpo", ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")),
         ("rm", ()),
-        (
-            "rm",
-            (
-                "policy.sequence_packing.enabled=false",
-                "+checkpointing.async_save=true",
-            ),
-        ),
+        ("rm", ("policy.sequence_packing.enabled=false",)),
     ],
 )
 def test_a_run_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path, kind, how):

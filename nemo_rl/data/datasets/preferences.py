@@ -15,7 +15,14 @@ from pydantic import Field
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import arithmetic_rows
-from nemo_rl.data.datasets.files import column_names, converted, generated_options, load_example_table, require_columns
+from nemo_rl.data.datasets.files import (
+    column_names,
+    converted,
+    generated_options,
+    load_example_table,
+    require_columns,
+    require_used_keys,
+)
 from nemo_rl.data.example_config import ExampleTableConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
@@ -64,8 +71,10 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
     table, label = load_example_table(cfg)
     if cfg.dataset_name != "BinaryPreferenceDataset" and "completions" in column_names(table):
         require_columns(table, {"of ranked completions": "context"}, label)
+        require_used_keys(cfg, (), "the rows have ranked answers (column 'completions')")
         return converted(table, ranked_row)
     require_columns(table, {"chosen_key": cfg.chosen_key, "rejected_key": cfg.rejected_key}, label)
+    require_used_keys(cfg, ("prompt_key", "chosen_key", "rejected_key", "tool_key"), "", table)
     convert = partial(
         keyed_row,
         prompt_key=cfg.prompt_key,

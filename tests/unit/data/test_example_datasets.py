@@ -223,6 +223,30 @@ def test_files_of_columns_conversations_and_tokens(write):
         load_rows(sft(dataset_name="ResponseDataset"))
 
 
+def test_column_keys_that_name_nothing_are_refused(write):
+    chats = write([{"messages": [user("a"), assistant("b")]}] * 40 + [{"messages": [], "functions": []}])
+    assert len(load_rows(sft(data_path=chats, tool_key="functions", chat_key="messages"))[0]) == 41
+    with pytest.raises(ValueError, match=r"no column 'tool' \(tool_key\)"):
+        load_rows(sft(data_path=chats, tool_key="tool"))
+    with pytest.raises(
+        ValueError, match=r"output_key=answer is set but the rows have conversations \(column 'messages'"
+    ):
+        load_rows(sft(data_path=chats, output_key="answer"))
+    texts = write([{"input": "a", "output": "b"}], "texts.jsonl")
+    with pytest.raises(ValueError, match=r"chat_key=conversation is set but .* their columns: input, output"):
+        load_rows(sft(data_path=texts, chat_key="conversation"))
+    squad = write([{"context": "c", "question": "q", "answers": {"text": ["a"]}}], "squad.jsonl")
+    with pytest.raises(
+        ValueError, match="'squad': input_key=question, output_key=a is set but the dataset has columns"
+    ):
+        load_rows(sft(dataset_name="squad", data_path=squad, input_key="question", output_key="a"))
+    pairs = write([{"prompt": "p", "chosen": "a", "rejected": "b"}], "pairs.jsonl")
+    with pytest.raises(ValueError, match=r"no column 'question' \(prompt_key\)"):
+        load_rows(dpo(data_path=pairs, prompt_key="question"))
+    with pytest.raises(ValueError, match="chosen_key=good is set but the dataset is generated"):
+        load_rows(dpo(dataset_name="arithmetic_preference", chosen_key="good"))
+
+
 def test_rows_that_cannot_be_converted_are_marked(write):
     good = {"input": "a", "output": "b"}
     path = write([good, {"input": "a"}, {"input": 1, "output": None}, *[good] * 32])
@@ -358,6 +382,19 @@ def test_generated_preferences():
     assert "margin" not in plain[0]
     with pytest.raises(ValueError, match="kwargs takes num_samples, max_operand, operators, margins"):
         load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"margin": True}))
+
+
+def test_generated_mistakes_of_any_size_are_equally_likely():
+    rows, _ = load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"num_samples": 2000, "max_mistake": 5}))
+    mistakes = []
+    for row in rows:
+        right, wrong = (int(row[key].removeprefix("\\boxed{").removesuffix("}")) for key in ("chosen", "rejected"))
+        mistakes.append(wrong - right)
+    counts = {mistake: mistakes.count(mistake) for mistake in set(mistakes)}
+    assert sorted(counts) == [-5, -4, -3, -2, -1, 1, 2, 3, 4, 5]
+    assert min(counts.values()) > 150 and max(counts.values()) < 250
+    with pytest.raises(ValueError, match="max_mistake"):
+        load_rows(dpo(dataset_name="arithmetic_preference", kwargs={"max_mistake": 0}))
 
 
 def test_own_datasets_by_import_path(tmp_path, monkeypatch):
