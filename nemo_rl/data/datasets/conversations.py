@@ -17,6 +17,7 @@ from nemo_rl.data.datasets.files import (
     load_table,
     options_of,
     require_columns,
+    require_used_keys,
 )
 from nemo_rl.data.datasets.json_lines import JsonLines
 from nemo_rl.data.example_config import ExampleDatasetConfig
@@ -141,18 +142,28 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
     table, label = load_example_table(cfg)
     columns = column_names(table)
     if "input_ids" in columns:
+        require_used_keys(cfg, (), "the rows are tokens (column 'input_ids')")
         return converted(table, dict)
     if cfg.chat_key in columns or cfg.dataset_name == "openai_format":
         keys = {"chat_key": cfg.chat_key, **({"system_key": cfg.system_key} if cfg.system_key else {})}
         require_columns(table, keys, label)
+        what = f"the rows have conversations (column {cfg.chat_key!r})"
+        require_used_keys(cfg, ("chat_key", "system_key", "tool_key"), what, table)
         fill_ins = not isinstance(table, JsonLines)
         convert = partial(
             chat_row, chat_key=cfg.chat_key, system_key=cfg.system_key, tool_key=cfg.tool_key, fill_ins=fill_ins
         )
         return converted(table, convert)
     input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
+    if {"prompt", "completion"} <= set(columns) and not {input_key, output_key} <= set(columns):
+        raise ValueError(
+            f"dataset {label!r} has no columns {input_key!r} (input_key) and {output_key!r} (output_key), but it has "
+            "'prompt' and 'completion': did you mean input_key=prompt output_key=completion?"
+        )
     keys = {"input_key": input_key, "output_key": output_key}
     require_columns(table, {**keys, **({"system_key": cfg.system_key} if cfg.system_key else {})}, label)
+    what = f"the rows have no conversations, which chat_key would name, but texts; their columns: {', '.join(columns)}"
+    require_used_keys(cfg, ("input_key", "output_key", "system_key"), what, table)
     return converted(table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key))
 
 
@@ -182,6 +193,7 @@ def load_open_assistant(cfg: TableConfig) -> list[Row]:
         raise ValueError(f"open_assistant: kwargs.paths must be best or all, got {options.paths!r}")
     if cfg.is_streamed:
         raise ValueError("dataset 'open_assistant' cannot be streamed: a conversation is spread over its table")
+    require_used_keys(cfg, (), "the dataset has columns of its own")
     path = cfg.data_path or "OpenAssistant/oasst2"
     table = load_table(path, subset=cfg.subset, split=cfg.split, cache_dir=cfg.download_dir)
     if "prompt" in table.column_names:

@@ -117,6 +117,7 @@ def generated_options(cfg: TableConfig, model: type[Options]) -> Options:
             f"dataset {cfg.dataset_name!r} is generated and reads no data_path ({cfg.data_path}); to read the file set "
             "dataset_name=null"
         )
+    require_used_keys(cfg, (), "the dataset is generated")
     return options_of(cfg, model)
 
 
@@ -234,6 +235,28 @@ def require_columns(table: Any, needed: dict[str, str], label: str) -> None:
             raise ValueError(
                 f"dataset {label!r} has no column {column!r} ({key}); its columns are: {', '.join(columns)}"
             )
+
+
+def require_used_keys(cfg: TableConfig, used: Sequence[str], what: str, table: Any = None) -> None:
+    """Check that every column key that was set means something; `what` says why others do not, after "set but".
+
+    Raises:
+        ValueError: for a key that is not in `used`, and for one of a column that no row of `table` has.
+    """
+    if not isinstance(cfg, ExampleTableConfig):
+        return
+    fields = type(cfg).model_fields
+    keys = {key: value for key, value in cfg.model_dump().items() if key.endswith("_key")}
+    given = {key: value for key, value in keys.items() if value != fields[key].default}
+    unused = [f"{key}={value}" for key, value in given.items() if key not in used]
+    label = cfg.dataset_name or cfg.data_path
+    if unused:
+        raise ValueError(f"dataset {label!r}: {', '.join(unused)} is set but {what}; remove it")
+    for key, column in given.items():
+        if column not in column_names(table) and not (
+            isinstance(table, JsonLines) and any(column in row for row in MarkedRows(table, dict))
+        ):
+            require_columns(table, {key: column}, str(label))
 
 
 def column_names(table: Any) -> list[str]:

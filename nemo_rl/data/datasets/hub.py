@@ -19,6 +19,7 @@ from nemo_rl.data.datasets.files import (
     converted,
     load_table,
     require_columns,
+    require_used_keys,
 )
 from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row
 from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
@@ -61,8 +62,11 @@ class HubDataset:
         self, cfg: ExampleDatasetConfig, table: Any, convert: Callable[[Row], Row]
     ) -> Callable[[Row], Row]:
         solution = cfg.output_key or (self.solution_key if self.solution_key in column_names(table) else None)
+        own = "the dataset has columns of its own"
         if solution is None:  # the answer is all there is
+            require_used_keys(cfg, (), own)
             return convert
+        require_used_keys(cfg, ("input_key", "output_key"), own, table)
         columns = {"input_key": cfg.input_key or self.input_key, "output_key": solution}
         require_columns(table, columns, cfg.data_path or self.path)
         return partial(both_rows, convert=convert, **columns)
@@ -87,6 +91,7 @@ class HubTable:
         if self.preferences != isinstance(cfg, PreferenceDatasetConfig):
             held = "preferences: it is for DPO and reward models" if self.preferences else "no preferences"
             raise ValueError(f"dataset {cfg.dataset_name!r} holds {held}")
+        require_used_keys(cfg, (), "the dataset has columns of its own")
         table = load_parts(cfg, self.path, self.split, (None,))
         require_columns(
             table, {f"of {cfg.dataset_name}": column for column in self.columns}, cfg.data_path or self.path

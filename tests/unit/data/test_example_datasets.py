@@ -235,6 +235,10 @@ def test_column_keys_that_name_nothing_are_refused(write):
     texts = write([{"input": "a", "output": "b"}], "texts.jsonl")
     with pytest.raises(ValueError, match=r"chat_key=conversation is set but .* their columns: input, output"):
         load_rows(sft(data_path=texts, chat_key="conversation"))
+    others = write([{"prompt": "a", "completion": "b"}], "others.jsonl")
+    assert len(load_rows(sft(data_path=others, input_key="prompt", output_key="completion"))[0]) == 1
+    with pytest.raises(ValueError, match=r"did you mean input_key=prompt output_key=completion\?"):
+        load_rows(sft(data_path=others))
     squad = write([{"context": "c", "question": "q", "answers": {"text": ["a"]}}], "squad.jsonl")
     with pytest.raises(
         ValueError, match="'squad': input_key=question, output_key=a is set but the dataset has columns"
