@@ -202,8 +202,8 @@ class ExampleMeta:
 MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
 """Tokenises one row: its sequence, or chosen and rejected, and what the controller is told (`index` 0). Picklable.
 
-Raises ValueError, naming row and column, for what no later row can make good: a column that is not there, a role that
-the chat template refuses. What is wrong with a single row is said by `ExampleMeta.problem`.
+What is wrong with a row is said by `ExampleMeta.problem`, naming row and column; where sequences cannot be made its
+kind is "bad_row".
 """
 
 
