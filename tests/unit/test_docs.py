@@ -225,7 +225,7 @@ def test_metrics_are_reported(page: str):
 
 def test_guides_name_every_reason_to_leave_a_row_out():
     sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/data").glob("example*.py"))
-    kinds = set(re.findall(r'Problem\(\s*"(\w+)"', sources))
+    kinds = set(re.findall(r'(?:Problem\(\s*|problem_kind=)"(\w+)"', sources))
     of_pages = {
         page: {
             name for header, rows in tables(PAGES[page]) if header == "metric" for row in rows for name in code(row[0])
