@@ -77,7 +77,11 @@ def run(
     **environment: str,
 ) -> Finished:
     """A run to its end."""
-    process = start(folder, *overrides, script=script, config=config, **environment)
+    return end(start(folder, *overrides, script=script, config=config, **environment), folder, timeout_s)
+
+
+def end(process: subprocess.Popen[str], folder: Path, timeout_s: float = 400) -> Finished:
+    """Wait for a run that was started in `folder`."""
     try:
         status = process.wait(timeout_s)
     finally:
@@ -115,16 +119,21 @@ def small(section: str) -> tuple[str, ...]:
     return (*(text.replace("grpo.", f"{section}.") for text in SMALL), "checkpointing.save_consolidated=true")
 
 
-def resumes_bit_for_bit(folder: Path, script: Path, config: Path, overrides: tuple[str, ...], *models: str) -> None:
+def resumes_bit_for_bit(
+    folder: Path, script: Path, config: Path, overrides: tuple[str, ...], *models: str, at_once: bool = False
+) -> None:
     """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command.
 
-    `models` are folders of the checkpoint of step 4, somewhere under `results`, whose weights are compared.
+    `models` are folders of the checkpoint of step 4, somewhere under `results`, whose weights are compared. `at_once`:
+    the run that is left alone goes on beside the one that is killed, which is for small ones.
     """
-    whole = run(folder / "whole", *overrides, script=script, config=config)
-    assert whole.status == 0, whole.output[-4000:]
+    alone = start(folder / "whole", *overrides, script=script, config=config)
+    whole = None if at_once else end(alone, folder / "whole")
     process = run_until(folder / "killed", "step 3/4", *overrides, script=script, config=config)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+    whole = whole or end(alone, folder / "whole")
+    assert whole.status == 0, whole.output[-4000:]
     again = run(folder / "killed", *overrides, script=script, config=config)
     assert again.status == 0, again.output[-4000:]
     assert "step_2 after step 2" in again.output

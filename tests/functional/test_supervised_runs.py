@@ -55,7 +55,7 @@ def values(done: Finished, name: str) -> list[float]:
 
 
 def test_sft_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    resumes_bit_for_bit(tmp_path, *command("sft"), small("sft"), "policy")
+    resumes_bit_for_bit(tmp_path, *command("sft"), small("sft"), "policy", at_once=True)
 
 
 def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
