@@ -117,6 +117,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
     """kill -9 of environment, engine, rollout worker and policy, then SIGSTOP of the policy, in one run."""
     watched = Watched(tmp_path, *LONG, "cluster.worker_timeout_s=20")

@@ -25,8 +25,9 @@ from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantag
 from nemo_rl.utils.checkpoint_save import StateWrite
 
 WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
-# Threads that spin while they wait for one another slow each other down twenty times where something else runs too.
-CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Threads that spin while they wait for one another slow each other down twenty times where something else runs too;
+# threads that sleep at once halve the speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
+CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 
 class WorkersWrite:
