@@ -14,16 +14,15 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.datasets.registry import import_object
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.messages import get_formatted_message_log
+from nemo_rl.data.processors import find, register
 from nemo_rl.types import DatumSpec, LLMMessageLogType
 
 IGNORED_LABEL = -100
@@ -306,9 +305,7 @@ def register_example_processor(name: str, processor: ExampleProcessor) -> None:
     Raises:
         ValueError: when the name is taken.
     """
-    if name in EXAMPLE_PROCESSOR_REGISTRY:
-        raise ValueError(f"a processor named {name!r} is registered already")
-    EXAMPLE_PROCESSOR_REGISTRY[name] = processor
+    register(EXAMPLE_PROCESSOR_REGISTRY, name, processor)
 
 
 def find_example_processor(name: str) -> ExampleProcessor:
@@ -317,13 +314,7 @@ def find_example_processor(name: str) -> ExampleProcessor:
     Raises:
         ValueError: when there is none, or it does not take the flags.
     """
-    if name in EXAMPLE_PROCESSOR_REGISTRY:
-        return EXAMPLE_PROCESSOR_REGISTRY[name]
-    if ":" not in name:
-        near = get_close_matches(name, EXAMPLE_PROCESSOR_REGISTRY, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(EXAMPLE_PROCESSOR_REGISTRY)}."
-        raise ValueError(f"unknown processor {name!r}. {hint} An import path (package.module:function) works too")
-    processor = import_object(name, "processor")
+    processor = find(EXAMPLE_PROCESSOR_REGISTRY, name)
     parameters = inspect.signature(processor).parameters
     missing = [flag for flag in FLAGS if flag not in parameters]
     if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -120,9 +120,7 @@ def register_processor(name: str, processor: ProcessorFn) -> None:
     Raises:
         ValueError: when the name is taken.
     """
-    if name in PROCESSOR_REGISTRY:
-        raise ValueError(f"a processor named {name!r} is registered already")
-    PROCESSOR_REGISTRY[name] = processor
+    register(PROCESSOR_REGISTRY, name, processor)
 
 
 def find_processor(name: str) -> ProcessorFn:
@@ -131,12 +129,27 @@ def find_processor(name: str) -> ProcessorFn:
     Raises:
         ValueError: when there is none.
     """
-    if name in PROCESSOR_REGISTRY:
-        return PROCESSOR_REGISTRY[name]
+    return find(PROCESSOR_REGISTRY, name)
+
+
+P = TypeVar("P")
+
+
+def register(registry: dict[str, P], name: str, processor: P) -> None:
+    """Add to a registry of processors. ValueError when the name is taken."""
+    if name in registry:
+        raise ValueError(f"a processor named {name!r} is registered already")
+    registry[name] = processor
+
+
+def find(registry: Mapping[str, P], name: str) -> P:
+    """The processor of a name in `registry` or of an import path. ValueError when there is none."""
+    if name in registry:
+        return registry[name]
     if ":" in name:
         return import_object(name, "processor")
-    near = get_close_matches(name, PROCESSOR_REGISTRY, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(PROCESSOR_REGISTRY)}."
+    near = get_close_matches(name, registry, n=1, cutoff=0.4)
+    hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(registry)}."
     raise ValueError(f"unknown processor {name!r}. {hint} An import path (package.module:function) works too")
 
 

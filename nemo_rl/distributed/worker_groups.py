@@ -11,7 +11,8 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -349,6 +350,19 @@ class RayWorkerGroup:
                 ray.kill(worker.handle, no_restart=True)
             _wait_for_exit(members)
         self._cluster.leave_seats(self.name_prefix, failed=failed)
+
+
+def start_groups(count: int, start: Callable[[int], RayWorkerGroup]) -> list[RayWorkerGroup]:
+    """`start(0)` to `start(count - 1)` side by side. When one fails, the others are ended and its error raised."""
+    with ThreadPoolExecutor(max_workers=count) as threads:
+        starts = [threads.submit(start, index) for index in range(count)]
+    failures = [error for future in starts if (error := future.exception()) is not None]
+    if failures:
+        for future in starts:
+            if future.exception() is None:
+                future.result().shutdown()
+        raise failures[0]
+    return [future.result() for future in starts]
 
 
 def _check_python(py_executable: str, places: list[list[Bundle]]) -> None:

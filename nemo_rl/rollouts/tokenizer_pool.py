@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ import ray
 
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups
 from nemo_rl.types import Example, ExampleGroup, ExampleHandle, ExampleMeta, MakeExample, Prompt
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class TokenizerPool:
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
         try:
             self._cluster.bundles()
-            self._workers = self._start_all()
+            self._workers = start_groups(len(self._lives), self._start)
         except BaseException:
             self._cluster.shutdown()
             raise
@@ -186,17 +185,6 @@ class TokenizerPool:
         old.shutdown()
         self._workers[worker] = self._start(worker)
         self._lives[worker] += 1
-
-    def _start_all(self) -> list[RayWorkerGroup]:
-        with ThreadPoolExecutor(max_workers=len(self._lives)) as threads:
-            starts = [threads.submit(self._start, worker) for worker in range(len(self._lives))]
-        failures = [error for start in starts if (error := start.exception()) is not None]
-        if failures:
-            for start in starts:
-                if start.exception() is None:
-                    start.result().shutdown()
-            raise failures[0]
-        return [start.result() for start in starts]
 
     def _start(self, worker: int) -> RayWorkerGroup:
         # A group of its own for each worker, so that one can be ended and started anew.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.generation.interfaces import TENANT, GenerationInterface
 from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs
@@ -81,7 +80,7 @@ class VllmGeneration(GenerationInterface):
         self._transfer_init: dict[str, Any] | None = None
         self._bytes_of_ended = 0
         cluster.bundles()  # booked here, once, before the replicas start side by side
-        self._replicas: list[RayWorkerGroup] = self._start_all()
+        self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
         if accelerator is not None:
             accelerator.register(TENANT, self.onload, self.offload, on_device=True)
 
@@ -158,17 +157,6 @@ class VllmGeneration(GenerationInterface):
     def _call_all(self, method: str, *args: Any) -> list[Any]:
         refs = [replica.start_one(0, method, *args) for replica in self._replicas]
         return [replica.wait([ref])[0] for replica, ref in zip(self._replicas, refs, strict=True)]
-
-    def _start_all(self) -> list[RayWorkerGroup]:
-        with ThreadPoolExecutor(max_workers=len(self._bundle_groups)) as pool:
-            starts = [pool.submit(self._start, index) for index in range(len(self._bundle_groups))]
-        failures = [error for start in starts if (error := start.exception()) is not None]
-        if failures:
-            for start in starts:
-                if start.exception() is None:
-                    start.result().shutdown()
-            raise failures[0]
-        return [start.result() for start in starts]
 
     def _start(self, index: int) -> RayWorkerGroup:
         # A group of its own for each replica, so that one can be ended and started anew.
