@@ -110,9 +110,23 @@ class SampleStatus(StrEnum):
     """How an episode ended. Only COMPLETED and TRUNCATED samples carry a reward."""
 
     COMPLETED = "completed"
-    TRUNCATED = "truncated"  # stopped by a token limit
+    TRUNCATED = "truncated"  # stopped by a limit of tokens or turns
+    TIMED_OUT = "timed_out"  # stopped by the time limit of episodes: no reward, not in the baseline, no gradient
     FAILED = "failed"  # environment or engine raised or timed out: no reward, not in the baseline, no gradient
     PROMPT_TOO_LONG = "prompt_too_long"  # never sampled: no reward, no gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnMeta:
+    """One turn of an episode: a completion and what the environment said to it."""
+
+    num_generated_tokens: int
+    num_env_tokens: int  # of the observation that leads to the next turn; 0 after the last one
+    reward: float
+    stop_reason: StopReason
+    weight_version: int
+    generation_s: float
+    env_s: float
 
 
 @dataclass(kw_only=True)
@@ -126,9 +140,12 @@ class SampleMeta:
     num_generated_tokens: int
     num_turns: int
     reward: float  # 0.0 when the sample carries none; see `status`
-    weight_version: int
-    failure: str | None = None  # what went wrong, for FAILED
+    weight_version: int  # of its first turn: the oldest weights that any of its tokens is from
+    failure: str | None = None  # what went wrong, for FAILED and TIMED_OUT
     answer: str | None = None  # what the environment extracted from it, for majority votes
+    turns: list[TurnMeta] = field(default_factory=list)  # in order; none where `num_turns` is 0
+    hit_turn_limit: bool = False  # TRUNCATED because `max_rollout_turns` was reached
+    hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
 
     @property
     def has_reward(self) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.microbatches import RowKey, keys_of
-from nemo_rl.rollouts.collector import GroupRequest
+from nemo_rl.rollouts.busy_time import GenerationUse
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import Written
 
@@ -50,10 +51,14 @@ class FakePolicy:
     name_prefix: str = "policy"
     controller_tensor_bytes: int = 0
     peak_flops: float | None = None
+    on_wait: Callable[[], None] | None = None
 
     def note(self, call: str) -> None:
         """Calls of others than the policy carry their name."""
         self.calls.append(call if self.name_prefix == "policy" else f"{self.name_prefix}.{call}")
+
+    def while_waiting(self, callback: Callable[[], None]) -> None:
+        self.on_wait = callback
 
     def load(self, plan: BatchPlan) -> None:
         self.note("load")
@@ -82,6 +87,8 @@ class FakePolicy:
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         self.note("train")
+        if self.on_wait is not None:
+            self.on_wait()
         return self.results.pop(0) if len(self.results) > 1 else self.results[0]
 
     def restart(self) -> None:
@@ -146,6 +153,12 @@ class FakeRollouts:
         return GroupHandle(
             group_id=request.group_id, prompt_id=prompt.prompt_id, task_name=prompt.task_name, ref=None, samples=samples
         )
+
+    def generation_use(self) -> GenerationUse:
+        return GenerationUse(busy_s=1.0, window_s=4.0, num_tokens=12)
+
+    def abandon(self) -> None:
+        """Nothing is played beside training."""
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         return {"math/num_groups": float(len(groups))}

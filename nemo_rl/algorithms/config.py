@@ -10,7 +10,7 @@ from pydantic import Field
 from nemo_rl.algorithms import metric_names
 from nemo_rl.algorithms.config_checks import check_grpo
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -32,6 +32,55 @@ class AdvEstimatorConfig(StrictModel):
     """Added to the standard deviation."""
 
     not_yet: ClassVar = (NotYet("name", lambda value: value not in ("gdpo", "raw_reward", "gae", "opd")),)
+
+
+class AsyncGRPOConfig(StrictModel):
+    """Sampling while the policy trains."""
+
+    enabled: bool = False
+    """Sample the groups of later steps while this one trains; needs `policy.generation.colocated.enabled: false`."""
+
+    max_trajectory_age_steps: int = Field(default=1, ge=1)
+    """Weight updates by which a sample may be behind the weights that are trained on it, at most."""
+
+    in_flight_weight_updates: bool = False
+    """Engines take new weights in the middle of their samples; false: a sync waits for the groups that play."""
+
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Compute the KV cache of samples under way anew with the new weights; false: keep that of the old ones."""
+
+    group_order: Literal["in_order", "arrival"] = "in_order"
+    """Train groups as they were dispatched, or those that finish first as long as none grows too old."""
+
+    max_open_steps: int | None = Field(default=None, ge=1)
+    """Bound of the buffer: steps' worth of groups that play or wait to be trained. null: `max_trajectory_age_steps` +
+    1, as many as never grow too old in order; for `arrival` one less, so that a slow group can wait for a later step.
+    """
+
+    not_yet: ClassVar = (NotYet("max_generation_failures", one_of(0, None)),)
+
+    @property
+    def open_steps(self) -> int:
+        """`max_open_steps`, or what null means."""
+        if self.max_open_steps is not None:
+            return self.max_open_steps
+        return self.max_trajectory_age_steps + (self.group_order == "in_order")
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.open_steps > self.max_trajectory_age_steps + 1:
+            yield (
+                "max_open_steps",
+                f"groups would grow older than max_trajectory_age_steps={self.max_trajectory_age_steps} before their "
+                f"turn; use at most {self.max_trajectory_age_steps + 1}",
+            )
+        if self.enabled and self.open_steps < 2:
+            fix = "max_trajectory_age_steps=2" if self.max_open_steps is None else "max_open_steps=2"
+            yield "max_open_steps", f"with one step of groups nothing is sampled while the policy trains; set {fix}"
+        if self.recompute_kv_cache_after_weight_updates and not self.in_flight_weight_updates:
+            yield (
+                "recompute_kv_cache_after_weight_updates",
+                "no sample is under way at a sync; set in_flight_weight_updates=true, or this to false",
+            )
 
 
 class GRPOConfig(ScoredRolloutConfig):
@@ -58,11 +107,13 @@ class GRPOConfig(ScoredRolloutConfig):
     dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
     """The run stops when so many generation batches did not fill a step."""
 
+    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
+    """Sampling while the policy trains."""
+
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
 
     not_yet: ClassVar = (
-        NotYet("async_grpo", switched_off),
         NotYet("calculate_advantages_on_gpu", anything),
         NotYet("advantage_clip_low", one_of(None)),
         NotYet("advantage_clip_high", one_of(None)),
@@ -222,7 +273,12 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.grpo(self.grpo)
+        return metric_names.grpo(self.grpo) | self.task_metrics | self.generation_metrics
+
+    @property
+    def recomputes_kv_cache(self) -> bool:
+        settings = self.grpo.async_grpo
+        return not settings.in_flight_weight_updates or settings.recompute_kv_cache_after_weight_updates
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from check_grpo(self)

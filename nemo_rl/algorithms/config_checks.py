@@ -6,12 +6,20 @@ Each check yields (dotted key, message); the message says which values would wor
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nemo_rl.algorithms.generation_checks import check_backend, check_http_server
+from nemo_rl.algorithms.machines import division_problems, kind_of_devices
 from nemo_rl.algorithms.metric_names import Sections, check_metric_names, divisors, near
 from nemo_rl.algorithms.rollout_batch import check_batching
 from nemo_rl.config.errors import nearest_key
 from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import check_sections, named_sections
+from nemo_rl.environments.names import ENV_REGISTRY
+from nemo_rl.environments.python_tools_config import PythonToolsEnvironmentConfig
+from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
+from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes, layout_problems
 
@@ -25,23 +33,31 @@ Problems = Iterator[tuple[str, str]]
 
 def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
     """What every algorithm that samples has to hold to."""
+    yield from division_problems(cfg.cluster, cfg.policy.generation.colocated)
     yield from check_rollout_batches(cfg, cfg.policy)
-    yield from check_layout(cfg.policy, cfg.cluster)
+    yield from check_layout(cfg.policy, cfg.training_cluster)
     for model in cfg.further_models:
         yield from check_layout(model.config, model.cluster, model.key)
     yield from check_engines(cfg)
+    yield from check_backend(cfg)
+    yield from check_http_server(cfg)
     yield from check_sampling(cfg)
     yield from check_lengths(cfg)
+    unknown = list(check_env_names(cfg))
+    yield from unknown
     yield from check_environments(cfg)
     yield from check_validation(cfg, cfg.rollout, cfg.data.has_validation)
-    # What an environment reports of itself is not known before it runs.
-    yield from check_metric_names(cfg, cfg.rollout, free_prefixes=cfg.env)
+    yield from check_replay(cfg)
+    if not unknown:  # names of tasks, and with them of metrics, follow from the environments
+        # What an environment reports of itself is not known before it runs.
+        yield from check_metric_names(cfg, cfg.rollout, free_prefixes=cfg.env)
 
 
 def check_grpo(cfg: GRPOMasterConfig) -> Problems:
     """All of a GRPO run."""
     yield from check_rollout_run(cfg)
     yield from check_loss(cfg)
+    yield from check_async(cfg)
 
 
 def check_rollout_batches(cfg: RolloutMasterConfig, policy: PolicyConfig, key: str = "policy") -> Problems:
@@ -55,13 +71,13 @@ def check_rollout_batches(cfg: RolloutMasterConfig, policy: PolicyConfig, key: s
             f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
             f"these would: {near(divisors(samples), global_batch)}",
         )
-    num_ranks = data_parallel_size(policy, cfg.cluster)
+    num_ranks = data_parallel_size(policy, cfg.training_cluster)
     multiples = [size for size in divisors(samples) if num_ranks is not None and size % num_ranks == 0]
     fix = f"these would: {near(multiples, global_batch)}"
     if not multiples:
         prompts = rollout.num_prompts_per_step
         fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-    yield from check_batch_size(policy, cfg.cluster, fix=fix, key=key)
+    yield from check_batch_size(policy, cfg.training_cluster, fix=fix, key=key)
 
 
 def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | None:
@@ -106,21 +122,43 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
 
 def check_engines(cfg: RolloutMasterConfig) -> Problems:
     """Whether engines fill the machines."""
-    tensor_parallel = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    num_workers, per_node = cfg.cluster.num_workers, cfg.cluster.workers_per_node
-    kind = "GPUs" if cfg.cluster.use_gpus else "CPU workers"
-    key = "policy.generation.vllm_cfg.tensor_parallel_size"
-    if num_workers % tensor_parallel:
-        works = near(divisors(num_workers), tensor_parallel)
-        yield key, f"{tensor_parallel} does not divide the {num_workers} {kind} of the cluster; these would: {works}"
-    elif tensor_parallel <= per_node and per_node % tensor_parallel:
-        works = near(divisors(per_node), tensor_parallel)
-        yield key, f"engines of {tensor_parallel} do not fill nodes of {per_node} {kind}; these would: {works}"
-    elif tensor_parallel > per_node:
+    vllm, cluster = cfg.policy.generation.vllm_cfg, cfg.generation_cluster
+    size, num_workers, per_node = vllm.engine_size, cluster.num_workers, cluster.workers_per_node
+    kind, section = kind_of_devices(cluster), "policy.generation.vllm_cfg"
+    which = "of the cluster" if cfg.policy.generation.colocated.enabled else "that generate"
+    key, text = f"{section}.tensor_parallel_size", str(size)
+    if vllm.pipeline_parallel_size > 1:
+        key = f"{section}.pipeline_parallel_size"
+        text = f"{vllm.pipeline_parallel_size} x tensor_parallel_size={vllm.tensor_parallel_size} = {size}"
+    if num_workers % size:
+        works = near(divisors(num_workers), size)
+        yield key, f"{text} does not divide the {num_workers} {kind} {which}; these would: {works}"
+    elif size <= per_node and per_node % size:
+        works = near(divisors(per_node), size)
+        yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
+    elif size > per_node:
+        yield from _check_spanning_engines(cfg, size, text, key)
+
+
+def _check_spanning_engines(cfg: RolloutMasterConfig, size: int, text: str, key: str) -> Problems:
+    """Whether engines that are larger than a node have whole nodes, between which only pipeline stages lie."""
+    vllm, per_node = cfg.policy.generation.vllm_cfg, cfg.generation_cluster.workers_per_node
+    kind = kind_of_devices(cfg.cluster)
+    if cfg.policy.generation.colocated.enabled:
         yield (
             key,
-            f"not supported yet: an engine of {tensor_parallel} spans nodes of {per_node} {kind}; use at most that",
+            f"not supported yet: an engine of {text} spans nodes of {per_node} {kind}; use at most that, or "
+            "policy.generation.colocated.enabled=false",
         )
+    elif per_node % vllm.tensor_parallel_size:
+        works = near(divisors(per_node), vllm.tensor_parallel_size)
+        yield (
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"{vllm.tensor_parallel_size} devices that share every layer have to be on one node of {per_node} {kind}; "
+            f"set it to one of {works}, and pipeline_parallel_size to lead over nodes",
+        )
+    elif size % per_node:
+        yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"
 
 
 def check_sampling(cfg: RolloutMasterConfig) -> Problems:
@@ -160,6 +198,31 @@ def check_loss(cfg: GRPOMasterConfig) -> Problems:
         yield "loss_fn.use_kl_in_reward", "only grpo.adv_estimator.name=reinforce_plus_plus has the KL in the reward"
 
 
+def check_async(cfg: GRPOMasterConfig) -> Problems:
+    """What sampling beside training needs."""
+    if not cfg.grpo.async_grpo.enabled:
+        return
+    if cfg.policy.generation.backend == "hf":
+        yield (
+            "grpo.async_grpo.enabled",
+            "nothing samples while the policy trains where its own workers generate; set it to false, or "
+            "policy.generation.backend=vllm",
+        )
+        return
+    if cfg.policy.generation.colocated.enabled:
+        yield (
+            "grpo.async_grpo.enabled",
+            "samples while the policy trains, so generation needs devices of its own: set "
+            "policy.generation.colocated.enabled=false and its resources",
+        )
+    if not cfg.loss_fn.use_importance_sampling_correction:
+        yield (
+            "loss_fn.use_importance_sampling_correction",
+            "samples come from older weights than those that are trained; set it to true, or "
+            "grpo.async_grpo.enabled=false",
+        )
+
+
 def check_reference_kl(cfg: RolloutMasterConfig, loss: ClippedPGLossConfig, *, skips_reference: bool) -> Problems:
     """Whether the KL penalty, in the loss or in the reward, has what it needs."""
     generation = cfg.policy.generation
@@ -179,7 +242,8 @@ def check_reference_kl(cfg: RolloutMasterConfig, loss: ClippedPGLossConfig, *, s
         yield "loss_fn.use_kl_in_reward", "has no effect without loss_fn.reference_policy_kl_penalty above 0"
 
 
-def check_environments(cfg: RolloutMasterConfig) -> Problems:
+def check_env_names(cfg: RolloutMasterConfig) -> Problems:
+    """Whether every dataset names a section of `env`."""
     for name, datasets in (("train", cfg.data.train), ("validation", cfg.data.validation or [])):
         for index, dataset in enumerate(datasets):
             if dataset.env_name not in cfg.env:
@@ -187,6 +251,87 @@ def check_environments(cfg: RolloutMasterConfig) -> Problems:
                 fix = f"did you mean {near}?" if near else f"there are: {', '.join(cfg.env) or 'none'}"
                 key = f"data.{name}.{index}.env_name"
                 yield key, f"no section env.{dataset.env_name}; {fix}"
+
+
+def check_environments(cfg: RolloutMasterConfig) -> Problems:
+    """Whether environments have the turns and the time that they need."""
+    answering = [dataset.env_name for dataset in [*cfg.data.train, *(cfg.data.validation or [])]]
+    for name in named_sections(cfg.env, [name for name in answering if name in cfg.env]):
+        if name in cfg.env:
+            yield from _check_type(name, cfg.env[name].type)
+    for name in cfg.env:
+        if name in answering:
+            yield from _check_turns(cfg, name)
+    yield from check_sections(cfg.env, cfg.rollout.env_step_timeout_s)
+
+
+def _check_type(name: str, env_type: str) -> Problems:
+    """Whether there may be such an environment; what an import path leads to is seen when it is imported."""
+    if env_type in ENV_REGISTRY or "." in env_type or ":" in env_type:
+        return
+    near = nearest_key(env_type, ENV_REGISTRY)
+    hint = f"did you mean {near}?" if near else f"there are: {', '.join(ENV_REGISTRY)}."
+    text = f"no environment {env_type!r}; {hint} One of your own is an import path, e.g. my_package.envs:MyEnv"
+    yield f"env.{name}.type", text
+
+
+def _check_turns(cfg: RolloutMasterConfig, name: str) -> Problems:
+    """Whether an episode can come to its end in the turns it has."""
+    section, turns, key = cfg.env[name], cfg.rollout.max_rollout_turns, f"{cfg.section}.max_rollout_turns"
+    if isinstance(section, RetrievalEnvironmentConfig):
+        wanted = section.max_searches + 1
+        if turns < 2:
+            yield (
+                key,
+                f"1 leaves no turn to answer after a search of env.{name}; set it to {wanted}, for all searches and "
+                "the answer",
+            )
+        elif turns < wanted:
+            yield (
+                key,
+                f"{turns} leaves no turn to answer after the {section.max_searches} searches of env.{name}; set it to "
+                f"at least {wanted}, or env.{name}.max_searches={turns - 1}",
+            )
+    elif isinstance(section, PythonToolsEnvironmentConfig) and turns < 2:
+        yield (
+            key,
+            f"1 leaves no turn to read what a tool of env.{name} says; set it to at least 2, and to one more than the "
+            "calls that an answer may need",
+        )
+    elif isinstance(section, SlidingPuzzleEnvironmentConfig):
+        limits = [
+            dataset.kwargs.get("max_moves") or section.cfg.max_moves
+            for dataset in [*cfg.data.train, *(cfg.data.validation or [])]
+            if dataset.env_name == name
+        ]
+        longest = max((limit for limit in limits if isinstance(limit, int)), default=0)
+        if turns < longest:
+            yield (
+                key,
+                f"{turns} cuts games of env.{name} off before their {longest} moves are made; set it to at least "
+                f"{longest}, or env.{name}.cfg.max_moves={turns}",
+            )
+
+
+def check_replay(cfg: RolloutMasterConfig) -> Problems:
+    """Whether a run that trains from recorded rollouts asks for what needs engines."""
+    rollout, section = cfg.rollout, cfg.section
+    if rollout.replay_from is None:
+        return
+    if not Path(rollout.replay_from).is_dir():
+        yield (
+            f"{section}.replay_from",
+            f"there is no folder {rollout.replay_from!r} (looked in {Path.cwd()}); name the {section}.rollout_record."
+            "save_dir of the run that recorded",
+        )
+    if rollout.validates:
+        yield (
+            f"{section}.replay_from",
+            f"no engine is started that could answer validation prompts; set {section}.val_period=0, "
+            f"{section}.val_at_start=false and {section}.val_at_end=false",
+        )
+    if rollout.rollout_record.enabled:
+        yield f"{section}.rollout_record.enabled", "nothing is sampled with replay_from; set it to false"
 
 
 def check_validation(cfg: Sections, loop: LoopConfig, has_data: bool) -> Problems:

@@ -72,7 +72,7 @@ class DistillationTrainer(RolloutTrainer):
         """Prompts -> finished groups. Their rewards are reported, and nothing more."""
         self.generated = []
         with self.phase("generation"):
-            return self.collect(self.next_prompts())
+            return self.next_groups()
 
     def plan(self, groups: Sequence[GroupHandle]) -> BatchPlan:
         """Which sample in which rank, optimizer step and micro-batch of the student."""

@@ -106,14 +106,14 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.distillation(self.distillation)
+        return metric_names.distillation(self.distillation) | self.task_metrics | self.generation_metrics
 
     @property
     def teacher_cluster(self) -> ClusterConfig:
         """The machines that the teachers are on."""
         own = self.distillation.teacher_resources
         if own is None:
-            return self.cluster
+            return self.training_cluster
         return ClusterConfig(**own.model_dump(), worker_timeout_s=self.cluster.worker_timeout_s)
 
     @property

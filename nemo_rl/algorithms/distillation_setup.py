@@ -12,6 +12,7 @@ from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
 from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.launch import launch
 from nemo_rl.algorithms.model_inputs import ModelInputs, prepare_model, rename_section
+from nemo_rl.algorithms.openai_setup import start_openai_server
 from nemo_rl.algorithms.rollout_batch import Batching
 from nemo_rl.algorithms.rollout_setup import RolloutInputs, RolloutSetup, build_rollouts, prepare_rollouts
 from nemo_rl.algorithms.teacher_checks import check_teacher
@@ -169,6 +170,7 @@ def build(
         column=column,
     )
     trainer.start()
+    start_openai_server(config, stack, tools, inputs.rollouts, setup)
     return trainer
 
 
@@ -192,7 +194,7 @@ def _teacher_task(config: DistillationMasterConfig, teacher: TeacherInputs) -> H
 def _start_teachers(
     config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: PreparedDistillation
 ) -> list[Teacher]:
-    machines, cluster, accelerator = config.cluster, setup.cluster, setup.accelerator
+    machines, cluster, accelerator = config.training_cluster, setup.cluster, setup.accelerator
     if config.distillation.teacher_resources is not None:
         machines = config.teacher_cluster
         cluster = start_machines(machines, stack, len(inputs.teachers), "teachers")

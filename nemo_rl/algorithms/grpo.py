@@ -54,11 +54,11 @@ class GRPOTrainer(RolloutTrainer):
     def rollout(self) -> list[ScoredGroup]:
         """Prompts -> finished, rewarded groups; with dynamic sampling, until enough of them have reward variance."""
         self.generated = []
-        with self.phase("generation"):
+        with self.phase(self.generation_phase):
             if not self.config.grpo.use_dynamic_sampling:
-                return score_groups(self.collect(self.next_prompts()), self.config.grpo)
+                return score_groups(self.next_groups(), self.config.grpo)
             while not self.sampler.is_complete:
-                self.sampler.add(score_groups(self.collect(self.next_prompts()), self.config.grpo))
+                self.sampler.add(score_groups(self.next_groups(), self.config.grpo))
             groups, metrics = self.sampler.take()
         self.record("train", metrics)
         return groups

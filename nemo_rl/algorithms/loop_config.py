@@ -80,3 +80,8 @@ class RunConfig(StrictModel):
 
     cluster: ClusterConfig = ClusterConfig()
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    @property
+    def training_cluster(self) -> ClusterConfig:
+        """The machines that train."""
+        return self.cluster

@@ -7,7 +7,7 @@ starts. The names carry no `train/` or `validation/`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from nemo_rl.config.errors import nearest_key
@@ -60,9 +60,22 @@ ROLLOUT = frozenset(
         "num_prompts_too_long",
         "weight_version_lag/mean",
         "weight_version_lag/max",
+        "max_turns_reached_rate",
+        "truncated_by_turn_tokens_rate",
+        "truncated_by_total_tokens_rate",
+        "timed_out_rate",
+        "mean_gen_tokens_per_turn",
     }
 )
 """Of every step that samples."""
+
+NUM_TURNS_REPORTED = 8
+"""Turns, from the first, that have metrics of their own."""
+
+TASK = frozenset(
+    {"reward", "truncation_rate", "failed_sample_rate", "mean_gen_tokens_per_sample", "avg_turns_per_sample"}
+)
+"""Of each task of a step, where a run has several."""
 
 POLICY_GRADIENT = frozenset(
     {
@@ -136,33 +149,58 @@ DYNAMIC_SAMPLING = frozenset(
         "dynamic_sampling_num_discarded_valid_samples",
     }
 )
+SPECULATION = frozenset(f"generation/spec_{name}" for name in ("num_drafts", "acceptance_rate", "mean_accepted_length"))
+"""Of speculative decoding, where it is configured."""
 LOGPROB_ERROR = frozenset({"max_seq_mult_prob_error", "num_masked_seqs_by_logprob_error"})
 
 
 def grpo(cfg: GRPOConfig) -> frozenset[str]:
     """What every GRPO step reports under `train/`."""
-    names = TRAINING | ROLLOUT | POLICY_GRADIENT | GROUP_ADVANTAGES
+    names = TRAINING | ROLLOUT | turns(cfg) | POLICY_GRADIENT | GROUP_ADVANTAGES
     if cfg.use_dynamic_sampling:
         names |= DYNAMIC_SAMPLING
     if cfg.seq_logprob_error_threshold is not None:
         names |= LOGPROB_ERROR
+    if cfg.async_grpo.enabled:
+        names |= {"buffer_size"}
     return names
 
 
-def ppo() -> frozenset[str]:
+def turns_reported(max_turns: int) -> range:
+    """The turns, from 1, with metrics of their own in a run of at most `max_turns`; none where one turn is all."""
+    return range(1, min(max_turns, NUM_TURNS_REPORTED) + 1) if max_turns > 1 else range(0)
+
+
+def turns(cfg: RolloutConfig) -> frozenset[str]:
+    """What every step reports of single turns."""
+    of_each = {f"turn_{n}/active_fraction" for n in turns_reported(cfg.max_rollout_turns)}
+    return frozenset(of_each | ({"turn_1/reward", "turn_1/gen_tokens"} if of_each else set()))
+
+
+def ppo(cfg: RolloutConfig) -> frozenset[str]:
     """What every PPO step reports under `train/`."""
-    return TRAINING | ROLLOUT | POLICY_GRADIENT | {f"value/{name}" for name in UPDATE | MOE | VALUE}
+    return TRAINING | ROLLOUT | turns(cfg) | POLICY_GRADIENT | {f"value/{name}" for name in UPDATE | MOE | VALUE}
 
 
 def distillation(cfg: DistillationConfig) -> frozenset[str]:
     """What every step of distillation reports under `train/`."""
-    return TRAINING | ROLLOUT | DISTILLATION | (TOP_K if cfg.topk_logits_k is not None else frozenset())
+    return TRAINING | ROLLOUT | turns(cfg) | DISTILLATION | (TOP_K if cfg.topk_logits_k is not None else frozenset())
+
+
+def of_tasks(tasks: Sequence[str], names: Collection[str]) -> frozenset[str]:
+    """`<task>/<name>` and `<task>/num_samples` of each of several tasks; nothing of a single one.
+
+    Of one task, the metrics of the run speak already.
+    """
+    if len(tasks) < 2:
+        return frozenset()
+    return frozenset(f"{task}/{name}" for task in tasks for name in (*names, "num_samples"))
 
 
 def rollout_validation(cfg: RolloutConfig) -> frozenset[str]:
     """What a validation by generation reports under `validation/`."""
     sampled = {f"{name}_{k}" for k in cfg.val_k_values for name in ("pass_at", "best_of")}
-    return frozenset({"accuracy", "reward", "avg_length", "failed_sample_rate"} | sampled)
+    return frozenset({"accuracy", "reward", "avg_length", "failed_sample_rate", "timed_out_rate"} | sampled)
 
 
 class Sections(Protocol):

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl.types import GroupHandle, SampleStatus
+from nemo_rl.algorithms.metric_names import turns_reported
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 
 def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:
@@ -47,6 +48,52 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
     }
 
 
+def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, float]:
+    """What the turns of the samples of a step were like, and what ended them.
+
+    max_turns_reached_rate          share that reached `max_turns` without the environment ending them
+    truncated_by_turn_tokens_rate   share with a turn cut at its own limit of tokens (`max_new_tokens`)
+    truncated_by_total_tokens_rate  share that ran into the limit of prompt and turns together (`max_model_len`)
+    timed_out_rate                  share of all samples that ran into the time limit of episodes
+    mean_gen_tokens_per_turn        sampled tokens of a turn
+    turn_{n}/active_fraction        share that had an n-th turn, for the first turns of runs with more than one
+    turn_{n}/reward                 mean reward that the environment gave for it
+    turn_{n}/gen_tokens             mean sampled tokens of it
+
+    Shares and means are over the samples that carry a reward unless said; NaN when there is none. `reward` and
+    `gen_tokens` of a turn that no sample had are left out.
+    """
+    scored = [sample for sample in samples if sample.has_reward]
+    truncated = [sample for sample in scored if sample.status is SampleStatus.TRUNCATED]
+    by_turn_tokens = sum(not (sample.hit_turn_limit or sample.hit_total_token_limit) for sample in truncated)
+    num_turns = sum(sample.num_turns for sample in scored)
+    metrics = {
+        "max_turns_reached_rate": _mean([sample.hit_turn_limit for sample in scored]),
+        "truncated_by_turn_tokens_rate": by_turn_tokens / len(scored) if scored else math.nan,
+        "truncated_by_total_tokens_rate": _mean([sample.hit_total_token_limit for sample in scored]),
+        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
+        "mean_gen_tokens_per_turn": sum(s.num_generated_tokens for s in scored) / num_turns if num_turns else math.nan,
+    }
+    for n in turns_reported(max_turns):
+        metrics[f"turn_{n}/active_fraction"] = _mean([sample.num_turns >= n for sample in scored])
+        turns = [sample.turns[n - 1] for sample in scored if len(sample.turns) >= n]
+        if turns:
+            metrics[f"turn_{n}/reward"] = _mean([turn.reward for turn in turns])
+            metrics[f"turn_{n}/gen_tokens"] = _mean([turn.num_generated_tokens for turn in turns])
+    return metrics
+
+
+def turn_seconds(samples: Sequence[SampleMeta]) -> dict[str, float]:
+    """Mean seconds that a turn waited for its completion and for its environment; nothing where there was no turn."""
+    turns = [turn for sample in samples for turn in sample.turns]
+    if not turns:
+        return {}
+    return {
+        "generation_s_per_turn": _mean([turn.generation_s for turn in turns]),
+        "environment_s_per_turn": _mean([turn.env_s for turn in turns]),
+    }
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Probability that at least one of `k` samples drawn without replacement is correct: 1 - C(n-c, k) / C(n, k).
 
@@ -78,6 +125,7 @@ def validation_metrics(
     pass_at_{k}         mean over prompts of `pass_at_k`
     best_of_{k}         mean over prompts of `best_of_k`
     failed_sample_rate  share of all samples that failed; they are not counted as wrong
+    timed_out_rate      share of all samples that ran into the time limit of episodes; nor are they
 
     A prompt with fewer than k rewarded samples is left out of `pass_at_{k}` and `best_of_{k}`.
     """
@@ -89,6 +137,7 @@ def validation_metrics(
         "reward": _mean([sample.reward for sample in scored]),
         "avg_length": _mean([sample.num_generated_tokens for sample in scored]),
         "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
     }
     groups = [[sample.reward for sample in handle.samples if sample.has_reward] for handle in handles]
     for k in k_values:
@@ -104,15 +153,17 @@ def performance_metrics(
     num_samples: int,
     num_tokens: int,
     num_generated_tokens: int,
+    generation_s: float,
     num_training_devices: int,
     num_generation_devices: int,
     colocated: bool,
 ) -> dict[str, float]:
     """Throughput of one step. A device is a GPU, or on a CPU machine one worker.
 
-    `timings_s` holds seconds of the phases `total_step_time`, `generation`, `policy_training` and, in steps that have
-    it, `policy_and_reference_logprobs`. `num_tokens` counts prompts too. Colocated training and generation share their
-    devices.
+    `timings_s` holds seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
+    `policy_and_reference_logprobs`. `num_tokens` counts prompts too. `num_generated_tokens` came in `generation_s`
+    seconds in which engines had something to do; the rates of generation are left out where these are 0. Colocated
+    training and generation share their devices.
     """
     num_devices = (
         max(num_training_devices, num_generation_devices)
@@ -120,7 +171,6 @@ def performance_metrics(
         else num_training_devices + num_generation_devices
     )
     step_s = timings_s["total_step_time"]
-    generation_s = timings_s["generation"]
     training_s = timings_s["policy_training"]
     logprobs_s = timings_s.get("policy_and_reference_logprobs", 0.0)
     worker_group_rate = num_tokens / (training_s + logprobs_s)
@@ -132,9 +182,11 @@ def performance_metrics(
         "policy_training_tokens_per_sec_per_gpu": num_tokens / training_s / num_training_devices,
         "training_worker_group_tokens_per_sec": worker_group_rate,
         "training_worker_group_tokens_per_sec_per_gpu": worker_group_rate / num_training_devices,
-        "generation_tokens_per_sec": num_generated_tokens / generation_s,
-        "generation_tokens_per_sec_per_gpu": num_generated_tokens / generation_s / num_generation_devices,
     }
+    if generation_s > 0:
+        rate = num_generated_tokens / generation_s
+        metrics["generation_tokens_per_sec"] = rate
+        metrics["generation_tokens_per_sec_per_gpu"] = rate / num_generation_devices
     if logprobs_s > 0:
         rate = num_tokens / logprobs_s / num_training_devices
         metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = rate

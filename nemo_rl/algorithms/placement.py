@@ -12,8 +12,9 @@ from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.algorithms.supervised_config import SupervisedMasterConfig
 from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.data.task_names import dataset_label
 from nemo_rl.distributed.config import ClusterConfig
-from nemo_rl.environments.config import environment_gpus
+from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 
@@ -24,7 +25,17 @@ LABEL_WIDTH = 19
 def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Text for people: each rank's node and device, and how a step's samples are shared out."""
     beside = {model.key: _rank_texts(model.config, model.cluster) for model in cfg.further_models if not model.is_apart}
-    ranks = _rank_lines(cfg.policy, cfg.cluster, {**beside, "generation": _engine_of_ranks(cfg)})
+    engines = {"generation": _engine_of_ranks(cfg)}
+    if cfg.rollout.replay_from is not None:
+        ranks = _rank_lines(cfg.training_cluster, {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **beside})
+    elif cfg.policy.generation.colocated.enabled:
+        ranks = _rank_lines(cfg.cluster, {"policy": _rank_texts(cfg.policy, cfg.cluster), **beside, **engines})
+    else:
+        training = cfg.training_cluster
+        ranks = _rank_lines(training, {"policy": _rank_texts(cfg.policy, training), **beside})
+        whole_nodes = cfg.cluster.num_nodes > 1
+        behind = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
+        ranks += ["", *_rank_lines(cfg.generation_cluster, engines, **behind)]
     return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *ranks])
 
 
@@ -45,12 +56,20 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
         "tokens per row": f"at most {cfg.examples.max_input_seq_length}; longer ones are left out and counted",
     }
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
-    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *_rank_lines(policy, cluster, {})])
+    return "\n".join(
+        [
+            *_labelled("one step:", rows),
+            "",
+            *layout,
+            "",
+            *_rank_lines(cluster, {"policy": _rank_texts(policy, cluster)}),
+        ]
+    )
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
     policy = cfg.policy
-    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.cluster.num_workers).data_parallel
+    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.training_cluster.num_workers).data_parallel
     samples = cfg.rollout.num_samples_per_step
     per_rank = policy.train_global_batch_size // num_ranks
     rows = {
@@ -62,7 +81,22 @@ def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
             f"at most {policy.max_total_sequence_length}, prompt at most {cfg.data.max_input_seq_length}"
         ),
     }
+    if len(cfg.data.train) > 1:
+        rows["datasets"] = _shares(cfg)
     return _labelled("one step:", rows)
+
+
+def _shares(cfg: RolloutMasterConfig) -> str:
+    """How the prompts of a batch are shared out to several datasets, and what an epoch is."""
+    labels = [dataset_label(dataset) for dataset in cfg.data.train]
+    weights = [dataset.weight for dataset in cfg.data.train if dataset.weight is not None]
+    if not weights:
+        return f"{', '.join(labels)}: put together and shuffled, as many prompts of each as it has rows"
+    prompts = cfg.rollout.num_prompts_per_batch
+    shares = ", ".join(
+        f"{prompts * weight / sum(weights):.4g} of {label}" for label, weight in zip(labels, weights, strict=True)
+    )
+    return f"of {prompts} prompts {shares}; each goes through its rows by itself, an epoch is as many as all have rows"
 
 
 def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per_sample: int = 1) -> str:
@@ -80,23 +114,33 @@ def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per
 
 
 def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
-    cluster = cfg.cluster
-    device = "GPU" if cluster.use_gpus else "CPU worker"
-    per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
+    cluster, generation = cfg.training_cluster, cfg.policy.generation
+    engine_size = generation.vllm_cfg.engine_size
     sharing = "taking turns with the policy on the same devices" if cluster.use_gpus else "beside the policy"
-    engines = _count(cluster.num_workers // per_engine, "engine")
+    engines = _count(cfg.generation_cluster.num_workers // engine_size, "engine")
     rows = _policy_rows(cfg.policy, cluster)
-    rows["generation"] = f"vLLM, {engines} of {_count(per_engine, device)}, {sharing}"
+    where = sharing
+    if not generation.colocated.enabled:
+        rows = {"training": f"{_where(cluster)}", **rows}
+        where = f"on {_where(cfg.generation_cluster)} of its own; weights by {'NCCL' if cluster.use_gpus else 'gloo'}"
+    rows["generation"] = f"vLLM, {engines} of {_count(engine_size, _device(cluster))}, {where}"
+    if generation.backend == "hf":
+        rows["generation"] = "by the policy's own workers"
+    if cfg.rollout.replay_from is not None:
+        rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
     for model in cfg.further_models:
         sizes = ParallelSizes.of(model.config.dtensor_cfg, model.cluster.num_workers)
         where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing
         rows[model.key] = f"{_model_on_ranks(model.config, sizes)}, {where}"
-    return _labelled(f"layout on {_where(cluster)}:", rows)
+    return _labelled(f"layout on {_where(cfg.cluster)}:", rows)
+
+
+def _device(cluster: ClusterConfig) -> str:
+    return "GPU" if cluster.use_gpus else "CPU worker"
 
 
 def _where(cluster: ClusterConfig) -> str:
-    device = "GPU" if cluster.use_gpus else "CPU worker"
-    return f"{_count(cluster.num_workers, device)} on {_count(cluster.num_nodes, 'node')}"
+    return f"{_count(cluster.num_workers, _device(cluster))} on {_count(cluster.num_nodes, 'node')}"
 
 
 def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]:
@@ -123,17 +167,22 @@ def _count(number: int, noun: str) -> str:
 
 
 def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
-    per_engine = cfg.policy.generation.vllm_cfg.tensor_parallel_size
-    places = [divmod(rank, per_engine) for rank in range(cfg.cluster.num_workers)]
-    return [f"engine {engine}" + (f" shard {shard}" if per_engine > 1 else "") for engine, shard in places]
+    if cfg.policy.generation.backend == "hf":
+        return ["its policy"] * cfg.cluster.num_workers
+    size = cfg.policy.generation.vllm_cfg.engine_size
+    places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]
+    return [f"engine {engine}" + (f" shard {shard}" if size > 1 else "") for engine, shard in places]
 
 
-def _rank_lines(policy: PolicyConfig, cluster: ClusterConfig, others: Mapping[str, Sequence[str]]) -> list[str]:
-    """A table of the ranks: node, device, place in the policy, and further columns with a text per rank."""
-    columns = {"policy": _rank_texts(policy, cluster), **others}
+def _rank_lines(
+    cluster: ClusterConfig, columns: Mapping[str, Sequence[str]], *, first_node: int = 0, first_device: int = 0
+) -> list[str]:
+    """A table of devices: the node of each, its number there, and columns with a text for each."""
     places = [divmod(rank, cluster.workers_per_node) for rank in range(cluster.num_workers)]
-    device = "GPU" if cluster.use_gpus else "CPU worker"
-    table = [["node", *(str(node) for node, _ in places)], [device, *(str(index) for _, index in places)]]
+    table = [
+        ["node", *(str(first_node + node) for node, _ in places)],
+        [_device(cluster), *(str(first_device + index) for _, index in places)],
+    ]
     table += [[name, *texts] for name, texts in columns.items()]
     widths = [6, 12, *(max(map(len, column)) + 2 for column in table[2:])]
     rows = zip(*table, strict=True)
@@ -195,7 +244,7 @@ def check_rollout_hardware(
 ) -> None:
     """`check_hardware` of a run that samples, with the GPUs of the environments that its datasets name."""
     used = {dataset.env_name for dataset in (*cfg.data.train, *(cfg.data.validation or []))}
-    apart = environment_gpus({name: env for name, env in cfg.env.items() if name in used})
+    apart = environment_gpus(sections_of(cfg.env, used))
     more_gpus += sum(apart.values())
     check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
 

@@ -57,7 +57,7 @@ class PPOTrainer(RolloutTrainer):
         """Prompts -> finished, rewarded groups."""
         self.generated = []
         with self.phase("generation"):
-            return score_groups(self.collect(self.next_prompts()), self.config.ppo)
+            return score_groups(self.next_groups(), self.config.ppo)
 
     def plan(self, groups: Sequence[ScoredGroup]) -> BatchPlan:
         """Which sample in which rank, optimizer step and micro-batch, of the policy and of the value model."""

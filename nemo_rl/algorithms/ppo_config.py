@@ -114,11 +114,11 @@ class PPOMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.ppo()
+        return metric_names.ppo(self.ppo) | self.task_metrics | self.generation_metrics
 
     @property
     def further_models(self) -> list[FurtherModel]:
-        return [FurtherModel(key="value", config=self.value, cluster=self.cluster)]
+        return [FurtherModel(key="value", config=self.value, cluster=self.training_cluster)]
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from check_rollout_run(self)

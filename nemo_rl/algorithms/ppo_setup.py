@@ -8,6 +8,7 @@ from typing import Any
 
 from nemo_rl.algorithms.launch import launch
 from nemo_rl.algorithms.model_inputs import ModelInputs, prepare_model
+from nemo_rl.algorithms.openai_setup import start_openai_server
 from nemo_rl.algorithms.ppo import PPOTrainer
 from nemo_rl.algorithms.ppo_config import PPOMasterConfig
 from nemo_rl.algorithms.preflight import check_saved_weights
@@ -70,4 +71,5 @@ def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PP
     )
     trainer = PPOTrainer(config, tools, setup.parts, value, inputs.value.flops)
     trainer.start()
+    start_openai_server(config, stack, tools, inputs.rollouts, setup)
     return trainer

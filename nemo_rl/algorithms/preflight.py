@@ -8,19 +8,31 @@ from __future__ import annotations
 import copy
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.data.dataloader import PromptDataset
+from nemo_rl.data.messages import ObservationRenderer
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
+from nemo_rl.environments.composite_config import CompositeEnvironmentConfig
+from nemo_rl.environments.config import AnyEnvironmentConfig, named_sections
+from nemo_rl.environments.http_client import bearer
+from nemo_rl.environments.judge_config import LLMJudgeEnvironmentConfig
+from nemo_rl.environments.python_tools_config import BUILT_IN, PythonToolsEnvironmentConfig
 from nemo_rl.environments.registry import find_env_class
+from nemo_rl.environments.remote_config import RemoteEnvironmentConfig
+from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
+from nemo_rl.environments.retrieval_index import check_corpus
+from nemo_rl.environments.rewards import check_arguments, find_reward_function
+from nemo_rl.environments.tools.tools import import_tool
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lora import apply_lora
@@ -34,12 +46,51 @@ from nemo_rl.utils.config import CheckpointingConfig
 logger = logging.getLogger(__name__)
 
 NUM_TRIED_PROMPTS = 32
+READS_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # types of environments
 
 
 def check_environments(config: RolloutMasterConfig, data: DataSetup) -> None:
-    """Whether the class of every environment that is used can be imported."""
-    for name in sorted(set(data.task_to_env.values())):
+    """Whether the class of every environment that is used, and of the parts of composites, can be imported."""
+    for name in named_sections(config.env, sorted(set(data.task_to_env.values()))):
         find_env_class(config.env[name].type)
+
+
+def check_environment_inputs(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> None:
+    """Whether what the sections `names`, and the parts of composites among them, need from outside is here.
+
+    That is environment variables, local files and import paths. Servers and models are asked when they start.
+
+    Raises:
+        ValueError, FileNotFoundError: naming the key.
+    """
+    for name in named_sections(env, sorted(set(names))):
+        section, key = env[name], f"env.{name}"
+        if isinstance(section, RetrievalEnvironmentConfig):
+            with _named(f"{key}.dataset_name"):
+                check_corpus(section.dataset_name)
+        elif isinstance(section, PythonToolsEnvironmentConfig):
+            for tool in section.tools:
+                if tool not in BUILT_IN:
+                    with _named(f"{key}.tools"):
+                        import_tool(tool)
+        elif isinstance(section, LLMJudgeEnvironmentConfig):
+            bearer(section.api_key_env, f"{key}.api_key_env")
+        elif isinstance(section, RemoteEnvironmentConfig):
+            bearer(section.token_env, f"{key}.token_env")
+        elif isinstance(section, CompositeEnvironmentConfig):
+            for index, part in enumerate(section.reward_functions):
+                if part.env is None:
+                    with _named(f"{key}.reward_functions.{index}"):
+                        check_arguments(part.function, find_reward_function(part.function), part.kwargs)
+
+
+@contextmanager
+def _named(key: str) -> Iterator[None]:
+    """What is raised about an input, with its key."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"{key}: {error}") from error
 
 
 def check_reward_models(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
@@ -49,13 +100,15 @@ def check_reward_models(config: RolloutMasterConfig, data: DataSetup, process: P
         for start in starts:
             assert dataset is not None
             prompt = dataset[int(start)]
-            name = data.tasks[prompt.task_name].env_name
-            if config.env[name].type != "reward_model" or "messages" in (process(prompt)["extra_env_info"] or {}):
-                continue
-            raise ValueError(
-                f"dataset {prompt.task_name!r} is answered by the reward model env.{name}, which scores conversations, "
-                "and its processor hands none on; set processor: conversation_processor for it, or in data.default"
-            )
+            env_name = data.tasks[prompt.task_name].env_name
+            for name in named_sections(config.env, [env_name]):
+                kind = READS_CONVERSATIONS.get(config.env[name].type)
+                if kind is None or "messages" in (process(prompt)["extra_env_info"] or {}):
+                    continue
+                raise ValueError(
+                    f"dataset {prompt.task_name!r} is answered by the {kind} env.{name}, which scores conversations, "
+                    "and its processor hands none on; set processor: conversation_processor for it, or in data.default"
+                )
 
 
 def check_optimizer(policy: PolicyConfig) -> None:
@@ -76,6 +129,43 @@ def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) 
             f"{len(data)} of them have {min(lengths)} to {max(lengths)}; raise it and "
             "policy.max_total_sequence_length, or shorten the prompts"
         )
+
+
+QUESTION = {"role": "user", "content": "first question"}
+PLAIN = ("first answer", "second answer")
+THOUGHTFUL = tuple(f"<think>\na thought\n</think>\n\n{answer}" for answer in PLAIN)
+
+
+def check_turns(config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Say, for runs of several turns, where the model sees something else than its chat template would write.
+
+    Episodes never rewrite what was sampled, so a template that writes earlier turns differently once more follow is
+    followed in the first turn only.
+
+    Raises:
+        ValueError: when the template allows no second turn.
+    """
+    if config.rollout.max_rollout_turns == 1:
+        return
+    render = ObservationRenderer(tokenizer)
+    for answers, what in ((PLAIN, "earlier turns"), (THOUGHTFUL, "the thoughts of earlier turns")):
+        for role in ("user", "tool"):
+            observation = {"role": role, "content": "what came of it"}
+            seen, rendered = render.seen_and_rendered([QUESTION], answers, observation)
+            if seen != rendered:
+                pairs = enumerate(zip(seen, rendered, strict=False))
+                same = next((i for i, (a, b) in pairs if a != b), min(len(seen), len(rendered)))
+                logger.warning(
+                    "the chat template writes %s differently once more follow (role %r). Episodes keep what was "
+                    "sampled: after %r the model sees %r where the template would write %r. Fine when the model is "
+                    "meant to be trained so; otherwise set policy.tokenizer.chat_template to one that keeps turns",
+                    what,
+                    role,
+                    seen[max(0, same - 40) : same],
+                    seen[same : same + 120],
+                    rendered[same : same + 120],
+                )
+                return
 
 
 def check_checkpoint_dir(config: CheckpointingConfig, identity: Mapping[str, Any]) -> None:

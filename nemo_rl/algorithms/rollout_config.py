@@ -10,9 +10,11 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
-from nemo_rl.algorithms.metric_names import rollout_validation
+from nemo_rl.algorithms.machines import divide
+from nemo_rl.algorithms.metric_names import SPECULATION, TASK, of_tasks, rollout_validation
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig
+from nemo_rl.data.task_names import prompt_tasks
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
@@ -69,6 +71,19 @@ class RewardScalingConfig(StrictModel):
                 yield f"{side}_max", f"must be above {side}_min={low} (got {high})"
 
 
+class RolloutRecordConfig(StrictModel):
+    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+
+    enabled: bool = False
+    """Write the groups of every training step, in the background."""
+
+    save_dir: str = "results/rollouts"
+    """Folder of `step_N`."""
+
+    keep: int | None = Field(default=None, ge=1)
+    """Steps kept, the newest ones; null: all. A record without step 1 cannot be replayed."""
+
+
 class RolloutConfig(LoopConfig):
     """Rollouts of a step and of a validation."""
 
@@ -87,6 +102,10 @@ class RolloutConfig(LoopConfig):
     env_step_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for one step of an environment; past it the sample counts as failed."""
 
+    episode_timeout_s: float | None = Field(default=None, gt=0)
+    """Time limit for one sample with all its turns, waiting for engines included; past it the sample has no reward and
+    takes no part in training. null: none."""
+
     max_val_samples: int = Field(default=256, ge=1)
     """Prompts of a validation at most."""
 
@@ -95,6 +114,12 @@ class RolloutConfig(LoopConfig):
 
     val_num_generations_per_prompt: int = Field(default=1, ge=1)
     """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
+
+    rollout_record: RolloutRecordConfig = RolloutRecordConfig()
+    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+
+    replay_from: str | None = None
+    """Folder of recorded rollouts to train from: no engine and no environment is started; null: sample."""
 
     @property
     def num_samples_per_step(self) -> int:
@@ -159,6 +184,20 @@ class RolloutMasterConfig(RunConfig):
     )
 
     @property
+    def training_cluster(self) -> ClusterConfig:
+        return divide(self.cluster, self.policy.generation.colocated).training
+
+    @property
+    def generation_cluster(self) -> ClusterConfig:
+        """The machines that generate: those that train where the two take turns."""
+        return divide(self.cluster, self.policy.generation.colocated).generation
+
+    @property
+    def recomputes_kv_cache(self) -> bool:
+        """Whether samples under way at a sync compute their KV cache anew with the new weights."""
+        return True
+
+    @property
     @abstractmethod
     def rollout(self) -> RolloutConfig:
         """The algorithm's own section."""
@@ -176,4 +215,15 @@ class RolloutMasterConfig(RunConfig):
     @property
     def val_metrics(self) -> frozenset[str]:
         """What its validations report under `validation/`."""
-        return rollout_validation(self.rollout)
+        names = rollout_validation(self.rollout)
+        return names | of_tasks(prompt_tasks(self.data)[1], names)
+
+    @property
+    def task_metrics(self) -> frozenset[str]:
+        """What its steps report of each task under `train/`; nothing where there is one task."""
+        return of_tasks(prompt_tasks(self.data)[0], TASK)
+
+    @property
+    def generation_metrics(self) -> frozenset[str]:
+        """What its steps report of generation under `train/`; nothing where no tokens are drafted ahead."""
+        return SPECULATION if self.policy.generation.speculates else frozenset()

@@ -16,40 +16,46 @@ from nemo_rl.data.messages import ObservationRenderer
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, EnvironmentStep
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool, EnvironmentStep
 from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.rollouts.collector import EpisodeFailure, RolloutWorkerSettings
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import EpisodeFailure, RolloutWorkerSettings
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 
 def rollout_settings(
-    config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerFast, data: DataSetup, environments: Mapping[str, Any]
+    config: RolloutMasterConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    data: DataSetup,
+    environments: Mapping[str, Sequence[Any]],
 ) -> RolloutWorkerSettings:
-    """`environments`: section of `env` -> actor handle."""
+    """`environments`: section of `env` -> actor handles."""
     return worker_settings(
         PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length),
         environments,
         limits=EpisodeLimits(
             max_turns=config.rollout.max_rollout_turns,
             max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
+            timeout_s=config.rollout.episode_timeout_s,
         ),
         env_step_timeout_s=config.rollout.env_step_timeout_s,
+        worker_timeout_s=config.cluster.worker_timeout_s,
         seed=config.rollout.seed,
     )
 
 
 def worker_settings(
     process: PromptProcessor,
-    environments: Mapping[str, Any],
+    environments: Mapping[str, Sequence[Any]],
     *,
     limits: EpisodeLimits,
     env_step_timeout_s: float,
+    worker_timeout_s: float,
     seed: int,
 ) -> RolloutWorkerSettings:
-    """`environments`: section of `env` -> actor handle."""
+    """`environments`: section of `env` -> actor handles."""
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
     return RolloutWorkerSettings(
         process=process,
@@ -58,6 +64,7 @@ def worker_settings(
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
         run_seed=seed,
+        engine_timeout_s=worker_timeout_s / 2,  # before whoever waits for the rollout worker takes that for stuck
     )
 
 
@@ -69,11 +76,11 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 
 
 def connect_environments(
-    actors: Mapping[str, Any], task_to_env: Mapping[str, str], step_timeout_s: float
+    actors: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str], step_timeout_s: float
 ) -> dict[str, EpisodeEnvironment]:
-    """By task name. One client per environment, so that all its episodes share batches."""
+    """By task name. One pool per environment, so that all its episodes share batches."""
     environments = {
-        name: EpisodeEnvironment(EnvironmentClient(name, actor, step_timeout_s)) for name, actor in actors.items()
+        name: EpisodeEnvironment(EnvironmentPool(name, handles, step_timeout_s)) for name, handles in actors.items()
     }
     return {task: environments[name] for task, name in task_to_env.items()}
 
@@ -81,13 +88,13 @@ def connect_environments(
 class EpisodeEnvironment:
     """An environment for episodes: its failure is a failure of the episode."""
 
-    def __init__(self, client: EnvironmentClient) -> None:
+    def __init__(self, client: EnvironmentPool) -> None:
         self.client = client
         self.name = client.name
 
-    async def step(self, message_log: list[dict[str, str]], metadata: Any) -> EnvironmentStep:
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         try:
-            return await self.client.step(message_log, metadata)
+            return await self.client.step(message_log, metadata, sample_id=sample_id)
         except EnvironmentFailure as failure:
             raise EpisodeFailure(str(failure)) from failure
 

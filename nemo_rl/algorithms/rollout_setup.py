@@ -5,40 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.environment_sections import sections_to_start
+from nemo_rl.algorithms.generation_setup import Place, generation_place, num_generation_groups, start_vllm_generation
+from nemo_rl.algorithms.hf_generation_setup import start_hf_generation
 from nemo_rl.algorithms.model_inputs import ModelInputs, prepare_model
+from nemo_rl.algorithms.openai_setup import token_of
 from nemo_rl.algorithms.preflight import (
     check_checkpoint_dir,
+    check_environment_inputs,
     check_environments,
     check_prompts,
     check_reward_models,
     check_saved_weights,
+    check_turns,
     check_writable,
 )
+from nemo_rl.algorithms.replay_setup import build_replay_parts
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.algorithms.rollout_parts import rollout_settings, sampling_params
+from nemo_rl.algorithms.rollout_recorder import check_record, check_record_folder, record_identity
 from nemo_rl.algorithms.rollout_trainer import RolloutParts
-from nemo_rl.algorithms.worker_setup import start_cluster, start_policy
+from nemo_rl.algorithms.worker_setup import start_cluster
 from nemo_rl.data.dataloader import PromptDataLoader, PromptDataset
 from nemo_rl.data.processing import PromptProcessor
 from nemo_rl.data.setup import DataSetup, setup_data
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.pack_layout import NUM_HALVES
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.registry import create_envs, wait_for_envs
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
-from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
-from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.models.refit import TENANT as REFIT
-from nemo_rl.models.refit import Refit
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.types import Prompt
 from nemo_rl.utils.seeds import seed_everything
 
-COLOCATED_GROUPS = 3  # policy, generation and the rollout worker share each bundle
+POLICY_GROUPS = 1  # on each bundle that trains, beside those that generate there and further ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,8 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     model = prepare_model(config.policy, config.checkpointing)
     data = setup_data(config.data, config.env)
     check_environments(config, data)
+    if rollout.replay_from is None:
+        check_environment_inputs(config.env, data.task_to_env.values())
     prompts = PromptDataLoader(
         data.train,
         rollout.num_prompts_per_batch,
@@ -72,6 +76,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         size_key=f"{config.section}.num_prompts_per_step",
     )
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
+    check_turns(config, model.tokenizer)
     check_prompts(process, data.train, "training")
     check_reward_models(config, data, process)
     if data.validation is not None and rollout.validates:
@@ -83,9 +88,19 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         config.section: shape,
         **(own_identity or {}),
     }
+    if rollout.replay_from is not None:
+        key = f"{config.section}.replay_from"
+        check_record(Path(rollout.replay_from), record_identity(config, identity), key)
+        identity[key] = str(Path(rollout.replay_from).absolute())
+    if rollout.rollout_record.enabled:
+        key, root = f"{config.section}.rollout_record.save_dir", Path(rollout.rollout_record.save_dir)
+        check_record_folder(root.absolute(), record_identity(config, identity), key)
+        check_writable(root, key)
     check_checkpoint_dir(config.checkpointing, identity)
     check_saved_weights(config.checkpointing, config.policy, model.config)
     check_writable(Path(config.logger.log_dir), "logger.log_dir")
+    if config.policy.generation.vllm_cfg.expose_http_server:
+        token_of(config.policy.generation.vllm_cfg.http_server)
     return RolloutInputs(model=model, data=data, prompts=prompts, identity=identity)
 
 
@@ -94,6 +109,7 @@ class RolloutSetup:
     """Running parts, and what further groups on the same bundles are made with."""
 
     cluster: RayVirtualCluster
+    generation_cluster: RayVirtualCluster
     accelerator: Accelerator
     parts: RolloutParts
 
@@ -108,34 +124,47 @@ def build_rollouts(
 ) -> RolloutSetup:
     """Start cluster, environments, engines, policy and rollout worker; all end with the stack.
 
-    `num_further_groups` more worker groups have room on every bundle.
+    `num_further_groups` more worker groups have room on every bundle that trains.
     """
-    cluster = start_cluster(config, stack, COLOCATED_GROUPS + num_further_groups)
+    # What reads a record sits where the policy is, like colocated generation.
+    is_beside = config.policy.generation.colocated.enabled or config.rollout.replay_from is not None
+    generating_groups = num_generation_groups(config) if is_beside else 0
+    cluster = start_cluster(config, stack, POLICY_GROUPS + generating_groups + num_further_groups)
     data, rollout = inputs.data, config.rollout
     train_sampling, val_sampling = sampling_params(config, inputs.model.tokenizer)
     accelerator = Accelerator(exclusive=config.cluster.use_gpus)
+    if rollout.replay_from is not None:
+        parts = build_replay_parts(
+            config,
+            stack,
+            inputs.model,
+            data,
+            inputs.prompts,
+            cluster,
+            accelerator,
+            init_reference_model=init_reference_model,
+        )
+        return RolloutSetup(cluster=cluster, generation_cluster=cluster, accelerator=accelerator, parts=parts)
+    place = generation_place(config, stack, Place(cluster=cluster, accelerator=accelerator))
     # Begun here, so that they start while the models load.
-    environments = create_envs({name: config.env[name] for name in sorted(set(data.task_to_env.values()))}, cluster)
-    # The engine first: it measures the free memory of a device that nobody else uses yet.
-    generation = _start_generation(config, stack, inputs.model, cluster, accelerator)
-    policy = start_policy(
+    environments = create_envs(sections_to_start(config.env, data.task_to_env.values()), cluster)
+    is_hf = config.policy.generation.backend == "hf"
+    start = start_hf_generation if is_hf else partial(start_vllm_generation, place=place)
+    policy, generation, refit = start(
         config,
-        config.policy,
         stack,
         inputs.model,
         cluster,
         accelerator,
-        seed=rollout.seed,
         sampling=train_sampling,
         init_reference_model=init_reference_model,
     )
-    refit = _make_refit(config, policy, generation, accelerator)
     wait_for_envs(environments, config.cluster.worker_timeout_s)
     rollouts = RolloutCollector(
-        cluster,
+        place.cluster,
         rollout_settings(config, inputs.model.tokenizer, data, environments),
         generation.workers,
-        accelerator,
+        place.accelerator,
         timeout_s=config.cluster.worker_timeout_s,
     )
     stack.callback(rollouts.shutdown)
@@ -151,50 +180,15 @@ def build_rollouts(
         val_sampling=val_sampling,
         flops=inputs.model.flops,
     )
-    return RolloutSetup(cluster=cluster, accelerator=accelerator, parts=parts)
-
-
-def _start_generation(
-    config: RolloutMasterConfig,
-    stack: ExitStack,
-    model: ModelInputs,
-    cluster: RayVirtualCluster,
-    accelerator: Accelerator,
-) -> VllmGeneration:
-    generation = VllmGeneration(
-        cluster,
-        config.policy.generation,
-        model=model.model_path,
-        tokenizer=model.tokenizer_path,
-        seed=config.rollout.seed,
-        hf_overrides=config.policy.hf_config_overrides,
-        accelerator=accelerator,
-        timeout_s=config.cluster.worker_timeout_s,
-    )
-    stack.callback(generation.shutdown)
-    accelerator.release(GENERATION)
-    return generation
-
-
-def _make_refit(
-    config: RolloutMasterConfig, policy: Policy, generation: GenerationInterface, accelerator: Accelerator
-) -> Refit:
-    # During a refit both sides' weights are on the device; neither the optimizer state nor the KV cache is.
-    def onload_both() -> None:
-        policy.onload_weights()
-        generation.onload(["weights"])
-
-    accelerator.register(REFIT, onload=onload_both, offload=policy.offload)
-    return Refit(
-        policy,
-        generation,
-        accelerator,
-        transport="packed_ipc" if config.cluster.use_gpus else "packed_shm",
-        wire_dtype=config.policy.generation.vllm_cfg.precision,
-        bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
-    )
+    return RolloutSetup(cluster=cluster, generation_cluster=place.cluster, accelerator=accelerator, parts=parts)
 
 
 def first_prompts(dataset: PromptDataset | None, num: int) -> list[Prompt]:
-    """The first `num` prompts of a dataset, all of a smaller one."""
-    return [dataset[index] for index in range(min(num, len(dataset)))] if dataset is not None else []
+    """`num` prompts of a dataset, all of a smaller one: of each of its parts the first, as evenly as they are long."""
+    if dataset is None:
+        return []
+    taken = [0] * len(dataset.parts)
+    for _ in range(min(num, len(dataset))):
+        open_parts = [number for number, part in enumerate(dataset.parts) if taken[number] < len(part)]
+        taken[min(open_parts, key=lambda number: taken[number])] += 1
+    return [dataset[dataset.start_of(number) + i] for number, count in enumerate(taken) for i in range(count)]

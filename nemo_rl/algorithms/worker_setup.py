@@ -15,8 +15,8 @@ from nemo_rl.types import SamplingParams
 
 
 def start_cluster(config: RunConfig, stack: ExitStack, groups_per_bundle: int) -> RayVirtualCluster:
-    """The bundles of a run: one per GPU, or per CPU worker."""
-    return start_machines(config.cluster, stack, groups_per_bundle, config.section)
+    """The bundles that train: one per GPU, or per CPU worker."""
+    return start_machines(config.training_cluster, stack, groups_per_bundle, config.section)
 
 
 def start_machines(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:
@@ -46,16 +46,17 @@ def start_policy(
     init_optimizer: bool = True,
     init_reference_model: bool = False,
     machines: ClusterConfig | None = None,
+    policy_class: type[Policy] = Policy,
 ) -> Policy:
     """The workers of a policy, of a critic (`value`) or of a teacher, ended with the stack.
 
     Whoever is on the devices leaves them first. Without `sampling`, logprobs are those of temperature 1. `machines` are
-    what `cluster` was made of where it is not that of the run.
+    what `cluster` was made of where it is not that which trains. `policy_class` may be one that can do more.
     """
-    machines = machines or run.cluster
+    machines = machines or run.training_cluster
     if accelerator.present is not None:
         accelerator.release(accelerator.present)
-    policy = Policy(
+    policy = policy_class(
         cluster,
         config,
         model.tokenizer,

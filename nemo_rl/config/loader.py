@@ -195,7 +195,7 @@ def _as_yaml(value: Any) -> str:
 
 def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[Problem]:
     """One error of pydantic in the user's terms."""
-    path = _path_in_tree(details["loc"], tree.values)
+    path = _path_in_tree(details["loc"], tree.values, is_missing=details["type"] == "missing")
     kind, value = details["type"], details["input"]
     location = tree.location(path)
     cause = details.get("ctx", {}).get("error")
@@ -233,8 +233,11 @@ def _alternatives_joined(problems: list[Problem]) -> list[Problem]:
     return [*dict.fromkeys([*joined.values(), *others])]
 
 
-def _path_in_tree(loc: tuple[str | int, ...], values: Any) -> KeyPath:
-    """Pydantic's location without what is not in the tree: tags of unions, the index of a single item."""
+def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) -> KeyPath:
+    """Pydantic's location without what is not in the tree: tags of unions, the index of a single item.
+
+    `is_missing`: the location ends with a key that should be there and is not, which is kept.
+    """
     path: list[str | int] = []
     for position, part in enumerate(loc):
         if path and not isinstance(values, dict | list):
@@ -242,7 +245,7 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any) -> KeyPath:
         try:
             values = entry_of(values, part)
         except KeyError:
-            if position < len(loc) - 1 or isinstance(part, int):
+            if not is_missing or position < len(loc) - 1:
                 continue
         path.append(part)
     return tuple(path)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.data.mixing import whole_weights
 
 
 def as_list(value: Any) -> Any:
@@ -23,6 +24,9 @@ class PromptTexts(StrictModel):
 
     system_prompt_file: str | None = None
     """Text file with the system prompt; null: none."""
+
+    tools_file: str | None = None
+    """JSON file with a list of tools in OpenAI's format, for rows without a column `tools`; null: none."""
 
 
 class DatasetDefaults(PromptTexts):
@@ -71,6 +75,9 @@ class TableConfig(StrictModel):
     system_prompt_file: Annotated[str | None, Derived("${data.default.system_prompt_file}")] = None
     """As in `data.default`, for this dataset."""
 
+    tools_file: Annotated[str | None, Derived("${data.default.tools_file}")] = None
+    """As in `data.default`, for this dataset."""
+
     processor: Annotated[str, Derived("${data.default.processor}")]
     """As in `data.default`, for this dataset."""
 
@@ -95,6 +102,11 @@ class DatasetConfig(TableConfig):
 
     env_name: Annotated[str, Derived("${data.default.env_name}")]
     """As in `data.default`, for this dataset."""
+
+    weight: float | None = Field(default=None, gt=0)
+    """Share of the prompts of every batch, in proportion to the weights of the other training datasets, not of a
+    single one; null (for all of them): the datasets are put together and shuffled, and each has as many prompts as
+    rows."""
 
 
 class DataSection(StrictModel):
@@ -137,3 +149,22 @@ class DataConfig(DataSection):
     @property
     def has_validation(self) -> bool:
         return bool(self.validation) or any(dataset.split_validation_size > 0 for dataset in self.train)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        weights = [dataset.weight for dataset in self.train]
+        given = [weight for weight in weights if weight is not None]
+        if given and len(given) < len(weights):
+            yield (
+                f"train.{weights.index(None)}.weight",
+                "other training datasets have a weight and this one has none; give all of them one, or none",
+            )
+        elif len(given) == 1:
+            yield "train.0.weight", "one dataset has all the prompts, whatever its weight; remove it, or name another"
+        elif given:
+            try:
+                whole_weights(given)
+            except ValueError as error:
+                yield "train.0.weight", str(error)
+        for index, dataset in enumerate(self.validation or []):
+            if dataset.weight is not None:
+                yield f"validation.{index}.weight", "validation plays every prompt once; only data.train has weights"

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from nemo_rl.data.interfaces import Row, Rows
+from nemo_rl.data.mixing import MixedOrder
 from nemo_rl.types import Prompt
 
 MAX_HASHED_ROWS = 10_000
@@ -55,7 +56,7 @@ class PromptSource(Protocol):
 
 def check_same_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError, listing the differences, when a setting that decides the order is not what was saved."""
-    differences = [f"{k}: was {saved[k]}, now {v}" for k, v in now.items() if saved[k] != v]
+    differences = [f"{k}: was {saved.get(k)}, now {v}" for k, v in now.items() if saved.get(k) != v]
     if differences:
         raise ValueError(
             "the saved place in the data cannot be continued, the data or its order changed: "
@@ -80,6 +81,7 @@ class NamedRows:
     task_name: str
     rows: Rows
     repeat: int = 1
+    weight: float | None = None  # of its prompts among those of all datasets; None: as many as it has
 
     def __len__(self) -> int:
         return len(self.rows) * self.repeat
@@ -95,12 +97,28 @@ class PromptDataset:
     def __len__(self) -> int:
         return int(self._ends[-1]) if self.parts else 0
 
+    @property
+    def weights(self) -> list[float] | None:
+        """One per part; None where parts are as likely as they are long."""
+        weights = [part.weight for part in self.parts if part.weight is not None]
+        assert len(weights) in (0, len(self.parts)), "weights for all parts or for none"
+        return weights or None
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks of its parts, each once."""
+        return list(dict.fromkeys(part.task_name for part in self.parts))
+
+    def start_of(self, number: int) -> int:
+        """The index of the first prompt of a part."""
+        return int(self._ends[number - 1]) if number else 0
+
     def __getitem__(self, index: int) -> Prompt:
         if not 0 <= index < len(self):
             raise IndexError(index)
         number = int(np.searchsorted(self._ends, index, side="right"))
         part = self.parts[number]
-        offset = index - (int(self._ends[number - 1]) if number else 0)
+        offset = index - self.start_of(number)
         repetition, row_index = divmod(offset, len(part.rows))
         prompt_id = f"{part.name}:{row_index}" + (f"/{repetition}" if repetition else "")
         return Prompt(prompt_id=prompt_id, row=part.rows[row_index], idx=index, task_name=part.task_name)
@@ -128,6 +146,10 @@ class PromptDataLoader:
 
     `drop_last` leaves out the incomplete batch at the end of an epoch. `size_key` is the key of the configuration that
     sets the size of a batch, for messages.
+
+    Where parts of the dataset have weights, every batch is shared out by them (see `mixing.py`). An epoch is then as
+    many prompts as without weights, and the passes over each part go on over its end: a part with more weight than rows
+    comes more than once in an epoch, another one not whole.
 
     Raises:
         ValueError: when the dataset is empty, or smaller than one batch with `drop_last`.
@@ -158,6 +180,10 @@ class PromptDataLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.batches_done = 0  # of the current epoch
+        self.mixed: MixedOrder | None = None
+        if dataset.weights is not None:
+            lengths = [len(part) for part in dataset.parts]
+            self.mixed = MixedOrder(lengths, dataset.weights, shuffle=shuffle, seed=seed)
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -170,16 +196,29 @@ class PromptDataLoader:
         return len(self)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        order = self._order(self.epoch)
+        order = self._order(self.epoch) if self.mixed is None else None
         while self.batches_done < len(self):
-            start = self.batches_done * self.num_prompts_per_step
-            batch = [self.dataset[int(i)] for i in order[start : start + self.num_prompts_per_step]]
+            batch = [self.dataset[index] for index in self._next_indices(order)]
             self.batches_done += 1
             if self.batches_done == len(self):
                 self.epoch, self.batches_done = self.epoch + 1, 0
                 yield batch
                 return
             yield batch
+
+    def _next_indices(self, order: np.ndarray | None) -> list[int]:
+        """Of the next batch in the dataset; `order` is that of an epoch without weights."""
+        start = self.batches_done * self.num_prompts_per_step
+        end = start + self.num_prompts_per_step
+        if self.mixed is None:
+            assert order is not None
+            return [int(index) for index in order[start:end]]
+        per_epoch = len(self.dataset)
+        if self.drop_last:
+            per_epoch -= per_epoch % self.num_prompts_per_step
+        positions = range(self.epoch * per_epoch + start, self.epoch * per_epoch + min(end, per_epoch))
+        rows = [self.mixed.row(position) for position in positions]
+        return [self.dataset.start_of(number) + index for number, index in rows]
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
@@ -211,4 +250,5 @@ class PromptDataLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "drop_last": self.drop_last,
+            "weights": self.mixed.weights if self.mixed is not None else None,
         }

@@ -12,7 +12,6 @@ decided for itself.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.interfaces import TaskDataSpec, row_tools
 from nemo_rl.data.messages import get_formatted_message_log
 from nemo_rl.data.processors import find, register
 from nemo_rl.types import DatumSpec, LLMMessageLogType
@@ -89,7 +88,7 @@ def sft_processor(
         add_bos_token=add_bos,
         add_eos_token=add_eos,
         add_generation_prompt=add_generation_prompt,
-        tools=_tools(datum_dict),
+        tools=row_tools(datum_dict, task_data_spec),
         chat_template_kwargs=datum_dict.get("chat_template_kwargs"),
     )
     problem = None
@@ -194,7 +193,7 @@ def preference_processor(
             add_bos_token=add_bos,
             add_eos_token=add_eos,
             add_generation_prompt=add_generation_prompt,
-            tools=_tools(datum_dict),
+            tools=row_tools(datum_dict, task_data_spec),
             chat_template_kwargs=datum_dict.get("chat_template_kwargs"),
         )
         for message in log[: len(log) - len(answer)]:
@@ -260,16 +259,6 @@ def _conversation(row: Mapping[str, Any]) -> Any:
 def _is_empty(message: Mapping[str, Any]) -> bool:
     content = message.get("content")
     return not (content.strip() if isinstance(content, str) else content) and not message.get("tool_calls")
-
-
-def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise ValueError(f"column 'tools' has a text that is no JSON ({error}): {tools[:80]!r}") from error
-    return list(tools) if tools else None
 
 
 def _length(log: LLMMessageLogType) -> int:

@@ -286,11 +286,11 @@ def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
 
 def _task_settings(cfg: ExampleTableConfig) -> tuple[Any, ...]:
     columns = tuple(sorted(source_columns(cfg).items()))
-    return cfg.prompt_file, cfg.system_prompt_file, cfg.system_prompt, cfg.processor, columns
+    return cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.system_prompt, cfg.processor, columns
 
 
 def _make_task(name: str, cfg: ExampleTableConfig) -> ExampleTask:
-    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file)
+    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
     if cfg.system_prompt is not None:
         spec.system_prompt = cfg.system_prompt
     return ExampleTask(

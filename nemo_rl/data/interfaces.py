@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,24 +55,30 @@ class IndexedRows(Sequence[Row]):
 class TaskDataSpec:
     """A task and its prompt texts, read when the object is made.
 
-    `prompt` is a template in which `{}` stands for the problem (`{{` and `}}` are literal braces).
+    `prompt` is a template in which `{}` stands for the problem (`{{` and `}}` are literal braces). `tools` describe
+    functions in OpenAI's format.
 
     Raises:
-        FileNotFoundError: when a prompt file does not exist.
-        ValueError: when the prompt file is not a template with one `{}`.
+        FileNotFoundError: when a file does not exist.
+        ValueError: when the prompt file is not a template with one `{}`, or the tools file no list of tools.
     """
 
     task_name: str | None = None
     prompt_file: str | Path | None = None
     system_prompt_file: str | Path | None = None
+    tools_file: str | Path | None = None
     prompt: str | None = field(init=False, default=None)
     system_prompt: str | None = field(init=False, default=None)
+    tools: list[dict[str, Any]] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.prompt = _read(self.prompt_file, "prompt_file")
         self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
         if self.prompt is not None:
             _check_template(self.prompt, self.prompt_file)
+        tools = _read(self.tools_file, "tools_file")
+        if tools is not None:
+            self.tools = as_tools(tools, f"tools_file {str(self.tools_file)!r}")
 
     def copy_defaults(self, other: TaskDataSpec) -> None:
         """Take every value that is None here from `other`."""
@@ -82,6 +89,41 @@ class TaskDataSpec:
     def fill(self, problem: str) -> str:
         """The user's message for a problem: the template with the problem in it, or the problem alone."""
         return problem if self.prompt is None else self.prompt.format(problem)
+
+
+def row_tools(row: Row, spec: TaskDataSpec) -> list[dict[str, Any]] | None:
+    """What the chat template is told of tools: the row's column `tools`, or else those of the task.
+
+    Raises:
+        ValueError: when the column holds no list of tools.
+    """
+    return as_tools(row.get("tools"), "column 'tools'") or spec.tools
+
+
+def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
+    """A list of tools from itself or from JSON; None for an empty one. ValueError, naming `where`, for anything else.
+
+    Keys without a value are left away: tables that hold several kinds of tools fill them in.
+    """
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise ValueError(f"{where} has a text that is no JSON ({error}): {tools[:80]!r}") from error
+    if tools is None or len(tools) == 0:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(
+            f"{where} must hold a list of tools like {{type: function, function: {{name, description, parameters}}}}, "
+            f"not {str(tools)[:80]!r}"
+        )
+    return [_without_none(tool) for tool in tools]
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _read(path: str | Path | None, key: str) -> str | None:

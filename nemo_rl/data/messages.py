@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat_template import ChatTemplate, format_chat, plain_message
@@ -104,26 +103,76 @@ def _with_task_prompts(message_log: Sequence[Mapping[str, Any]], spec: TaskDataS
 class ObservationRenderer:
     """Token ids that lead from the end of a sampled turn to the start of the next, with an observation in between.
 
-    The sampled turn ends with the end-of-sequence token, so the template's text begins right after it. A role that the
-    template leaves out (many know nothing of "environment") is rendered as a user message. Picklable.
+    They are what the chat template puts after the content of an assistant's turn: the mark that ends the turn, the
+    observation, the header of the next answer. What of the mark the model has sampled itself is left away. A role that
+    the template refuses or leaves out (many know nothing of "environment") is rendered as a user message. Picklable.
     """
 
     tokenizer: PreTrainedTokenizerBase
+    _roles: dict[str, str] = field(default_factory=dict, compare=False)  # as the environment says -> as rendered
 
-    def __call__(self, observation: Mapping[str, str]) -> list[int]:
-        role = observation["role"] if observation["content"] in self._tail(observation["role"], observation) else "user"
-        return self.tokenizer(self._tail(role, observation), add_special_tokens=False)["input_ids"]
+    def __call__(self, observation: Mapping[str, str], *, sampled: Sequence[int]) -> list[int]:
+        """`sampled` are the tokens of the turn, with its end where the model sampled one.
 
-    def _tail(self, role: str, observation: Mapping[str, str]) -> str:
-        mark = "\x00turn\x00"
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark}]
-        try:
-            text = render_chat(
-                [*turns, {"role": role, "content": observation["content"]}], self.tokenizer, add_generation_prompt=True
+        Raises:
+            ValueError: when the template allows no message of a user after an answer.
+        """
+        token_ids = self._tokens(self._text(observation))
+        special = set(self.tokenizer.all_special_ids)
+        end = next((i for i, token in enumerate(token_ids) if token in special), None)
+        if end is not None and len(sampled) > 0 and int(sampled[-1]) == token_ids[end]:
+            return token_ids[end + 1 :]
+        return token_ids
+
+    def seen_and_rendered(
+        self, prompt: Sequence[Mapping[str, Any]], answers: Sequence[str], observation: Mapping[str, str]
+    ) -> tuple[str, str]:
+        """A conversation up to the header of its next answer: as the model sees it, and as the template writes it.
+
+        Each answer is followed by the observation. Where the two differ, the template writes earlier turns differently
+        once more follow: an episode does not, it goes on from the tokens it has.
+        """
+        template = ChatTemplate(self.tokenizer)
+        role = self.role(observation["role"])
+        seen, conversation = template.render(prompt, prompt=True)[0], list(prompt)
+        for answer in answers:
+            seen += answer + self._text(observation)
+            conversation += [{"role": "assistant", "content": answer}, {**observation, "role": role}]
+        return seen, template.try_render(conversation, prompt=True) or ""
+
+    def _text(self, observation: Mapping[str, str]) -> str:
+        tail = self._tail(self.role(observation["role"]), observation["content"])
+        if tail is None:
+            raise ValueError(
+                "the chat template refuses a message of a user after an answer: take one that allows further turns "
+                "with policy.tokenizer.chat_template, or have one turn with max_rollout_turns=1"
             )
-        except TemplateError:  # the template refuses the role
-            return ""
-        return text.rpartition(mark)[2].removeprefix(str(self.tokenizer.eos_token))
+        return tail
+
+    def role(self, role: str) -> str:
+        """The role that a message of this role is rendered as: itself, or user."""
+        if role not in self._roles:
+            mark = "OBSERVATIONCONTENT"
+            self._roles[role] = role if mark in (self._tail(role, mark) or "") else "user"
+        return self._roles[role]
+
+    def _tail(self, role: str, content: str) -> str | None:
+        """What the template writes behind the content of an answer that a message follows; None if it refuses."""
+        mark = "ANSWERCONTENT"
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": mark},
+            {"role": role, "content": content},
+        ]
+        before, _, tail = (ChatTemplate(self.tokenizer).try_render(messages, prompt=True) or "").partition(mark)
+        return tail if before else None
+
+    def _tokens(self, tail: str) -> list[int]:
+        """Behind a special token, as in the conversation: some tokenizers begin a text of its own with a space."""
+        first = str(self.tokenizer.eos_token)
+        token_ids = self.tokenizer(first + tail, add_special_tokens=False)["input_ids"]
+        assert token_ids[0] == self.tokenizer.eos_token_id
+        return token_ids[1:]
 
 
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:

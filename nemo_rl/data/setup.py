@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, TableConfig
 from nemo_rl.data.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.datasets.registry import dataset_label, load_rows
+from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.processing import Task
 from nemo_rl.data.processors import find_processor
+from nemo_rl.data.task_names import TaskNames, dataset_label, first_free, prompt_settings
 
 C = TypeVar("C", bound=TableConfig)
 T = TypeVar("T")
@@ -45,17 +46,15 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
                 f"dataset {dataset_label(dataset)!r}: env_name {dataset.env_name!r} is no section of env; there are: "
                 f"{', '.join(env_config) or 'none'}"
             )
-        spec = TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file)
+        spec = TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file, dataset.tools_file)
         return Task(spec=spec, processor=find_processor(dataset.processor), env_name=dataset.env_name)
 
-    tasks: TaskBook[DatasetConfig, Task] = TaskBook(
-        make_task, lambda cfg: (cfg.prompt_file, cfg.system_prompt_file, cfg.processor, cfg.env_name)
-    )
+    tasks: TaskBook[DatasetConfig, Task] = TaskBook(make_task, prompt_settings)
     train: list[NamedRows] = []
     validation: list[NamedRows] = []
     for dataset in cfg.train:
         rows, held_out = load_rows(dataset)
-        train.append(tasks.named(dataset, rows, "train"))
+        train.append(replace(tasks.named(dataset, rows, "train"), weight=dataset.weight))
         if held_out is not None:
             validation.append(tasks.named(dataset, held_out, "validation"))
     for dataset in cfg.validation or []:
@@ -73,11 +72,11 @@ class TaskBook(Generic[C, T]):
     `make(name, config)` makes a task, and `settings(config)` says what it depends on.
     """
 
-    def __init__(self, make: Callable[[str, C], T], settings: Callable[[C], tuple[Any, ...]]) -> None:
+    def __init__(self, make: Callable[[str, C], T], settings: Callable[[C], Hashable]) -> None:
         self.tasks: dict[str, T] = {}
         self._make = make
         self._settings_of = settings
-        self._settings: dict[str, tuple[Any, ...]] = {}
+        self._task_names = TaskNames()
         self._names: set[str] = set()
 
     def named(self, cfg: C, rows: Rows, role: str) -> NamedRows:
@@ -88,25 +87,13 @@ class TaskBook(Generic[C, T]):
     def name(self, cfg: C, role: str) -> str:
         """A name for rows that no other rows have."""
         label = dataset_label(cfg)
-        name = _first_free(label if role == "train" else f"{label}/{role}", self._names)
+        name = first_free(label if role == "train" else f"{label}/{role}", self._names)
         self._names.add(name)
         return name
 
     def task(self, cfg: C) -> str:
         """The name of the task of a dataset, made now if it is new."""
-        label, settings = dataset_label(cfg), self._settings_of(cfg)
-        for name, known in self._settings.items():
-            if known == settings and (name == label or name.startswith(label + "#")):
-                return name
-        name = _first_free(label, self._settings)
-        self.tasks[name] = self._make(name, cfg)
-        self._settings[name] = settings
+        name = self._task_names.name(dataset_label(cfg), self._settings_of(cfg))
+        if name not in self.tasks:
+            self.tasks[name] = self._make(name, cfg)
         return name
-
-
-def _first_free(name: str, taken: Iterable[str]) -> str:
-    taken = set(taken)
-    number, candidate = 2, name
-    while candidate in taken:
-        number, candidate = number + 1, f"{name}#{number}"
-    return candidate

@@ -9,15 +9,23 @@ byte-level tokenizer. Its short supervised warm-up ends on demonstrations of whi
 knows the answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded
 greedily in fewer, and reinforcement learning has something to improve.
 
+A model for another task is an entry in `RECIPES` and a function of the task's dataset module, which is looked up as
+`nemo_rl.data.datasets.<task>`:
+
+    def demonstrate(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]
+
+one conversation of {"role", "content"}, roles as in `ROLES`, in the order in which they are played. All that is drawn
+is drawn from `rng`. The warm-up learns every assistant turn and its end, and nothing else.
+
 The same machine and package versions give the same bytes: seeds, thread count and file order are fixed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import logging
-import os
 import random
 import shutil
 import tempfile
@@ -26,7 +34,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.data.datasets.arithmetic import arithmetic_space
+from nemo_rl.data.datasets import arithmetic
+from nemo_rl.utils.cache import cache_root
 from nemo_rl.utils.checkpoint_files import file_lock
 
 if TYPE_CHECKING:
@@ -50,8 +59,9 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModelRecipe:
-    """Everything that decides the bytes of a tiny model, apart from package versions."""
+    """Everything that decides the bytes of a tiny model, apart from package versions and the task's demonstrations."""
 
+    task: str = "arithmetic"  # module of nemo_rl.data.datasets with a function `demonstrate`
     hidden_size: int = 128
     num_layers: int = 2
     head_dim: int = 32  # the smallest that vLLM's CPU attention takes
@@ -59,8 +69,8 @@ class TinyModelRecipe:
     num_experts: int = 0  # 0: dense
     max_position_embeddings: int = 2048
     initializer_range: float = 0.06  # with tied embeddings and so few steps, 0.02 learns three times slower
-    max_operand: int = 9
-    operators: str = "+-"
+    max_operand: int = 9  # of the task arithmetic
+    operators: str = "+-"  # of the task arithmetic
     num_clean_steps: int = 300
     num_doubtful_steps: int = 60  # the last ones, with wrong answers among the demonstrations
     batch_size: int = 64
@@ -73,6 +83,14 @@ RECIPES: dict[str, TinyModelRecipe] = {
     "arithmetic": TinyModelRecipe(),
     "arithmetic-moe": TinyModelRecipe(num_experts=4),
     "arithmetic-teacher": TinyModelRecipe(num_clean_steps=360, num_doubtful_steps=0),
+    "code": TinyModelRecipe(task="code_arithmetic", num_clean_steps=200),
+    "tools": TinyModelRecipe(task="tool_arithmetic", num_clean_steps=200, batch_size=32),
+    "sums-and-lookups": TinyModelRecipe(task="sums_and_lookups", num_clean_steps=400, batch_size=32),
+    "retrieval": TinyModelRecipe(task="lookup", num_clean_steps=300, batch_size=32),
+    "judge": TinyModelRecipe(task="judgements", num_clean_steps=600, num_doubtful_steps=0, batch_size=32),
+    "sliding-puzzle": TinyModelRecipe(
+        task="sliding_puzzle", num_clean_steps=60, num_doubtful_steps=80, batch_size=16, mistake_probability=0.6
+    ),
 }
 
 
@@ -92,19 +110,19 @@ def resolve_model(name: str) -> str:
     return ensure_tiny_model(cache_root() / f"tiny-{recipe_name}-{recipe_hash(recipe)}", recipe)
 
 
-def cache_root() -> Path:
-    """`$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
-    return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
-
-
 def recipe_hash(recipe: TinyModelRecipe) -> str:
-    """12 hexadecimal digits over the recipe and the versions of the packages that decide the bytes."""
+    """12 hexadecimal digits over the recipe, demonstrations of its task and the packages that decide the bytes."""
     import tokenizers
     import torch
     import transformers
 
+    settings = asdict(recipe)
+    if recipe.task == "arithmetic":  # such models are in caches under names from before there were other tasks
+        del settings["task"]
+    else:
+        settings["demonstrations"] = _demonstrations(recipe, random.Random(recipe.seed), recipe.mistake_probability)
     identity = {
-        "recipe": asdict(recipe),
+        "recipe": settings,
         "version": RECIPE_VERSION,
         "chat_template": CHAT_TEMPLATE,
         "packages": [torch.__version__, transformers.__version__, tokenizers.__version__],
@@ -132,7 +150,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
     return str(target)
 
 
-def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
+def build_tiny_tokenizer(max_positions: int = 2048) -> PreTrainedTokenizerFast:
     """One token per byte of the text, apart from `\\boxed{` and the role marks, which are one token each.
 
     It is a `Qwen2Tokenizer` because transformers 5 loads that class for every Qwen2 model, whatever the directory says.
@@ -150,7 +168,7 @@ def build_tiny_tokenizer() -> PreTrainedTokenizerFast:
         unk_token=None,  # pyright: ignore[reportArgumentType]  (annotated str; None means that there is none)
         extra_special_tokens=special[2:],
         clean_up_tokenization_spaces=False,
-        model_max_length=TinyModelRecipe().max_position_embeddings,
+        model_max_length=max_positions,
     )
     tokenizer.add_tokens([AddedToken(BOXED, special=False, normalized=False)])
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -203,7 +221,7 @@ def _make(recipe: TinyModelRecipe, directory: Path) -> None:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        tokenizer = build_tiny_tokenizer()
+        tokenizer = build_tiny_tokenizer(recipe.max_position_embeddings)
         model = build_untrained_model(recipe, tokenizer)
         _warm_up(model, tokenizer, recipe)
     finally:
@@ -213,11 +231,20 @@ def _make(recipe: TinyModelRecipe, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def demonstrate(value: int, mistake_probability: float, rng: random.Random) -> str:
-    """The assistant's text for an answer; with `mistake_probability` one too high."""
-    if rng.random() < mistake_probability:
-        value += 1
-    return BOXED + f"{value}}}"
+def _demonstrations(
+    recipe: TinyModelRecipe, rng: random.Random, mistake_probability: float
+) -> list[list[dict[str, str]]]:
+    """The conversations of one batch."""
+    if recipe.task == "arithmetic":
+        return arithmetic.demonstrate_batch(
+            rng,
+            mistake_probability,
+            recipe.batch_size,
+            max_operand=recipe.max_operand,
+            operators=recipe.operators,
+        )
+    task = importlib.import_module(f"nemo_rl.data.datasets.{recipe.task}")
+    return [task.demonstrate(rng, mistake_probability) for _ in range(recipe.batch_size)]
 
 
 def _warm_up(
@@ -227,8 +254,6 @@ def _warm_up(
     import torch.nn.functional as F
 
     rng = random.Random(recipe.seed)
-    # Pretraining, so to speak: it sees the held-out problems too, as a real model has seen arithmetic before.
-    space = arithmetic_space(max_operand=recipe.max_operand, operators=recipe.operators, split="all")
     num_steps = recipe.num_clean_steps + recipe.num_doubtful_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
@@ -236,10 +261,7 @@ def _warm_up(
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * min(1.0, (step + 1) / 20) * max(0.05, 1 - step / num_steps)
         mistakes = recipe.mistake_probability if step >= recipe.num_clean_steps else 0.0
-        rows = [
-            (problem, demonstrate(value, mistakes, rng)) for problem, value in rng.choices(space, k=recipe.batch_size)
-        ]
-        input_ids, labels = _encode_demonstrations(rows, tokenizer)
+        input_ids, labels = _encode_demonstrations(_demonstrations(recipe, rng, mistakes), tokenizer)
         hidden = model.model(input_ids).last_hidden_state[:, :-1]
         targets = labels[:, 1:]
         learned = targets != -100
@@ -252,19 +274,28 @@ def _warm_up(
 
 
 def _encode_demonstrations(
-    rows: list[tuple[str, str]], tokenizer: PreTrainedTokenizerFast
+    conversations: list[list[dict[str, str]]], tokenizer: PreTrainedTokenizerFast
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded `input_ids` and `labels` (-100 on prompt and padding), both int64 [B, S]."""
+    """Right-padded `input_ids` and `labels` (-100 on all but the assistant's turns and their ends), int64 [B, S]."""
     import torch
 
-    prompts = [f"<|user|>{problem}<eos><|assistant|>" for problem, _ in rows]
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    answer_ids = tokenizer([answer + "<eos>" for _, answer in rows], add_special_tokens=False)["input_ids"]
-    width = max(len(p) + len(a) for p, a in zip(prompt_ids, answer_ids, strict=True))
+    messages = [message for conversation in conversations for message in conversation]
+    header_ids = tokenizer([f"<|{message['role']}|>" for message in messages], add_special_tokens=False)["input_ids"]
+    body_ids = tokenizer([message["content"] + "<eos>" for message in messages], add_special_tokens=False)["input_ids"]
+    parts = iter(zip(messages, header_ids, body_ids, strict=True))
+    rows: list[tuple[list[int], list[int]]] = []
+    for conversation in conversations:
+        ids: list[int] = []
+        learned: list[int] = []
+        for _ in conversation:
+            message, header, body = next(parts)
+            ids += header + body
+            learned += [-100] * len(header) + (body if message["role"] == "assistant" else [-100] * len(body))
+        rows.append((ids, learned))
+    width = max(len(ids) for ids, _ in rows)
     input_ids = torch.full((len(rows), width), tokenizer.get_vocab()["<pad>"])
     labels = torch.full((len(rows), width), -100)
-    for i, (prompt, answer) in enumerate(zip(prompt_ids, answer_ids, strict=True)):
-        end = len(prompt) + len(answer)
-        input_ids[i, :end] = torch.tensor(prompt + answer)
-        labels[i, len(prompt) : end] = torch.tensor(answer)
+    for i, (ids, learned) in enumerate(rows):
+        input_ids[i, : len(ids)] = torch.tensor(ids)
+        labels[i, : len(ids)] = torch.tensor(learned)
     return input_ids, labels

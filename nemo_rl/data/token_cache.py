@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from nemo_rl.data.tiny_model import cache_root
 from nemo_rl.types import Example, ExampleMeta, Prompt
+from nemo_rl.utils.cache import cache_root
 
 logger = logging.getLogger(__name__)
 

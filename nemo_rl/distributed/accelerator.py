@@ -28,6 +28,8 @@ class Accelerator:
     def __init__(self, exclusive: bool) -> None:
         self.exclusive = exclusive
         self._tenants: dict[str, _Tenant] = {}
+        self._guests: dict[str, str] = {}
+        self._on_leave: dict[str, Callable[[], None]] = {}
         self._present: str | None = None
         self._holding: list[str] = []
 
@@ -51,6 +53,15 @@ class Accelerator:
             self._present = name
         self._tenants[name] = _Tenant(onload, offload)
 
+    def register_guest(self, name: str, host: str, on_leave: Callable[[], None]) -> None:
+        """Make a tenant known that lives in another: wherever `host` is, it is too.
+
+        `on_leave` is called when a `hold` of it ends without an error: it must then ask nothing more of its host.
+        """
+        assert host in self._tenants and name not in self._tenants
+        self._guests[name] = host
+        self._on_leave[name] = on_leave
+
     def built(self, name: str) -> None:
         """A registered tenant was built anew on the device, which nobody else is on."""
         assert name in self._tenants and self._present in (None, name)
@@ -61,6 +72,7 @@ class Accelerator:
 
         Raises RuntimeError while another tenant is inside `hold`. If a move raises, nobody counts as present.
         """
+        name = self._guests.get(name, name)
         if name not in self._tenants:
             raise ValueError(f"{name!r} is not registered: {sorted(self._tenants)} are")
         if not self.exclusive or self._present == name:
@@ -83,11 +95,27 @@ class Accelerator:
             self._tenants[name].offload()
 
     @contextmanager
-    def hold(self, name: str) -> Iterator[None]:
-        """`acquire`, and nobody else may acquire until the block ends."""
-        self.acquire(name)
-        self._holding.append(name)
+    def lend(self, name: str) -> Iterator[None]:
+        """Others may have the device until the block ends, although `name` is held; then it is back."""
+        tenant = self._guests.get(name, name)
+        count = self._holding.count(tenant)
+        self._holding = [holder for holder in self._holding if holder != tenant]
         try:
             yield
         finally:
-            self._holding.remove(name)
+            self._holding += [tenant] * count
+        if count:
+            self.acquire(name)
+
+    @contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """`acquire`, and nobody else may acquire until the block ends."""
+        self.acquire(name)
+        tenant = self._guests.get(name, name)
+        self._holding.append(tenant)
+        try:
+            yield
+            if name in self._guests:
+                self._on_leave[name]()
+        finally:
+            self._holding.remove(tenant)

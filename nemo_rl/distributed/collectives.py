@@ -33,6 +33,21 @@ def reserve_port(address: str) -> int:
     return _listener.getsockname()[1]
 
 
+def release_port() -> None:
+    """Let go of the reserved port, in the process of rank 0, for a rendezvous that binds it itself."""
+    global _listener
+    assert _listener is not None, "rank 0 reserves its port before the worker starts"
+    _listener.close()
+    _listener = None
+
+
+def own_address(host: str, port: int) -> str:
+    """The address under which this process is seen from `host`. No packet is sent for it."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return probe.getsockname()[0]
+
+
 def rendezvous_store(timeout_s: float = 600.0) -> Store:
     """The key-value store shared by all ranks of this worker group; made on the first call in each process."""
     global _listener, _store

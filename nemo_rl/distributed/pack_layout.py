@@ -145,6 +145,15 @@ class PackLayout:
         """Bytes of all tensors, padding left out."""
         return self.bytes_of(range(len(self.buckets)))
 
+    def used_bytes(self, bucket: int) -> int:
+        """Bytes of a bucket's half from its beginning to the end of its last piece."""
+        return max((piece.offset + piece.nbytes for piece in self.buckets[bucket]), default=0)
+
+    def describe(self, bucket: int) -> str:
+        """`bucket 3 of 12 (first tensor to last tensor)`, for people."""
+        tensors = [self.tensors[piece.tensor].name for piece in self.buckets[bucket]]
+        return f"bucket {bucket} of {len(self.buckets)}" + (f" ({tensors[0]} to {tensors[-1]})" if tensors else "")
+
     def half_offset(self, bucket: int) -> int:
         """First byte of a bucket in the buffer."""
         return bucket % NUM_HALVES * self.bucket_bytes

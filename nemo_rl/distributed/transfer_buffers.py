@@ -1,7 +1,8 @@
 """Memory that a policy process fills and a generation process on the same node or GPU reads.
 
 Both kinds are created once and reused for every sync: first touch of fresh shared pages costs about twelve times a copy
-into pages that are already there, and a CUDA allocation has to be exported and mapped again.
+into pages that are already there, and a CUDA allocation has to be exported and mapped again. A third kind, for
+generation on devices of its own, is in `collective_buffer.py`.
 
     owner:   buffer = SharedMemoryBuffer.create(nbytes);  send buffer.endpoint() once, under buffer.key
     reader:  buffer = SharedMemoryBuffer.attach(endpoint); read buffer.bytes
@@ -31,7 +32,11 @@ def host_copy_environment() -> dict[str, str]:
 
 
 class TransferBuffer(Protocol):
-    """`bytes` is the uint8 tensor both processes see; `key` names the place where a reader must be to attach."""
+    """`bytes` is the uint8 tensor of all halves; `key` names the place where a reader must be to attach.
+
+    Where both processes see the same memory, whoever tells them that a half is filled or empty is all that is needed,
+    and the four calls that say so to the buffer do nothing.
+    """
 
     bytes: torch.Tensor
     key: str
@@ -39,6 +44,18 @@ class TransferBuffer(Protocol):
     def endpoint(self) -> dict[str, Any]:
         """What a reader needs to attach; JSON-able."""
         ...
+
+    def await_free(self, half: int) -> None:
+        """Sender: wait until what was in the half is on its way. ConnectionError when it cannot go."""
+
+    def filled(self, half: int, nbytes: int) -> None:
+        """Sender: the first `nbytes` of the half are there and may go. ConnectionError when they cannot."""
+
+    def expect(self, half: int, nbytes: int) -> None:
+        """Receiver: the half is empty, and its next `nbytes` may come."""
+
+    def await_arrival(self, half: int) -> None:
+        """Receiver: wait for what is expected. ConnectionError when it cannot come."""
 
     def close(self) -> None:
         """Let go of the memory. The other side's mapping stays valid until it closes too."""
@@ -56,7 +73,7 @@ def device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class SharedMemoryBuffer:
+class SharedMemoryBuffer(TransferBuffer):
     """Anonymous shared memory (memfd), found by a reader through /proc/<pid>/fd/<fd>.
 
     It has no name, so nobody can guess it and nothing is left behind when the owner is killed; the kernel frees it with
@@ -109,7 +126,7 @@ class SharedMemoryBuffer:
             self.bytes = torch.empty(0, dtype=torch.uint8)
 
 
-class CudaIpcBuffer:
+class CudaIpcBuffer(TransferBuffer):
     """Device memory exported once through CUDA IPC; the reader must sit on the same physical GPU."""
 
     def __init__(self, buffer: torch.Tensor, handle: dict[str, Any]) -> None:

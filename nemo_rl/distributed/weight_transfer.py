@@ -1,4 +1,4 @@
-"""Weights from a training process to a generation process of the same node, and the proof that they arrived.
+"""Weights from a training process to generation processes, and the proof that they arrived.
 
 Names, shapes, dtypes and offsets are agreed once (`PackLayout`); a sync then moves bytes through two halves of one
 buffer and says of each bucket only its fingerprints. Bucket i goes into half i % 2, so the sender fills one half while
@@ -27,8 +27,9 @@ import torch
 import xxhash
 
 from nemo_rl.distributed.adapter_merge import AdapterMerger
+from nemo_rl.distributed.collective_buffer import KEY, CollectiveBuffer, Rendezvous
 from nemo_rl.distributed.exported_tensor import ExportedTensor
-from nemo_rl.distributed.pack_layout import PackLayout, Piece, Segment, TensorMeta, choose_bucket_bytes
+from nemo_rl.distributed.pack_layout import NUM_HALVES, PackLayout, Piece, Segment, TensorMeta, choose_bucket_bytes
 from nemo_rl.distributed.transfer_buffers import (
     CudaIpcBuffer,
     SharedMemoryBuffer,
@@ -44,7 +45,7 @@ from nemo_rl.distributed.weight_fingerprint import (
     word_fingerprint,
 )
 
-Transport = Literal["packed_shm", "packed_ipc"]
+Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
 
 
 class RefitError(RuntimeError):
@@ -54,13 +55,28 @@ class RefitError(RuntimeError):
 # -- buffers by transport
 
 
-def create_buffer(transport: Transport, nbytes: int, device: torch.device) -> TransferBuffer:
-    """The sender's buffer. `device` is where the policy lives."""
+def create_buffer(
+    transport: Transport, nbytes: int, device: torch.device, rendezvous: Rendezvous | None = None
+) -> TransferBuffer:
+    """The sender's buffer. `device` is where the policy lives; `rendezvous` is that of a collective."""
+    if transport == "packed_collective":
+        assert rendezvous is not None, "a collective needs to know whom to wait for"
+        return CollectiveBuffer.create(nbytes, device, rendezvous)
     return CudaIpcBuffer.create(nbytes, device) if transport == "packed_ipc" else SharedMemoryBuffer.create(nbytes)
 
 
-def attach_buffer(transport: Transport, endpoints: dict[str, dict[str, Any]], device: torch.device) -> TransferBuffer:
-    """The receiver's view of the buffer offered at its own place. RefitError when no sender is there."""
+def attach_buffer(
+    transport: Transport, endpoints: dict[str, dict[str, Any]], device: torch.device, receiver: int = 0
+) -> TransferBuffer:
+    """The receiver's view of the buffer offered at its own place, or its part in the collective as number `receiver`.
+
+    RefitError when no sender is there.
+    """
+    if transport == "packed_collective":
+        try:
+            return CollectiveBuffer.attach(endpoints[KEY], device, receiver)
+        except ConnectionError as error:
+            raise RefitError(f"{transport}: rank {receiver} of the engines cannot join the policy: {error}") from error
     key = device_key(device) if transport == "packed_ipc" else host_key()
     if key not in endpoints:
         place = "GPU" if transport == "packed_ipc" else "node"
@@ -81,7 +97,8 @@ class WeightSender:
 
     `weights` are the same on every rank, in the same order. Every rank must call `pack` for every bucket: gathering is
     a collective. One tensor at a time is gathered, and one that spans buckets is gathered once. Through shared memory
-    one rank of each node (`local_rank` 0) copies; through CUDA IPC every rank fills the buffer of its own device.
+    one rank of each node (`local_rank` 0) copies; through CUDA IPC every rank fills the buffer of its own device; into
+    a collective, which meets at `rendezvous`, rank 0 sends.
     Floating-point tensors are cast to `wire_dtype` (torch's name), a shard before its gather, unless they keep their
     dtype; adapters travel in float32. `bucket_bytes` is an upper limit: small models get smaller buckets.
     """
@@ -96,6 +113,7 @@ class WeightSender:
         transport: Transport,
         wire_dtype: str,
         bucket_bytes: int | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         self._weights = weights
         self._wire_dtype = TensorMeta("", wire_dtype, ()).torch_dtype
@@ -104,8 +122,8 @@ class WeightSender:
         metas = [TensorMeta(w.name, str(self._wire(w)).removeprefix("torch."), w.shape, w.adapts) for w in weights]
         preferred = choose_bucket_bytes(metas)
         self.layout = PackLayout.build(metas, preferred if bucket_bytes is None else min(preferred, bucket_bytes))
-        sends = transport == "packed_ipc" or local_rank == 0
-        self._buffer = create_buffer(transport, self.layout.buffer_bytes, device) if sends else None
+        sends = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[transport]
+        self._buffer = create_buffer(transport, self.layout.buffer_bytes, device, rendezvous) if sends else None
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
         self._current = torch.empty(0)  # the tensor that is being packed, gathered
@@ -128,8 +146,9 @@ class WeightSender:
     def pack(self, bucket: int) -> dict[str, Any]:
         """Fill bucket number `bucket`; buckets come in order, and 0 or the first of adapters begins a new sync.
 
-        The receiver must have done with bucket - 2, which lay in the same half. Returns the seconds it took, from a
-        rank that copies a digest of the fingerprints, and from rank 0 the fingerprints (uint64, one per piece).
+        The receiver must have done with bucket - 2, which lay in the same half; a collective waits for that itself.
+        Returns the seconds it took, from a rank that copies a digest of the fingerprints, and from rank 0 the
+        fingerprints (uint64, one per piece). RefitError when an engine has left the collective.
         """
         if bucket in (0, self.layout.num_base_buckets):
             self._next_bucket = bucket
@@ -141,10 +160,8 @@ class WeightSender:
             for piece in self.layout.buckets[bucket]:
                 if piece.start == 0:
                     self._advance(piece.tensor)
-        elif self._buffer.bytes.is_cpu:
-            digests = self._pack_on_host(bucket, self._buffer.bytes.data_ptr())
         else:
-            digests = self._pack_on_device(bucket, self._buffer.bytes)
+            digests = self._fill(bucket, self._buffer)
         if bucket == len(self.layout.buckets) - 1:
             self._current = torch.empty(0)
         result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": self._gather_s}
@@ -173,6 +190,20 @@ class WeightSender:
         self._current = self._weights[index].gather(self._dtypes[index])
         self._gather_s += time.perf_counter() - before
         assert self._current.shape == self.layout.tensors[index].shape
+
+    def _fill(self, bucket: int, buffer: TransferBuffer) -> list[int]:
+        """Put a bucket into its half, once that is free, and let it go; the fingerprints."""
+        half = bucket % NUM_HALVES
+        try:
+            buffer.await_free(half)
+            if buffer.bytes.is_cpu:
+                digests = self._pack_on_host(bucket, buffer.bytes.data_ptr())
+            else:
+                digests = self._pack_on_device(bucket, buffer.bytes)
+            buffer.filled(half, self.layout.used_bytes(bucket))
+        except ConnectionError as error:
+            raise RefitError(f"{self._transport}, {self.layout.describe(bucket)}: {error}") from error
+        return digests
 
     def _pack_on_host(self, bucket: int, address: int) -> list[int]:
         """Copy a bucket's pieces to their places; the fingerprints of the sources."""
@@ -261,6 +292,7 @@ class WeightReceiver:
         self._version = -1
         self._merger = AdapterMerger()
         self._halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of half its adapter
+        self._expected: set[int] = set()  # buckets that may come
         self._weights = {meta.name: index for index, meta in enumerate(layout.weights)}
 
     def begin(self, version: int, *, targets: Sequence[Sequence[Segment]] | None, load: LoadFn | None) -> None:
@@ -273,13 +305,15 @@ class WeightReceiver:
         self._received.clear()
         self._assembly.clear()
         self._halves.clear()
+        self._expected.clear()
 
     def receive(self, bucket: int, fingerprints: bytes) -> None:
         """Take one bucket; any order, each once, but weights before adapters.
 
-        RefitError naming the first tensor whose bytes differ.
+        RefitError naming the first tensor whose bytes differ, or when the policy has left the collective.
         """
         assert bucket not in self._received, f"bucket {bucket} came twice"
+        self._await(bucket)
         if bucket < self.layout.num_base_buckets:
             self._merger.forget()
         if bucket not in self._jobs:
@@ -302,6 +336,18 @@ class WeightReceiver:
         if self._load is not None and whole:
             self._load(whole)
         self._received.add(bucket)
+
+    def _await(self, bucket: int) -> None:
+        """Until a bucket is in its half; the next one, whose half is empty, may come meanwhile."""
+        try:
+            for coming in (bucket, bucket + 1):
+                if coming < len(self.layout.buckets) and coming not in self._expected:
+                    self._buffer.expect(coming % NUM_HALVES, self.layout.used_bytes(coming))
+                    self._expected.add(coming)
+            self._buffer.await_arrival(bucket % NUM_HALVES)
+        except ConnectionError as error:
+            where = f"{self._transport}, version {self._version}, {self.layout.describe(bucket)}"
+            raise RefitError(f"{where}: {error}") from error
 
     def finish(self) -> None:
         """End of a sync, of all buckets or of all adapters. RefitError when something did not arrive."""

@@ -107,6 +107,7 @@ class RayWorkerGroup:
     ) -> None:
         self.name_prefix = name_prefix
         self.timeout_s = timeout_s
+        self.on_wait: Callable[[], None] | None = None  # called about twice a second while a wait lasts
         self.controller_tensor_bytes = 0
         self._cluster = cluster
         self._members: list[Worker] = []
@@ -194,18 +195,19 @@ class RayWorkerGroup:
         self.controller_tensor_bytes += sum(tensor_bytes(result) for result in results.values())
         return [results[ref] for ref in refs]
 
-    def wait_some(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> dict[ray.ObjectRef, Any]:
-        """Results of those calls among `refs` that are done, one at least; the others can be waited for later.
-
-        Raises as `wait`: WorkerHang when none is done in time.
-        """
+    def wait_any(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
+        """Those calls among `refs` that are done, one at least, for `wait`. Raises WorkerHang when none is in time."""
         limit = timeout_s if timeout_s is not None else self.timeout_s
         started = time.monotonic()
-        while not (done := ray.wait(list(refs), num_returns=1, timeout=_POLL_S)[0]):
+        while not (done := self.done(refs)):
             if limit is not None and time.monotonic() - started > limit:
                 raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
-        done = ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]
-        return dict(zip(done, self.wait(done), strict=True))
+            ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
+        return done
+
+    def done(self, refs: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+        """Those calls among `refs` for which `wait` would return, or raise, at once."""
+        return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
 
     def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
         """Whether `wait(refs)` would return, or raise, at once."""
@@ -307,6 +309,8 @@ class RayWorkerGroup:
                 late = ", ".join(calls[ref].worker.name for ref in pending[:8])
                 logger.info("Waiting %.0f s for %s of %s", now - started, calls[pending[0]].method, late)
                 next_message = now + _MESSAGE_EVERY_S
+            if self.on_wait is not None:
+                self.on_wait()
             # All at once and with a short limit: a wait for one after another would cost O(N^2).
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
             for ref in ready:
@@ -331,6 +335,11 @@ class RayWorkerGroup:
         except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
             tail = log_tail(worker)
             raise WorkerDied(f"{worker} died in {call.method}: {error}{tail}", **names) from None
+
+    def hang(self, ref: ray.ObjectRef) -> WorkerHang:
+        """What to raise when a call has taken longer than the group's limit."""
+        assert self.timeout_s is not None
+        return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
 
     def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
         report = inspect_workers([call.worker for call in late], _INSPECT_S)
@@ -363,6 +372,22 @@ def start_groups(count: int, start: Callable[[int], RayWorkerGroup]) -> list[Ray
                 future.result().shutdown()
         raise failures[0]
     return [future.result() for future in starts]
+
+
+def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef]) -> list[Any]:
+    """Results of one call on each group, in order. The first that fails ends the wait; raises what `wait` raises."""
+    pending = dict(zip(refs, groups, strict=True))
+    started = time.monotonic()
+    results: dict[ray.ObjectRef, Any] = {}
+    while pending:
+        ready, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
+        waited = time.monotonic() - started
+        late = [ref for ref, group in pending.items() if group.timeout_s is not None and waited > group.timeout_s]
+        for ref in ready:
+            results[ref] = pending.pop(ref).wait([ref])[0]
+        if late and not ready:
+            raise pending[late[0]].hang(late[0])
+    return [results[ref] for ref in refs]
 
 
 def _check_python(py_executable: str, places: list[list[Bundle]]) -> None:

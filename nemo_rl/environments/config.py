@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.base import NamedByKey, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.environments.actors_config import ActorsConfig
+from nemo_rl.environments.code_config import CodeEnvironmentConfig
+from nemo_rl.environments.composite_config import CompositeEnvironmentConfig
+from nemo_rl.environments.judge_config import LLMJudgeEnvironmentConfig
+from nemo_rl.environments.python_tools_config import PythonToolsEnvironmentConfig
+from nemo_rl.environments.remote_config import RemoteEnvironmentConfig
+from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
+from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.models.policy.config import TokenizerConfig
 
 
@@ -116,39 +124,153 @@ class EnvironmentConfig(BaseModel):
     type: str
     """Registry name or import path, e.g. `my_package.envs:MyEnv`; absent: the name of the section."""
 
+    num_actors: int = Field(default=1, ge=1)
+    """Actors that share the episodes; an episode stays on one of them, and a slow batch holds up its own only."""
+
     @property
     def options(self) -> dict[str, Any]:
-        """The environment's own keys, without `type`."""
+        """The environment's own keys, without `type` and `num_actors`."""
         return dict(self.model_extra or {})
 
 
+OURS: dict[str, type[StrictModel]] = {
+    "python_tools": PythonToolsEnvironmentConfig,
+    "code": CodeEnvironmentConfig,
+    "composite": CompositeEnvironmentConfig,
+    "llm_judge": LLMJudgeEnvironmentConfig,
+    "remote": RemoteEnvironmentConfig,
+    "math": MathEnvironmentConfig,
+    "retrieval": RetrievalEnvironmentConfig,
+    "reward_model": RewardModelEnvironmentConfig,
+    "sliding_puzzle_game": SlidingPuzzleEnvironmentConfig,
+}
+"""`type` of each environment of the library -> its section."""
+
+
 def _variant(value: Any) -> str | None:
-    if isinstance(value, MathEnvironmentConfig):
-        return "math"
-    if isinstance(value, RewardModelEnvironmentConfig):
-        return "reward_model"
+    if isinstance(value, dict):
+        return next((name for name in OURS if name == value.get("type")), "other")
     if isinstance(value, EnvironmentConfig):
         return "other"
-    if isinstance(value, dict):
-        return value["type"] if value.get("type") in ("math", "reward_model") else "other"
-    return None
+    return next((name for name, model in OURS.items() if isinstance(value, model)), None)
 
 
-AnyEnvironmentConfig = Annotated[
-    Annotated[MathEnvironmentConfig, Tag("math")]
-    | Annotated[RewardModelEnvironmentConfig, Tag("reward_model")]
-    | Annotated[EnvironmentConfig, Tag("other")],
-    Discriminator(_variant),
-]
+if TYPE_CHECKING:
+    AnyEnvironmentConfig = (
+        CodeEnvironmentConfig
+        | PythonToolsEnvironmentConfig
+        | CompositeEnvironmentConfig
+        | LLMJudgeEnvironmentConfig
+        | RemoteEnvironmentConfig
+        | MathEnvironmentConfig
+        | RetrievalEnvironmentConfig
+        | RewardModelEnvironmentConfig
+        | SlidingPuzzleEnvironmentConfig
+        | EnvironmentConfig
+    )
+else:
+    _variants = [Annotated[model, Tag(name)] for name, model in OURS.items()]
+    AnyEnvironmentConfig = Annotated[
+        Union[(*_variants, Annotated[EnvironmentConfig, Tag("other")])],
+        Discriminator(_variant),
+    ]
 
 EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
 """The section `env`: name of an environment -> its configuration."""
 
 
+def sections_of(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
+    """These sections of `env` as they are started: a composite holds the sections that its parts name."""
+    found = {name: env[name] for name in names}
+    for name, config in found.items():
+        if isinstance(config, CompositeEnvironmentConfig):
+            parts = {part.env: env[part.env] for part in config.reward_functions if part.env is not None}
+            sections = {part: _keys(section) for part, section in parts.items()}
+            found[name] = config.model_copy(update={"sections": sections})
+    return found
+
+
+def named_sections(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> list[str]:
+    """These sections of `env`, and those that composites among them name."""
+    wanted = dict.fromkeys(names)
+    for name in list(wanted):
+        config = env[name]
+        if isinstance(config, CompositeEnvironmentConfig):
+            wanted.update(dict.fromkeys(part.env for part in config.reward_functions if part.env is not None))
+    return list(wanted)
+
+
+def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: float) -> Iterator[tuple[str, str]]:
+    """(key, message) for sections that do not fit together, or not to the time limit of a step."""
+    for name, config in env.items():
+        if isinstance(config, CompositeEnvironmentConfig):
+            yield from _check_parts(name, config, env)
+        timed = isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig)
+        if timed and config.time_limit_s >= step_timeout_s:
+            yield (
+                f"env.{name}.time_limit_s",
+                f"{config.time_limit_s:g} s must be below env_step_timeout_s={step_timeout_s:g} s, at which the "
+                "environment is ended with all its conversations",
+            )
+        if isinstance(config, CodeEnvironmentConfig | PythonToolsEnvironmentConfig):
+            yield from _check_programs(name, config, step_timeout_s)
+
+
+def _check_programs(
+    name: str, config: CodeEnvironmentConfig | PythonToolsEnvironmentConfig, step_timeout_s: float
+) -> Iterator[tuple[str, str]]:
+    runs_any = isinstance(config, CodeEnvironmentConfig) or "python" in config.tools
+    limit = config.sandbox.time_limit_s
+    if runs_any and limit >= step_timeout_s:
+        yield (
+            f"env.{name}.sandbox.time_limit_s",
+            f"{limit:g} s for one program must be below env_step_timeout_s={step_timeout_s:g} s, at which the "
+            "environment is ended with all its conversations; lower it, or raise that",
+        )
+
+
+def _check_parts(
+    name: str, config: CompositeEnvironmentConfig, env: Mapping[str, AnyEnvironmentConfig]
+) -> Iterator[tuple[str, str]]:
+    for index, part in enumerate(config.reward_functions):
+        key = f"env.{name}.reward_functions.{index}.env"
+        if part.env is not None and part.env not in env:
+            yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
+        elif part.env is not None and isinstance(env[part.env], CompositeEnvironmentConfig):
+            yield key, f"env.{part.env} is a composite itself; write its reward_functions here"
+    parts = dict.fromkeys(part.env for part in config.reward_functions if part.env in env)
+    on_gpus = [part for part in parts if part is not None and gpus_per_actor(env[part])]
+    if len(on_gpus) > 1:
+        yield (
+            f"env.{name}.reward_functions",
+            f"a composite has one GPU at most, and {' and '.join(f'env.{part}' for part in on_gpus)} ask for one each; "
+            f"set env.{on_gpus[-1]}.resources.gpus_per_node=0",
+        )
+
+
+def _keys(config: AnyEnvironmentConfig) -> dict[str, Any]:
+    return {"type": config.type, **config.options} if isinstance(config, EnvironmentConfig) else config.model_dump()
+
+
 def environment_gpus(env: Mapping[str, Any]) -> dict[str, int]:
     """Name of each environment that asks for GPUs of its own -> how many, beside those of `cluster`.
 
-    Environments that are not ours say nothing of theirs here.
+    Composites as `sections_of` gives them. Environments that are not ours say nothing of theirs here.
     """
-    ours = {name: config for name, config in env.items() if isinstance(config, RewardModelEnvironmentConfig)}
-    return {name: config.resources.gpus_per_node for name, config in ours.items() if config.resources.gpus_per_node}
+    wanted = {
+        name: gpus_per_actor(config) * (config.num_actors if isinstance(config, ActorsConfig) else 1)
+        for name, config in env.items()
+    }
+    return {name: number for name, number in wanted.items() if number}
+
+
+def gpus_per_actor(config: Any) -> int:
+    """GPUs of each process of an environment."""
+    if isinstance(config, RewardModelEnvironmentConfig | LLMJudgeEnvironmentConfig):
+        return config.resources.gpus_per_node
+    if isinstance(config, CompositeEnvironmentConfig):
+        on_devices = [
+            section for section in config.sections.values() if section["type"] in ("reward_model", "llm_judge")
+        ]
+        return sum(section["resources"]["gpus_per_node"] for section in on_devices)
+    return 0

@@ -22,6 +22,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     rewards: torch.Tensor  # [B]; the rewards of an episode's turns are summed
     terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
     answers: list[str | None] | None = None  # extracted answers, for majority voting
+    failures: list[str | None] | None = None  # what went wrong where a conversation has no outcome: it gets no reward
 
 
 class EnvironmentInterface(ABC, Generic[MetadataT]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -13,10 +12,8 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.verification import exact_integer
-from nemo_rl.environments.verifier_pool import Verification, VerificationResult, VerifierPool
+from nemo_rl.environments.verifier_pool import Verification, VerificationResult, VerifierPool, died
 from nemo_rl.types import LLMMessageLogType
-
-logger = logging.getLogger(__name__)
 
 
 class MathMetadata(TypedDict):
@@ -33,12 +30,12 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
         is_math = self.cfg.verifier_type == "math"
         self.verifier: str = self.cfg.math_verify_impl if is_math else self.cfg.verifier_type
         self.pool = VerifierPool(self.cfg.num_workers, self.cfg.verify_timeout_s)
-        self.num_failed_verifications = {"timeout": 0, "died": 0}
+        self.num_timed_out = 0  # since the metrics were last asked for
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathMetadata]
     ) -> EnvironmentReturn[MathMetadata]:
-        """One turn, then the episode is over."""
+        """One turn, then the episode is over. A verification that ended its process has no verdict: see `failures`."""
         jobs = [
             Verification(
                 verifier=self.verifier,
@@ -58,6 +55,9 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
             rewards=torch.tensor([float(result.correct) for result in results]),
             terminateds=torch.ones(len(results)),
             answers=[result.answer for result in results],
+            failures=[
+                died(job) if result.failure == "died" else None for job, result in zip(jobs, results, strict=True)
+            ],
         )
 
     def _verify(self, jobs: list[Verification]) -> list[VerificationResult]:
@@ -68,9 +68,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
         open_jobs = [i for i, result in enumerate(results) if result is None]
         for i, result in zip(open_jobs, self.pool.verify([jobs[i] for i in open_jobs]), strict=True):
             results[i] = result
-            if result.failure is not None:
-                self.num_failed_verifications[result.failure] += 1
-                logger.warning("verifications that did not finish so far: %s", self.num_failed_verifications)
+            self.num_timed_out += result.failure == "timeout"
         return [result for result in results if result is not None]
 
     def global_post_process_and_metrics(
@@ -78,8 +76,9 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B],
         `prompt_lengths` [B] and `group_id` (or, in its absence, the prompt's `text`), a list; rewards of samples that
-        did not end by themselves become 0.
+        did not end by themselves become 0. `num_verifications_timed_out` counts since the last call; they were wrong.
         """
+        num_timed_out, self.num_timed_out = self.num_timed_out, 0
         ended = batch["is_end"].float()
         rewards = batch["rewards"] * ended
         batch["rewards"] = rewards
@@ -94,6 +93,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
             "pass@samples_per_prompt": sum(max(values) == 1 for values in groups.values()) / len(groups),
             "fraction_of_samples_properly_ended": ended.mean().item(),
             "num_problems_in_batch": float(len(ended)),
+            "num_verifications_timed_out": float(num_timed_out),
             "generation_lengths": batch["generation_lengths"].float().mean().item(),
             "prompt_lengths": batch["prompt_lengths"].float().mean().item(),
             "correct_solution_generation_lengths": correct.mean().item() if len(correct) else 0.0,

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,27 +14,20 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayActorError
 
+from nemo_rl.config.base import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.actors_config import ActorsConfig
 from nemo_rl.environments.config import (
+    OURS,
     AnyEnvironmentConfig,
     EnvironmentConfig,
-    MathEnvironmentConfig,
-    RewardModelEnvironmentConfig,
     environment_gpus,
+    gpus_per_actor,
 )
+from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.environments.names import ENV_REGISTRY
 
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
-
-ENV_REGISTRY: dict[str, dict[str, str]] = {
-    "math": {
-        "actor_class_fqn": "nemo_rl.environments.math.MathEnvironment",
-        "default_processor": "math_hf_data_processor",
-    },
-    "reward_model": {
-        "actor_class_fqn": "nemo_rl.environments.reward_model.RewardModelEnvironment",
-        "default_processor": "conversation_processor",
-    },
-}
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
@@ -69,6 +62,19 @@ def find_env_class(env_type: str) -> Any:
     return vars(module)[class_name]
 
 
+def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
+    """The environment of a section in this process, without an actor; see `create_env`.
+
+    Raises:
+        ValueError: for an unknown environment.
+    """
+    env_type, options = _type_and_options(env_name, env_config)
+    env_class: Any = find_env_class(env_type)
+    if isinstance(env_class, ActorClass):
+        env_class = vars(env_class)["__ray_metadata__"].modified_class
+    return env_class(options)
+
+
 def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
 
@@ -84,15 +90,21 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
 
 def create_envs(
     env: Mapping[str, AnyEnvironmentConfig | Mapping[str, Any]], cluster: RayVirtualCluster
-) -> dict[str, Any]:
-    """Start the environments of a run, by section of `env`, on what its own `cluster` leaves; see `create_env`.
+) -> dict[str, list[Any]]:
+    """Start the environments of a run on what its own `cluster` leaves; see `create_env`.
+
+    Returns the `num_actors` actors of each section of `env`.
 
     Raises:
         ValueError: for an unknown environment, and when fewer GPUs are free than all of them ask for together.
     """
     cluster.bundles()  # booked at first use otherwise, and its GPUs would look free
     _check_gpus(environment_gpus(env), _free_gpus())
-    return {name: _start(name, config) for name, config in env.items()}
+    return {name: [_start(name, config) for _ in range(_num_actors(config))] for name, config in env.items()}
+
+
+def _num_actors(config: AnyEnvironmentConfig | Mapping[str, Any]) -> int:
+    return config.num_actors if isinstance(config, ActorsConfig | EnvironmentConfig) else 1
 
 
 def _start(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
@@ -103,14 +115,14 @@ def _start(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) 
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
     else:
-        num_gpus = environment_gpus({env_name: env_config}).get(env_name, 0)
+        num_gpus = gpus_per_actor(env_config)
         actor_class = ray.remote(env_class).options(
             num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
         )
     return actor_class.remote(options)
 
 
-def wait_for_envs(actors: Mapping[str, Any], timeout_s: float) -> None:
+def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None:
     """Return once the environments of `create_envs`, by section of `env`, are constructed.
 
     Raises:
@@ -118,9 +130,10 @@ def wait_for_envs(actors: Mapping[str, Any], timeout_s: float) -> None:
             seconds, which are for all of them together.
     """
     deadline = time.monotonic() + timeout_s
-    for name, ready in {name: actor.__ray_ready__.remote() for name, actor in actors.items()}.items():
+    ready = {name: [actor.__ray_ready__.remote() for actor in handles] for name, handles in actors.items()}
+    for name, refs in ready.items():
         try:
-            ray.get(ready, timeout=max(0.0, deadline - time.monotonic()))
+            ray.get(refs, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
             raise ValueError(
                 f"environment {name!r} (env.{name}) has not started in {timeout_s:.4g} s. It may wait for a GPU that "
@@ -153,7 +166,8 @@ def _type_and_options(
 ) -> tuple[str, dict[str, Any]]:
     if isinstance(env_config, EnvironmentConfig):
         return env_config.type, env_config.options
-    if isinstance(env_config, MathEnvironmentConfig | RewardModelEnvironmentConfig):
-        return env_config.type, env_config.model_dump(exclude={"type"})
+    if isinstance(env_config, StrictModel):
+        env_type = next(name for name, model in OURS.items() if isinstance(env_config, model))
+        return env_type, env_config.model_dump(exclude={"type"})
     options = dict(env_config)
     return options.pop("type", env_name), options

@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +33,22 @@ class Verification:
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationResult:
-    """`failure` is None, "timeout" or "died": the last two count as not correct."""
+    """`failure` is None, "timeout" (counts as not correct) or "died" (there is no verdict, see `died`).
+
+    A verification "died" when it ended two processes: one by itself may have been ended from outside.
+    """
 
     correct: bool
     answer: str | None = None
     failure: str | None = None
+
+
+def died(job: Verification) -> str:
+    """Why a verification has no verdict that ended its process twice."""
+    return (
+        f"verifier {job.verifier!r} ended its process twice, of memory or by a crash, at ground truth "
+        f"{job.ground_truth[:MAX_LOGGED_CHARACTERS]!r}, response {job.response[-MAX_LOGGED_CHARACTERS:]!r}"
+    )
 
 
 class _Verifier:
@@ -49,6 +61,17 @@ class _Verifier:
         self.buffer = b""
 
     def verify(self, job: Verification) -> VerificationResult:
+        result = self._verify(job)
+        if result is None:
+            logger.warning("a verifier process was ended or stopped from outside, or by a response: once more")
+            result = self._verify(job)
+        if result is not None:
+            return result
+        self._log("ended its process twice, no verdict", job)
+        return VerificationResult(correct=False, failure="died")
+
+    def _verify(self, job: Verification) -> VerificationResult | None:
+        """None when the process is gone, or is held by a signal."""
         if self.process is None:
             self._start()
         assert self.process is not None and self.process.stdin is not None
@@ -57,21 +80,26 @@ class _Verifier:
             self.process.stdin.flush()
             line = self._read_line(self.timeout_s)
         except (BrokenPipeError, EOFError):
-            failure = "died"
+            self.close()
+            return None
         except TimeoutError:
-            failure = "timeout"
-        else:
-            correct, answer = json.loads(line)
-            return VerificationResult(correct=correct, answer=answer)
-        self.close()
+            is_stopped = _is_stopped(self.process.pid)
+            self.close()
+            if is_stopped:
+                return None
+            self._log("took too long, counted as wrong", job)
+            return VerificationResult(correct=False, failure="timeout")
+        correct, answer = json.loads(line)
+        return VerificationResult(correct=correct, answer=answer)
+
+    def _log(self, what: str, job: Verification) -> None:
         logger.warning(
-            "verification %s (limit %.1f s), counted as wrong: ground truth %.200r, response %.200r",
-            "took too long" if failure == "timeout" else "ended its process",
+            "verification %s (limit %.1f s): ground truth %.200r, response %.200r",
+            what,
             self.timeout_s,
             job.ground_truth,
             job.response[-MAX_LOGGED_CHARACTERS:],
         )
-        return VerificationResult(correct=False, failure=failure)
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "nemo_rl.environments.verifier_process", str(self.timeout_s)]
@@ -116,6 +144,11 @@ class _Verifier:
         self.process = None
 
 
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal holds the process, so that the time it took says nothing of its work."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+
+
 class VerifierPool:
     """`num_workers` verifier processes. Results in the order of the jobs."""
 
@@ -124,7 +157,7 @@ class VerifierPool:
         self._threads = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="verifier")
 
     def verify(self, jobs: Sequence[Verification]) -> list[VerificationResult]:
-        """All verdicts, after at most about (jobs / workers) * limit seconds.
+        """All verdicts, after at most about (jobs / workers) * limit seconds if no process is ended from outside.
 
         Raises:
             RuntimeError: when verifier processes cannot be started.

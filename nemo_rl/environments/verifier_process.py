@@ -15,6 +15,8 @@ import sys
 from nemo_rl.environments.verification import VERIFIERS, hf_math_verify
 
 MEMORY_LIMIT_BYTES = 4 << 30
+# The parser stumbles over text that is not mathematics, or a number is too large to be written down: a wrong answer.
+WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 GRACE_S = 2.0  # the pool kills first; this is for the case that the pool is gone
 
 
@@ -28,11 +30,11 @@ def main() -> None:
     replies.flush()
     for line in sys.stdin:
         name, response, ground_truth = json.loads(line)
+        verifier = VERIFIERS[name]  # outside of the try: a name that is none says nothing of the response
         signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)  # SIGALRM at its default ends the process
         try:
-            verdict = VERIFIERS[name](response, ground_truth)
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            # The parser stumbles over text that is not mathematics: that is a wrong answer.
+            verdict = verifier(response, ground_truth)
+        except WRONG as error:
             logging.info("%s: %r", name, error)
             verdict = (False, None)
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -11,11 +11,11 @@ from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
 from nemo_rl.config.errors import nearest_key
 from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, answer_kind
 from nemo_rl.distributed.config import ClusterConfig
-from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig
+from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import TokenizerConfig
 
-WITHOUT_ANSWERS = ("reward_model",)  # environments that score and extract nothing
+WITHOUT_ANSWERS = ("reward_model", "llm_judge")  # environments that score and extract nothing
 
 
 class EvalConfig(StrictModel):
@@ -89,8 +89,13 @@ class EvalGenerationConfig(GenerationConfig):
     """The vLLM engine."""
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from super().cross_checks()
         if self.num_prompts_per_step == 0:
             yield "num_prompts_per_step", "must be 1 or more, or -1 for as many as keep the engines busy"
+        if self.vllm_cfg.expose_http_server:
+            yield "vllm_cfg.expose_http_server", "an evaluation is over before anybody could ask: set it to false"
+        if self.backend != "vllm":
+            yield "backend", f"{self.backend} is for training, whose policy generates; here engines do: set vllm"
         sampled = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         asked = {"temperature": self.val_temperature, "top_p": self.val_top_p, "top_k": self.val_top_k}
         for name, value in asked.items():
@@ -224,6 +229,7 @@ class EvalMasterConfig(StrictModel):
                 f"0 gives {num} equal samples of each prompt (eval.num_tests_per_prompt={num}); set it above 0, for "
                 "instance 0.6, or eval.num_tests_per_prompt=1",
             )
+        yield from check_sections(self.env, self.eval.env_step_timeout_s)
         if self.data.max_input_seq_length > longest:
             yield (
                 "data.max_input_seq_length",
@@ -235,7 +241,9 @@ class EvalMasterConfig(StrictModel):
             yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
 
     def _check_engines(self) -> Iterator[tuple[str, str]]:
-        size, per_node = self.generation.vllm_cfg.tensor_parallel_size, self.cluster.workers_per_node
+        if not self.generation.colocated.enabled:
+            yield "generation.colocated.enabled", "nothing trains here, so engines have all machines; set it to true"
+        size, per_node = self.generation.vllm_cfg.engine_size, self.cluster.workers_per_node
         if per_node % size:
             works = ", ".join(str(number) for number in range(1, per_node + 1) if per_node % number == 0)
             kind = "GPUs" if self.cluster.use_gpus else "CPU workers"

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from nemo_rl.algorithms import placement
-from nemo_rl.environments.config import environment_gpus
+from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.evals.config import EvalMasterConfig
 
 CPU_CONFIG = "examples/configs/evals/eval_cpu.yaml"
@@ -15,7 +15,7 @@ CPU_CONFIG = "examples/configs/evals/eval_cpu.yaml"
 def describe_placement(cfg: EvalMasterConfig) -> str:
     """Text for people: what is asked of which model, judged by whom, and where the engines are."""
     num, cluster = cfg.eval.num_tests_per_prompt, cfg.cluster
-    size = cfg.generation.vllm_cfg.tensor_parallel_size
+    size = cfg.generation.vllm_cfg.engine_size
     device = "GPU" if cluster.use_gpus else "CPU worker"
     metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
     greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
@@ -44,7 +44,7 @@ def check_hardware(
     See `nemo_rl.algorithms.placement.check_hardware`.
     """
     used = {cfg.environment_of(dataset) for dataset in cfg.data.chosen}
-    apart = environment_gpus({name: env for name, env in cfg.env.items() if name in used})
+    apart = environment_gpus(sections_of(cfg.env, [name for name in used if name is not None]))
     placement.check_hardware(
         cfg, num_gpus=num_gpus, environment=environment, more_gpus=sum(apart.values()), cpu_config=CPU_CONFIG
     )

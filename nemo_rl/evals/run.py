@@ -13,8 +13,9 @@ from typing import Any
 import ray
 import xxhash
 
+from nemo_rl.algorithms.environment_sections import sections_to_start
 from nemo_rl.algorithms.launch import RUN_ERRORS, USER_ERRORS
-from nemo_rl.algorithms.preflight import check_prompts
+from nemo_rl.algorithms.preflight import check_environment_inputs, check_prompts
 from nemo_rl.algorithms.rollout_parts import train_sampling, worker_settings
 from nemo_rl.algorithms.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import dump_config
@@ -30,8 +31,9 @@ from nemo_rl.evals.model import EvalModel, in_eval_keys, prepare_model
 from nemo_rl.evals.report import make_results, show_results
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.vllm_generation import VllmGeneration
-from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
+from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils import strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
@@ -93,6 +95,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     """
     seed_everything(config.eval.seed)
     data = load_eval_data(config)
+    check_environment_inputs(config.env, data.environments)
     model = prepare_model(config)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_prompts(process, data.prompts, "evaluation")
@@ -218,7 +221,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
     )
     accelerator = Accelerator(exclusive=machines.use_gpus)
     # Begun here, so that they start while the model loads.
-    environments = create_envs({name: config.env[name] for name in inputs.data.environments}, cluster)
+    environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
     generation = VllmGeneration(
         cluster,
         config.generation,
@@ -238,6 +241,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
             max_turns=config.eval.max_rollout_turns, max_total_tokens=config.generation.vllm_cfg.max_model_len
         ),
         env_step_timeout_s=config.eval.env_step_timeout_s,
+        worker_timeout_s=machines.worker_timeout_s,
         seed=config.eval.seed,
     )
     collector = RolloutCollector(

@@ -2,11 +2,13 @@
 
     DatumSpec -> [generate -> append tokens -> environment step -> append observation] * turns -> Sample
 
-Token-in, token-out: the tokens trained on are the tokens sampled, text is only ever derived from them.
+Token-in, token-out: the tokens trained on are the tokens sampled, text is only ever derived from them. Each prompt that
+the engine is asked to go on from is the one before, what it sampled, and the tokens of the observation.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -23,6 +25,7 @@ from nemo_rl.types import (
     SampleStatus,
     SamplingParams,
     StopReason,
+    TurnMeta,
 )
 
 
@@ -50,9 +53,12 @@ class EnvStepFn(Protocol):
 
 
 class RenderFn(Protocol):
-    """Token ids that carry an observation from the end of a model turn to the start of the next."""
+    """Token ids that lead from the end of the sampled turn to the start of the next, with the observation in between.
 
-    def __call__(self, observation: dict[str, str]) -> list[int]: ...
+    They end the sampled turn where it does not end itself, as when a stop string ended it.
+    """
+
+    def __call__(self, observation: dict[str, str], *, sampled: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +66,8 @@ class EpisodeLimits:
     """When an episode ends at the latest."""
 
     max_turns: int
-    max_total_tokens: int
+    max_total_tokens: int  # prompt, sampled tokens and observations
+    timeout_s: float | None = None  # wall-clock; kept by whoever plays the episode
 
 
 @dataclass
@@ -85,7 +92,7 @@ class _Transcript:
 
 def prompt_tokens(message_log: Sequence[Message]) -> list[int]:
     """All token ids of a tokenised message log, in order."""
-    return [int(token) for message in message_log for token in message["token_ids"]]
+    return [token for message in message_log for token in np.asarray(message["token_ids"]).tolist()]
 
 
 async def run_episode(
@@ -103,52 +110,81 @@ async def run_episode(
     """Play one episode to its end. Exceptions of `generate` and `env_step` pass through: the caller decides.
 
     A turn that hits its token limit still goes to the environment (it may have answered already), then the sample is
-    TRUNCATED. An episode that reaches `max_turns` or `max_total_tokens` without the environment ending it is TRUNCATED.
-    The answer of the sample is the one that the environment found in its last turn.
+    TRUNCATED. So is an episode that reaches `max_turns` or `max_total_tokens` without the environment ending it; an
+    observation after which no token could be sampled is left away. Stop strings are those of the environment's last
+    word on them, before that those of the datum, before that those of `sampling`; an empty list means none, None
+    changes nothing. The answer of the sample is the one that the environment found in its last turn.
     """
     transcript = _Transcript(
         prompt_tokens(datum["message_log"]),
         [{"role": message["role"], "content": message["content"]} for message in datum["message_log"]],
     )
     num_prompt_tokens = len(transcript.token_ids)
-    if stop_strings := datum.get("stop_strings"):
-        sampling = replace(sampling, stop_strings=tuple(stop_strings))
-    metadata, reward, weight_version, turn = datum["extra_env_info"], 0.0, -1, 0
+    sampling = _with_stop_strings(sampling, datum.get("stop_strings"))
+    metadata, turns, status = datum["extra_env_info"], list[TurnMeta](), SampleStatus.TRUNCATED
     answer: str | None = None
-    status = SampleStatus.TRUNCATED
-    while turn < limits.max_turns and len(transcript.token_ids) < limits.max_total_tokens:
+    is_out_of_room = hit_turn_limit = False
+    assert num_prompt_tokens < limits.max_total_tokens
+    while len(turns) < limits.max_turns:
         room = limits.max_total_tokens - len(transcript.token_ids)
         params = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        completion: Completion = await generate(transcript.token_ids, params, seed_of_turn(turn))
-        if turn == 0:
-            weight_version = completion.weight_version
-        turn += 1
+        begin = time.perf_counter()
+        completion: Completion = await generate(transcript.token_ids, params, seed_of_turn(len(turns)))
+        generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
         step = await env_step(transcript.messages, metadata)
-        reward += step.reward
+        turn = _turn(completion, step.reward, begin, generated)
+        turns.append(turn)
         metadata, answer = step.metadata, step.answer
         if completion.stop_reason is StopReason.LENGTH:
+            is_out_of_room = len(transcript.token_ids) >= limits.max_total_tokens
             break
         if step.terminated:
             status = SampleStatus.COMPLETED
             break
-        if turn < limits.max_turns:
-            observed = render(step.observation)[: limits.max_total_tokens - len(transcript.token_ids)]
+        if len(turns) < limits.max_turns:
+            observed = render(step.observation, sampled=completion.token_ids)
+            if len(transcript.token_ids) + len(observed) >= limits.max_total_tokens:
+                is_out_of_room = True
+                break
             transcript.append(observed, None, step.observation)
-            sampling = replace(sampling, stop_strings=tuple(step.next_stop_strings or sampling.stop_strings))
+            turns[-1] = replace(turn, num_env_tokens=len(observed))
+            sampling = _with_stop_strings(sampling, step.next_stop_strings)
+    else:
+        hit_turn_limit = True
     meta = SampleMeta(
         sample_id=sample_id,
         status=status,
         length=len(transcript.token_ids),
         num_prompt_tokens=num_prompt_tokens,
-        num_generated_tokens=sum(transcript.token_mask),
-        num_turns=turn,
-        reward=reward,
-        weight_version=weight_version,
+        num_generated_tokens=sum(turn.num_generated_tokens for turn in turns),
+        num_turns=len(turns),
+        reward=sum(turn.reward for turn in turns),
+        weight_version=turns[0].weight_version,
         answer=answer,
+        turns=turns,
+        hit_turn_limit=hit_turn_limit,
+        hit_total_token_limit=is_out_of_room,
     )
     return _sample(meta, transcript)
+
+
+def _with_stop_strings(sampling: SamplingParams, stop_strings: Sequence[str] | None) -> SamplingParams:
+    return sampling if stop_strings is None else replace(sampling, stop_strings=tuple(stop_strings))
+
+
+def _turn(completion: Completion, reward: float, begin: float, generated: float) -> TurnMeta:
+    """A turn whose environment has just answered; `begin` and `generated` are `time.perf_counter` before that."""
+    return TurnMeta(
+        num_generated_tokens=len(completion.token_ids),
+        num_env_tokens=0,
+        reward=reward,
+        stop_reason=completion.stop_reason,
+        weight_version=completion.weight_version,
+        generation_s=generated - begin,
+        env_s=time.perf_counter() - generated,
+    )
 
 
 def without_reward(datum: DatumSpec, *, sample_id: str, status: SampleStatus, failure: str) -> Sample:

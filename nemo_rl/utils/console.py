@@ -21,11 +21,13 @@ from rich.text import Text
 
 MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation do not agree on what was sampled
 
+_DISAGREEMENT = "train/token_mult_prob_error"
+
 _SUMMARY = (  # metric, name shown, format
     ("train/reward", "reward", ".4f"),
     ("train/loss", "loss", ".5f"),
     ("train/grad_norm", "grad norm", ".4f"),
-    ("train/token_mult_prob_error", "token_mult_prob_error", ".7f"),
+    (_DISAGREEMENT, "token_mult_prob_error", ".7f"),
     ("train/accuracy", "accuracy", ".4f"),
     ("train/value/loss", "value loss", ".5f"),
     ("train/reverse_kl", "reverse KL", ".5f"),
@@ -34,11 +36,12 @@ _SUMMARY = (  # metric, name shown, format
     ("validation/validation-default_accuracy", "val accuracy", ".4f"),
 )
 _MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/accuracy", "validation/val_loss")
+_LAG = "train/weight_version_lag/max"
 _TOKENS_PER_S = "performance/tokens_per_sec"
 _TIMING_PREFIX = "timing/train/"
 _STEP_TIMER = "total_step_time"  # not a phase: the sum of them
 _NUM_STEPS_FOR_TIME_LEFT = 20
-_ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
+ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
 
 
 class RunConsole:
@@ -66,6 +69,7 @@ class RunConsole:
         self._console = Console(file=file or sys.stdout, force_terminal=force_terminal, highlight=False)
         self.is_live = self._console.is_terminal
         self._phases: list[str] = []
+        self._remarks: list[str] = []  # for the line of the next step
         self._step_ends: deque[float] = deque(maxlen=_NUM_STEPS_FOR_TIME_LEFT + 1)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -118,6 +122,10 @@ class RunConsole:
 
     # ---- steps
 
+    def remark(self, text: str) -> None:
+        """Shown in the line of the step that finishes next."""
+        self._remarks.append(visible(text))
+
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the summary and the alarms of step `step`, and moves the progress on. `metrics` by logged name."""
         self._step_ends.append(self._clock())
@@ -125,7 +133,8 @@ class RunConsole:
         speed = f"{metrics[_TOKENS_PER_S]:,.0f} tok/s" if _TOKENS_PER_S in metrics else ""
         self._progress.update(self._task, completed=step, speed=speed, left=f"{format_duration(seconds_left)} left")
         line = Text(f"step {step}/{self._num_steps}", style="bold")
-        line.append("  " + summary_line(metrics), style="not bold")
+        line.append("  ".join(["", summary_line(metrics), *self._remarks]), style="not bold")
+        self._remarks.clear()
         line.append(f"  {format_duration(seconds_left)} left", style="not bold")
         self._line(line)
         for alarm in alarms(metrics):
@@ -153,7 +162,7 @@ class RunConsole:
             heading = f"{title}, sample {index + 1}, reward {reward:.4f}"
             body = Text()
             for message in messages:
-                style = _ROLE_STYLES.get(message["role"], "white")
+                style = ROLE_STYLES.get(message["role"], "white")
                 body.append(f"{message['role']}: ", style=f"bold {style}")
                 body.append(visible(str(message["content"])) + "\n", style=style)
             body.rstrip()
@@ -183,7 +192,12 @@ class RunConsole:
 
 def summary_line(metrics: Mapping[str, float]) -> str:
     """One line: the main metrics, tokens per second, and the seconds of each phase, longest first."""
-    parts = [f"{name} {float(metrics[key]):{spec}}" for key, name, spec in _SUMMARY if key in metrics]
+    parts = [
+        f"{name} {float(metrics[key]):{spec}}"
+        + (f" (weights up to {metrics[_LAG]:.0f} updates old)" if key == _DISAGREEMENT and is_stale(metrics) else "")
+        for key, name, spec in _SUMMARY
+        if key in metrics
+    ]
     if _TOKENS_PER_S in metrics:
         parts.append(f"{metrics[_TOKENS_PER_S]:,.0f} tok/s")
     seconds = {
@@ -201,13 +215,18 @@ def summary_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
+def is_stale(metrics: Mapping[str, float]) -> bool:
+    """Whether samples are from older weights than those trained: their probabilities then differ by design."""
+    return metrics.get(_LAG, 0.0) > 0
+
+
 def alarms(metrics: Mapping[str, float]) -> list[str]:
     """What a person should look at in the metrics of one step; empty when all is well."""
     found = [
         f"{key} is {metrics[key]}" for key in _MUST_BE_FINITE if key in metrics and not math.isfinite(metrics[key])
     ]
-    error = metrics.get("train/token_mult_prob_error")
-    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR:
+    error = metrics.get(_DISAGREEMENT)
+    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR and not (is_stale(metrics) and error < math.inf):
         found.append(
             f"train/token_mult_prob_error is {error:.4f}, above {MAX_TOKEN_MULT_PROB_ERROR}: training and generation "
             "disagree on the probabilities of the sampled tokens (stale weights, other dtype, temperature or mask)"

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from pathlib import Path
 
 import pytest
-import torch
 
-from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from tests.functional.cli import SMALL, comparable, run, run_until
+from tests.functional.cli import CPU_CONFIG, SCRIPT, SMALL, resumes_bit_for_bit, run
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def weights(checkpoint: Path, out: Path) -> dict[str, torch.Tensor]:
-    from transformers import AutoModelForCausalLM
-
-    convert(checkpoint, out)
-    return AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).state_dict()
 
 
 def test_the_quick_start_learns_arithmetic(tmp_path):
@@ -43,18 +31,8 @@ def test_the_quick_start_learns_arithmetic(tmp_path):
 
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command."""
-    whole = run(tmp_path / "whole", *SMALL)
-    assert whole.status == 0, whole.output[-4000:]
-    process = run_until(tmp_path / "killed", "step 3/4", *SMALL)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    again = run(tmp_path / "killed", *SMALL)
-    assert again.status == 0, again.output[-4000:]
-    assert "step_2 after step 2" in again.output
-    assert comparable(again.metrics) == [row for row in comparable(whole.metrics) if row["step"] > 2]
-    want = weights(tmp_path / "whole" / "results" / "grpo_cpu" / "step_4", tmp_path / "want")
-    got = weights(tmp_path / "killed" / "results" / "grpo_cpu" / "step_4", tmp_path / "got")
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
+    overrides = (*SMALL, "checkpointing.save_consolidated=true")
+    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, overrides, "policy", at_once=True)
 
 
 @pytest.mark.slow

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl.data.tiny_model import RECIPES, ensure_tiny_model
-from tests.functional.cli import SMALL, Finished, run, run_until
-from tests.functional.test_grpo_run import comparable
+from tests.functional.cli import SMALL, Finished, comparable, run, run_until
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -6,6 +6,7 @@ the text alone, so training and validation never share a problem, whatever the o
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -93,6 +94,25 @@ def arithmetic_rows(
     return rows
 
 
+def demonstrate_batch(
+    rng: random.Random, mistake_probability: float, count: int, *, max_operand: int, operators: str
+) -> list[list[dict[str, str]]]:
+    """Problems with boxed answers, for the warm-up of tiny models; with `mistake_probability` one too high.
+
+    All problems are drawn before the first mistake. Pretraining, so to speak: the held-out problems are among them, as
+    a real model has seen arithmetic before.
+
+    Raises:
+        ValueError: see `arithmetic_space`.
+    """
+    space = arithmetic_space(max_operand=max_operand, operators=operators, split="all")
+    batch: list[list[dict[str, str]]] = []
+    for problem, value in rng.choices(space, k=count):
+        answer = value + (rng.random() < mistake_probability)
+        batch.append(_conversation(problem, str(answer)))
+    return batch
+
+
 class _Options(StrictModel):
     num_samples: int | None = None
     max_operand: int = 9
@@ -114,9 +134,11 @@ def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
 
 def with_messages(row: dict[str, Any]) -> dict[str, Any]:
     """The row with a conversation to learn from: the answer as the environment of mathematics reads it, boxed."""
-    answer = f"\\boxed{{{row['expected_answer']}}}"
-    messages = [{"role": "user", "content": row["problem"]}, {"role": "assistant", "content": answer}]
-    return {**row, "messages": messages}
+    return {**row, "messages": _conversation(row["problem"], row["expected_answer"])}
+
+
+def _conversation(problem: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": problem}, {"role": "assistant", "content": f"\\boxed{{{answer}}}"}]
 
 
 def load_held_out(cfg: TableConfig) -> list[dict[str, Any]]:

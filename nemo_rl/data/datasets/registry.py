@@ -5,16 +5,26 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets import arithmetic, conversations, evaluation, hub, preferences
+from nemo_rl.data.datasets import (
+    arithmetic,
+    code_arithmetic,
+    conversations,
+    evaluation,
+    hub,
+    lookup,
+    preferences,
+    sliding_puzzle,
+    tool_arithmetic,
+)
 from nemo_rl.data.datasets.files import load_response_rows
 from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
+from nemo_rl.data.task_names import dataset_label, is_local
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Of the dataset's section of the configuration, a `TableConfig`; it streams when that `is_streamed`."""
@@ -30,6 +40,10 @@ def load_file(cfg: TableConfig) -> Rows | StreamedTable:
 DATASET_REGISTRY: dict[str, DatasetFactory] = {
     "arithmetic": arithmetic.load_arithmetic,
     "arithmetic_preference": preferences.load_arithmetic_preference,
+    "lookup": lookup.load_lookup,
+    "code_arithmetic": code_arithmetic.load_code_arithmetic,
+    "sliding_puzzle": sliding_puzzle.load_sliding_puzzle,
+    "tool_arithmetic": tool_arithmetic.load_tool_arithmetic,
     "ResponseDataset": load_file,
     "openai_format": conversations.load_openai_format,
     "open_assistant": conversations.load_open_assistant,
@@ -44,9 +58,11 @@ DATASET_REGISTRY: dict[str, DatasetFactory] = {
 HELD_OUT: dict[str, Callable[[TableConfig], Rows]] = {
     "arithmetic": arithmetic.load_held_out,
     "arithmetic_preference": preferences.load_held_out,
+    "lookup": lookup.load_held_out,
+    "code_arithmetic": code_arithmetic.load_held_out,
+    "sliding_puzzle": sliding_puzzle.load_held_out,
+    "tool_arithmetic": tool_arithmetic.load_held_out,
 }
-# Those that say what `data_path` is.
-OF_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
 
 
 def register_dataset(name: str, factory: DatasetFactory) -> None:
@@ -75,18 +91,6 @@ def import_object(path: str, what: str) -> Any:
         raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}") from error
 
 
-def dataset_label(cfg: TableConfig) -> str:
-    """What a dataset is called in prompt ids, task names and messages."""
-    name = cfg.dataset_name or cfg.data_path
-    if name in OF_FILES and cfg.data_path is not None:
-        name = cfg.data_path
-    return Path(name).stem if name and _is_local(name) else str(name)
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).suffix in (".jsonl", ".json", ".csv", ".parquet") or Path(name).exists()
-
-
 def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
@@ -102,7 +106,7 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         return DATASET_REGISTRY[name]
     if ":" in name:
         return import_object(name, "dataset_name")
-    if "/" in name or _is_local(name):
+    if "/" in name or is_local(name):
         return lambda cfg: load_file(cfg.model_copy(update={"data_path": name}))
     lowered = {known.lower(): known for known in DATASET_REGISTRY}
     near = [lowered[match] for match in get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.models.generation.speculation_config import KEY as SPECULATION
+from nemo_rl.models.generation.speculation_config import speculation_problems
 
 
 def _minus_one_is_off(value: Any) -> Any:
@@ -16,16 +19,62 @@ def _minus_one_is_off(value: Any) -> Any:
 TopK = Annotated[Annotated[int, Field(ge=1)] | None, BeforeValidator(_minus_one_is_off)]
 
 
+class GenerationResourcesConfig(StrictModel):
+    """Which part of the run's machines generates; the rest trains."""
+
+    gpus_per_node: int | None = Field(default=None, ge=1)
+    """GPUs of the one node that generate."""
+
+    num_nodes: int | None = Field(default=None, ge=1)
+    """Whole nodes of several that generate."""
+
+    cpu_workers_per_node: int | None = Field(default=None, ge=1)
+    """CPU workers of the one node that generate, where `cluster.gpus_per_node` is 0."""
+
+
 class ColocatedConfig(StrictModel):
     """Whether generation shares the policy's devices."""
 
     enabled: bool = True
-    """Generation and policy take turns on the same devices."""
+    """Generation and policy take turns on the same devices; false: each has devices of its own."""
 
-    not_yet: ClassVar = (
-        NotYet("enabled", one_of(True)),
-        NotYet("resources", anything),  # only asked for when `enabled` is false
-    )
+    resources: GenerationResourcesConfig = GenerationResourcesConfig()
+    """Which part of the run's machines generates where `enabled` is false."""
+
+
+class HttpServerConfig(StrictModel):
+    """Where the OpenAI-compatible server listens, and who may use it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. With another than this machine's own, whoever reaches it and has the token may use the
+    engines, and nothing on the way is encrypted."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port to listen on; 0: any that is free."""
+
+    token_env: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds the token which every request must carry; null: a random one is made."""
+
+
+class ServingChatConfig(StrictModel):
+    """How the server turns conversations into prompts, and answers into messages."""
+
+    enable_auto_tools: bool = True
+    """Give calls of tools as `tool_calls` of the message; false: they stay text."""
+
+    tool_parser: Literal["hermes"] = "hermes"
+    """How the model writes calls: `hermes` is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+    default_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, e.g. `{enable_thinking: false}`."""
+
+
+def _null_is_off(value: Any) -> Any:
+    return False if value is None else value
+
+
+def _null_is_empty(value: Any) -> Any:
+    return {} if value is None else value
 
 
 class VllmConfig(StrictModel):
@@ -35,7 +84,10 @@ class VllmConfig(StrictModel):
     """Data type of weights and activations."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Devices that share one engine."""
+    """Devices that share every layer of one engine."""
+
+    pipeline_parallel_size: int = Field(default=1, ge=1)
+    """Groups of `tensor_parallel_size` devices among which the layers of one engine are divided."""
 
     max_model_len: Annotated[int, Derived("${...max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest sequence, prompt included: where a completion is cut."""
@@ -52,10 +104,18 @@ class VllmConfig(StrictModel):
     enable_prefix_caching: bool = True
     """Share the KV cache of equal beginnings. Never on CPU."""
 
+    expose_http_server: Annotated[bool, BeforeValidator(_null_is_off)] = False
+    """Offer the engines to programs outside, during training, in the form of OpenAI's interface."""
+
+    http_server: HttpServerConfig = HttpServerConfig()
+    """Where the OpenAI-compatible server listens, and who may use it."""
+
+    http_server_serving_chat_kwargs: Annotated[ServingChatConfig, BeforeValidator(_null_is_empty)] = ServingChatConfig()
+    """How the server turns conversations into prompts, and answers into messages."""
+
     not_yet: ClassVar = (
         # Rollouts always use the asynchronous engine, which is what either value asks for here.
         NotYet("async_engine", one_of(True, False)),
-        NotYet("pipeline_parallel_size", one_of(1), fill=1),
         NotYet("expert_parallel_size", one_of(1), fill=1),
         NotYet("kv_cache_dtype", one_of("auto", None)),
         NotYet("use_deep_gemm", one_of(False, None)),
@@ -66,20 +126,30 @@ class VllmConfig(StrictModel):
         NotYet("load_format", one_of("dummy", "auto", None)),
         NotYet("skip_tokenizer_init", one_of(True, False, None)),
         NotYet("logprobs_mode", one_of("processed_logprobs", None)),
-        NotYet("expose_http_server", one_of(False, None)),
-        NotYet("http_server_serving_chat_kwargs", one_of({}, None)),
         NotYet("tool_parser_plugin", one_of(None)),
         NotYet("use_tqdm", one_of(False, None), harmless=True),
         NotYet("enable_vllm_metrics_logger", one_of(False, None), harmless=True),
         NotYet("vllm_metrics_logger_interval", anything),
     )
 
+    @property
+    def engine_size(self) -> int:
+        """Devices of one engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class HfConfig(StrictModel):
+    """Generation by the policy's own workers (`backend: hf`)."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """Completions that each data-parallel rank draws at a time."""
+
 
 class GenerationConfig(StrictModel):
-    """Generation: sampling parameters and the vLLM engine."""
+    """Generation: sampling parameters and the engine."""
 
-    backend: Literal["vllm"] = "vllm"
-    """The engine."""
+    backend: Literal["vllm", "hf"] = "vllm"
+    """`vllm`: engines of vLLM. `hf`: the policy's own workers, with the model of transformers that is trained."""
 
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest completion of one turn."""
@@ -114,8 +184,20 @@ class GenerationConfig(StrictModel):
     vllm_cfg: VllmConfig
     """The vLLM engine."""
 
+    hf_cfg: HfConfig = HfConfig()
+    """Generation by the policy's own workers."""
+
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed to vLLM as they are."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        for key, message in speculation_problems(self.vllm_kwargs):
+            yield f"vllm_kwargs.{key}", message
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine drafts tokens ahead and then judges them."""
+        return SPECULATION in self.vllm_kwargs
 
     not_yet: ClassVar = (
         NotYet("backend", lambda value: value not in ("megatron", "sglang", "trtllm", "dynamo")),

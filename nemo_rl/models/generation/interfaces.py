@@ -4,10 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 TENANT = "generation"
 """Its name at the accelerator."""
+
+
+@dataclass
+class DraftCounts:
+    """What became of the drafts of speculative decoding."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        return self._combined(other, 1)
+
+    def __sub__(self, other: DraftCounts) -> DraftCounts:
+        return self._combined(other, -1)
+
+    def _combined(self, other: DraftCounts, sign: int) -> DraftCounts:
+        return DraftCounts(
+            num_drafts=self.num_drafts + sign * other.num_drafts,
+            num_draft_tokens=self.num_draft_tokens + sign * other.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + sign * other.num_accepted_tokens,
+        )
 
 
 class EngineDied(RuntimeError):
@@ -19,7 +42,8 @@ class GenerationInterface(ABC):
 
     Whoever plays episodes hands lists of `GenerationRequest` to `worker.call.remote("submit", requests)` on one of
     `workers`, and awaits `worker.call.remote("drain")` for lists of `GenerationAnswer`. Which replica answers, and what
-    else it does at that moment, changes nothing in a completion.
+    else it does at that moment, changes nothing in a completion. `"abort"` with request ids stops sampling for requests
+    that nobody waits for any more; `"check_health"` answers while the engine does anything else.
 
     A sync of weights is `init_weight_transfer` once, then `start_weight_update`, one `receive_bucket_async` per bucket,
     `finish_weight_update`.
@@ -42,15 +66,22 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Tell every engine, once, where the weights will lie; its keys are those of the transport."""
+        """Tell every engine where the weights will lie; the keys are those of the transport. Again when one is new."""
 
     @abstractmethod
-    def start_weight_update(self) -> None:
-        """Stop sampling and make ready for buckets. Requests under way wait and then go on with the new weights."""
+    def start_weight_update(self, *, clear_cache: bool = True) -> None:
+        """Stop sampling and make ready for buckets. Requests under way wait and then go on with the new weights.
+
+        With `clear_cache` their KV cache is computed anew with the new weights; otherwise they keep it. Requests that
+        begin later never use what was computed with the old ones.
+        """
 
     @abstractmethod
-    def receive_bucket_async(self, info: dict[str, Any]) -> list[Any]:
-        """Begin to read one bucket on every replica; one future per replica, for `wait`."""
+    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
+        """Begin to read one bucket on every replica; one future per replica, for `wait`.
+
+        `turn` counts the buckets of a sync from 0: they are read in this order, whatever order calls arrive in.
+        """
 
     @abstractmethod
     def wait(self, futures: Sequence[Any]) -> None:
@@ -87,6 +118,10 @@ class GenerationInterface(ABC):
     @abstractmethod
     def num_generated_tokens(self) -> int:
         """Tokens sampled by all replicas since they were started."""
+
+    def draft_counts(self) -> DraftCounts:
+        """What became of drafts since the replicas were started; nothing without speculative decoding."""
+        return DraftCounts()
 
     @abstractmethod
     def shutdown(self) -> None:

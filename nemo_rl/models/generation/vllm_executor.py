@@ -13,6 +13,7 @@ import os
 import signal
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -29,11 +30,13 @@ class BoundUniProcExecutor(UniProcExecutor):
 
 
 class BoundMultiprocExecutor(MultiprocExecutor):
-    """Computes in one process per tensor-parallel rank."""
+    """Computes in one process per rank."""
 
     def _init_executor(self) -> None:
         end_with_parent()
         super()._init_executor()
+        if self.parallel_config.pipeline_parallel_size > 1 and current_platform.is_cpu():
+            self.collective_rpc("make_pipeline_buffers")
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:

@@ -10,21 +10,23 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups
-from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.models.generation.interfaces import TENANT, GenerationInterface
+from nemo_rl.distributed.weight_transfer import Transport
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.interfaces import TENANT, DraftCounts, GenerationInterface
 from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs
 from nemo_rl.utils.venvs import python_executable_for
 
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm_worker.VllmWorker"
+SPANNING = "nemo_rl.models.generation.vllm_follower.start_rank"
 # Libraries greet every process with notes on CUDA and NUMA that say nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
 
 class VllmGeneration(GenerationInterface):
-    """One engine per data-parallel replica, on `tensor_parallel_size` neighbouring bundles of one node each.
+    """One engine per data-parallel replica, on `vllm_cfg.engine_size` bundles: neighbours on one node, or whole nodes.
 
     Args:
         cluster: the bundles, all of which are used; with colocated generation the policy's own.
@@ -60,7 +62,7 @@ class VllmGeneration(GenerationInterface):
         check_vllm_kwargs(cfg)
         self._cluster = cluster
         self._accelerator = accelerator
-        self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg.tensor_parallel_size)
+        self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
         if num_replicas is not None:
             if not 1 <= num_replicas <= len(self._bundle_groups):
                 raise ValueError(f"{num_replicas} replicas asked for where {len(self._bundle_groups)} have room")
@@ -75,9 +77,8 @@ class VllmGeneration(GenerationInterface):
             "device": "cuda" if cluster.use_gpus else "cpu",
             "seed": seed,
             "load_format": load_format,
-            "weight_transfer": weight_transfer_backend(cluster),
+            "weight_transfer": weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
         }
-        self._transfer_init: dict[str, Any] | None = None
         self._bytes_of_ended = 0
         cluster.bundles()  # booked here, once, before the replicas start side by side
         self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
@@ -96,19 +97,22 @@ class VllmGeneration(GenerationInterface):
     def controller_tensor_bytes(self) -> int:
         return self._bytes_of_ended + sum(replica.controller_tensor_bytes for replica in self._replicas)
 
+    @property
+    def num_engine_ranks(self) -> int:
+        """Processes that compute, of all engines together."""
+        return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
+
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        self._transfer_init = init_info
         self._call_all("init_weight_transfer", init_info)
 
-    def start_weight_update(self) -> None:
-        self._call_all("start_weight_update")
+    def start_weight_update(self, *, clear_cache: bool = True) -> None:
+        self._call_all("start_weight_update", clear_cache=clear_cache)
 
-    def receive_bucket_async(self, info: dict[str, Any]) -> list[Any]:
-        return [replica.start_one(0, "receive_bucket", info) for replica in self._replicas]
+    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
+        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
 
     def wait(self, futures: Sequence[Any]) -> None:
-        for replica, future in zip(self._replicas, futures, strict=True):
-            replica.wait([future])
+        wait_groups(self._replicas, futures)
 
     def finish_weight_update(self, version: int) -> None:
         self._call_all("finish_weight_update", version)
@@ -125,11 +129,15 @@ class VllmGeneration(GenerationInterface):
     def num_generated_tokens(self) -> int:
         return sum(counters["num_generated_tokens"] for counters in self._call_all("counters"))
 
+    def draft_counts(self) -> DraftCounts:
+        return sum(self._call_all("draft_counts"), DraftCounts())
+
     def dead_workers(self) -> list[int]:
         dead = []
+        limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as long as whoever waits for answers
         for index, replica in enumerate(self._replicas):
             try:
-                replica.call_one(0, "check_health")
+                replica.call_all("check_health", timeout_s=limit_s)
             except WorkerError as error:
                 logger.warning("%s", first_line(error))
                 dead.append(index)
@@ -147,46 +155,53 @@ class VllmGeneration(GenerationInterface):
         self._bytes_of_ended += old.controller_tensor_bytes
         old.shutdown()
         self._replicas[index] = self._start(index)
-        if self._transfer_init is not None:
-            self._replicas[index].call_one(0, "init_weight_transfer", self._transfer_init)
 
     def shutdown(self) -> None:
         for replica in self._replicas:
             replica.shutdown("shutdown")
 
-    def _call_all(self, method: str, *args: Any) -> list[Any]:
-        refs = [replica.start_one(0, method, *args) for replica in self._replicas]
-        return [replica.wait([ref])[0] for replica, ref in zip(self._replicas, refs, strict=True)]
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return wait_groups(
+            self._replicas, [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
+        )
 
     def _start(self, index: int) -> RayWorkerGroup:
         # A group of its own for each replica, so that one can be ended and started anew.
+        nodes = self._bundle_groups[index]
         return RayWorkerGroup(
             self._cluster,
-            RayWorkerBuilder(WORKER, *self._args, replica=index, **self._kwargs),
+            RayWorkerBuilder(WORKER if len(nodes) == 1 else SPANNING, *self._args, replica=index, **self._kwargs),
             name_prefix=f"{self._name_prefix}-{index}",
-            bundle_groups=[self._bundle_groups[index]],
+            bundle_groups=nodes,
             py_executable=self._py_executable,
             env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
             timeout_s=self._timeout_s,
         )
 
 
-def engine_bundles(cluster: RayVirtualCluster, tensor_parallel_size: int) -> list[list[int]]:
-    """The bundles of each engine: neighbours on one node.
+def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
+    """The bundles of each engine, by node: neighbours on one node, or all of several nodes.
 
-    Raises ValueError when a node's bundles do not divide by `tensor_parallel_size`.
+    Raises ValueError when nodes and engines do not divide one another.
     """
-    by_node = cluster.bundles_by_node()
-    size = tensor_parallel_size
+    by_node, size = cluster.bundles_by_node(), cfg.engine_size
+    per_node = len(by_node[0])
+    if size > per_node and size % per_node == 0 and {len(node) for node in by_node} == {per_node}:
+        nodes_each = size // per_node
+        if len(by_node) % nodes_each == 0 and per_node % cfg.tensor_parallel_size == 0:
+            return [by_node[start : start + nodes_each] for start in range(0, len(by_node), nodes_each)]
     for rank, node in enumerate(by_node):
         if len(node) % size:
             raise ValueError(
-                f"policy.generation.vllm_cfg.tensor_parallel_size={size} does not divide the {len(node)} ranks of node "
+                f"policy.generation.vllm_cfg: engines of tensor_parallel_size={cfg.tensor_parallel_size} x "
+                f"pipeline_parallel_size={cfg.pipeline_parallel_size} do not divide the {len(node)} ranks of node "
                 f"{rank}; {', '.join(str(n) for n in range(1, len(node) + 1) if len(node) % n == 0)} would"
             )
-    return [node[start : start + size] for node in by_node for start in range(0, len(node), size)]
+    return [[node[start : start + size]] for node in by_node for start in range(0, len(node), size)]
 
 
-def weight_transfer_backend(cluster: RayVirtualCluster) -> Literal["packed_shm", "packed_ipc"]:
-    """The transport between policy and generation on the same devices."""
-    return "packed_ipc" if cluster.use_gpus else "packed_shm"
+def weight_transfer_backend(cfg: GenerationConfig, *, use_gpus: bool) -> Transport:
+    """The transport between policy and generation, on the same devices or on others."""
+    if not cfg.colocated.enabled:
+        return "packed_collective"
+    return "packed_ipc" if use_gpus else "packed_shm"

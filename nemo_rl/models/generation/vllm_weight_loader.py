@@ -1,9 +1,10 @@
 """Receives the policy's weights inside vLLM's worker process.
 
-Importing this module (vLLM does, through `worker_extension_cls`) registers the engines `packed_shm` and `packed_ipc`
-in vLLM's weight-transfer registry. `weight_transfer_config={"backend": ...}` chooses; the four phases carry
+Importing this module (vLLM does, through `worker_extension_cls`) registers the engines `packed_shm`, `packed_ipc` and
+`packed_collective` in vLLM's weight-transfer registry. `weight_transfer_config={"backend": ...}` chooses; the four
+phases carry
 
-    init    `{"layout": PackLayout.to_dict(), "endpoints": {key: endpoint}}`, once
+    init    `{"layout": PackLayout.to_dict(), "endpoints": {key: endpoint}, "replica": int}`, once
     start   nothing
     update  `{"version": int, "bucket": int, "fingerprints": bytes}`, per bucket
     finish  nothing
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers import utils as layer_utils
@@ -42,7 +44,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from nemo_rl.distributed.pack_layout import PackLayout, Segment, TensorMeta
 from nemo_rl.distributed.weight_transfer import RefitError, Transport, WeightReceiver, attach_buffer
-from nemo_rl.models.generation import vllm_batch_invariance
+from nemo_rl.models.generation import vllm_batch_invariance, vllm_speculation
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,14 @@ aten = torch.ops.aten
 
 @dataclass
 class PackedInitInfo(WeightTransferInitInfo):
-    """Once: where everything lies, and the buffers by the place (node or GPU) they can be reached from."""
+    """Once: where everything lies, and the buffers by the place (node or GPU) they can be reached from.
+
+    `replica`: number of this engine among those of the run.
+    """
 
     layout: dict[str, Any]
     endpoints: dict[str, dict[str, Any]]
+    replica: int = 0
 
 
 @dataclass
@@ -85,11 +91,15 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._updating = False  # a bucket has arrived since the start
 
     def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
-        """Attach to the policy's buffer; a second call attaches to another one. RefitError when none is reachable."""
+        """Attach to the policy's buffer; a second call attaches to another one. RefitError when none is reachable.
+
+        A collective returns when all engines have called it.
+        """
         self.shutdown()
         self._targets = None  # they go with the layout
         layout = PackLayout.from_dict(init_info.layout)
-        buffer = attach_buffer(self.transport, init_info.endpoints, self.device)
+        receiver = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
+        buffer = attach_buffer(self.transport, init_info.endpoints, self.device, receiver)
         self._receiver = WeightReceiver(layout, self.transport, buffer)
 
     def start_weight_update(self) -> None:
@@ -181,14 +191,22 @@ class PackedIpcEngine(PackedWeightTransferEngine):
     transport: Transport = "packed_ipc"
 
 
+class PackedCollectiveEngine(PackedWeightTransferEngine):
+    """From devices of the policy to others, in a process group made for it."""
+
+    transport: Transport = "packed_collective"
+
+
 WeightTransferEngineFactory.register_engine("packed_shm", PackedShmEngine)
 WeightTransferEngineFactory.register_engine("packed_ipc", PackedIpcEngine)
+WeightTransferEngineFactory.register_engine("packed_collective", PackedCollectiveEngine)
 
 
 class WorkerExtension:
     """Given to vLLM as `worker_extension_cls`, which also imports this module in the worker process."""
 
-    _weight_update_active: bool  # vLLM's own
+    _weight_update_active: bool  # vLLM's own, like the next one
+    model_runner: Any
 
     def abandon_weight_update(self) -> None:
         """Forget a sync that was begun and not finished, as when its sender died; nothing to do without one.
@@ -197,9 +215,18 @@ class WorkerExtension:
         """
         self._weight_update_active = False
 
+    def make_pipeline_buffers(self) -> None:
+        """What a stage receives from the one before. vLLM makes them in a trial run that it leaves out on a CPU."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
 
 # On a GPU nothing is replaced; on a CPU the linear layers must be replaced before the model is built.
 vllm_batch_invariance.enable()
+vllm_speculation.enable()
 
 
 # -- where weights go

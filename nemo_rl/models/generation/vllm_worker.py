@@ -6,12 +6,18 @@ import asyncio
 import itertools
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from nemo_rl.distributed.weight_transfer import Transport
 from nemo_rl.models.generation import vllm_batch_invariance
 from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.models.generation.interfaces import EngineDied
+from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied
+from nemo_rl.models.generation.speculation_config import engine_settings
+from nemo_rl.models.generation.vllm_nodes import EngineNodes
+from nemo_rl.models.generation.vllm_speculation import count_drafts
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -39,6 +45,7 @@ def check_vllm_kwargs(cfg: GenerationConfig) -> None:
         "dtype": "policy.generation.vllm_cfg.precision",
         "max_model_len": "policy.generation.vllm_cfg.max_model_len",
         "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+        "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
         "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
         "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
         "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
@@ -58,7 +65,7 @@ def check_vllm_kwargs(cfg: GenerationConfig) -> None:
 
 
 class VllmWorker:
-    """Hosts one `AsyncLLM`; with tensor parallelism vLLM starts the processes of the other ranks itself.
+    """Hosts one `AsyncLLM`; where several devices share it, vLLM starts the processes of the other ranks itself.
 
     On a CPU in float32 a request's tokens and logprobs are the same bits whatever else the engine does (see
     `vllm_batch_invariance`): each engine computes on one thread, prompts are prefilled whole, there is no prefix cache,
@@ -84,31 +91,42 @@ class VllmWorker:
         device: Literal["cpu", "cuda"],
         seed: int,
         load_format: Literal["dummy", "auto"] = "dummy",
-        weight_transfer: Literal["packed_shm", "packed_ipc"] = "packed_shm",
+        weight_transfer: Transport = "packed_shm",
         replica: int = 0,
     ) -> None:
         check_vllm_kwargs(cfg)
         self.weight_version = -1  # no weights yet
+        self._num_updates = 0
         self._name = f"generation replica {replica}"
+        self._replica = replica
         self._max_model_len = cfg.vllm_cfg.max_model_len
         self._sleep_mode = device == "cuda" and cfg.colocated.enabled
         self._asleep: set[str] = set()
         self._request_ids = itertools.count()
-        self._serving: set[asyncio.Task[None]] = set()
-        self._answers: list[GenerationAnswer] = []
-        self._has_answers = asyncio.Event()
+        self._serving: dict[str, asyncio.Task[GenerationAnswer]] = {}  # by request id
+        self._answers: defaultdict[str, list[GenerationAnswer]] = defaultdict(list)  # by who asked
+        self._has_answers: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # of the `drain` that waits
+        self._turns = asyncio.Condition()
+        self._turn = 0  # of the bucket that is read next
+        self._num_syncs = 0  # begun, or given up
         self._num_requests = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
-        _prepare_environment(device, cfg.vllm_cfg.tensor_parallel_size)
+        nodes = EngineNodes.join()
+        prepare_environment(device, cfg.vllm_cfg.engine_size)
 
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from nemo_rl.models.generation.vllm_executor import executor_class
 
-        arguments = _engine_args(model, tokenizer, cfg, device, seed, load_format, weight_transfer)
+        arguments = engine_args(model, tokenizer, cfg, device, seed, load_format, weight_transfer, nodes)
         config = arguments.create_engine_config()
-        self._engine = AsyncLLM(config, executor_class(config), log_stats=False, log_requests=False)
+        self._draft_counts = DraftCounts()
+        # Statistics cost time in every step of the engine, so they are asked for only where something reads them.
+        loggers = [count_drafts(self._draft_counts)] if cfg.speculates else None
+        self._engine = AsyncLLM(
+            config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
+        )
         self._admitted = asyncio.Semaphore(_num_admitted(self._engine) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
@@ -130,7 +148,9 @@ class VllmWorker:
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
             request = self._engine.generate(
-                {"prompt_token_ids": list(prompt_token_ids)}, params, f"{next(self._request_ids)}"
+                {"prompt_token_ids": list(prompt_token_ids), "cache_salt": self._cache_salt()},
+                params,
+                f"{next(self._request_ids)}",
             )
             try:
                 [output] = [output async for output in request]  # the final one alone is sent
@@ -143,45 +163,73 @@ class VllmWorker:
         self._num_generated_tokens += len(completion.token_ids)
         return completion
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin to answer `requests`; `drain` hands out the answers. Many requests cost one call."""
-        for request in requests:
-            task = asyncio.create_task(self._serve(request))
-            self._serving.add(task)
-            task.add_done_callback(self._serving.discard)
+    def _cache_salt(self) -> str:
+        """vLLM shares KV between requests of one salt alone. Versions do not tell weights apart: they come again, with
+        other weights, when a run goes back to a checkpoint."""
+        return f"update {self._num_updates}"
 
-    async def drain(self) -> list[GenerationAnswer]:
-        """Wait until a submitted request is answered; all answers there are then."""
-        await self._has_answers.wait()
+    async def submit(self, requests: Sequence[GenerationRequest], asker: str = "") -> None:
+        """Begin to answer `requests`; `drain` hands the answers to the same asker. Many requests cost one call."""
+        for request in requests:
+            task = self._serving[request.request_id] = asyncio.create_task(self._serve(request))
+            task.add_done_callback(partial(self._ended, request.request_id, asker))
+
+    async def drain(self, asker: str = "") -> list[GenerationAnswer]:
+        """Wait until a request of this asker is answered; all its answers there are then.
+
+        A call that still waits when its next one comes returns nothing: whoever made it may be dead.
+        """
+        self._has_answers[asker].set()
+        has_answers = self._has_answers[asker] = asyncio.Event()
+        if not self._answers[asker]:
+            await has_answers.wait()
         await asyncio.sleep(_GATHER_S)  # requests that end in one step of the engine leave together
-        answers, self._answers = self._answers, []
-        self._has_answers.clear()
-        return answers
+        if has_answers is not self._has_answers[asker]:
+            return []
+        return self._answers.pop(asker, [])
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop sampling for these submitted requests; none of them is answered. Others than those do not matter."""
+        tasks = [self._serving[request_id] for request_id in request_ids if request_id in self._serving]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def abandon_requests(self) -> None:
         """Forget every submitted request: whoever asked asks anew."""
-        serving = list(self._serving)
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
-        self._answers = []
-        self._has_answers.set()  # whoever drains gets nothing
+        await self.abort(list(self._serving))
+        self._answers.clear()
+        for has_answers in self._has_answers.values():
+            has_answers.set()  # whoever drains gets nothing
 
-    async def _serve(self, request: GenerationRequest) -> None:
+    def _ended(self, request_id: str, asker: str, task: asyncio.Task[GenerationAnswer]) -> None:
+        """Keep the answer, or what nobody foresaw, for whoever asked. One that was aborted has none."""
+        del self._serving[request_id]
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            answer = task.result()
+        else:
+            logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
+            answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=repr(error))
+        self._answers[asker].append(answer)
+        self._has_answers[asker].set()
+
+    async def _serve(self, request: GenerationRequest) -> GenerationAnswer:
         try:
             completion = await self.generate(request.prompt_token_ids, request.sampling, request.seed)
-            answer = GenerationAnswer(request_id=request.request_id, completion=completion)
         except (EngineDied, ValueError, RuntimeError) as error:  # told to whoever asked
-            answer = GenerationAnswer(
-                request_id=request.request_id, failure_type=type(error).__name__, failure=str(error)
-            )
-        self._answers.append(answer)
-        self._has_answers.set()
+            kind = type(error).__name__
+            return GenerationAnswer(request_id=request.request_id, failure_type=kind, failure=str(error))
+        return GenerationAnswer(request_id=request.request_id, completion=completion)
 
     async def check_health(self) -> None:
-        """Raises EngineDied when the engine's process is gone."""
-        if self._engine.errored:
-            raise self._death()
+        """Return once the engine's process has answered. Raises EngineDied when it is gone."""
+        await self._engine_call(self._engine.is_sleeping())
+
+    async def draft_counts(self) -> DraftCounts:
+        """What became of drafts since the start."""
+        return self._draft_counts
 
     async def counters(self) -> dict[str, int]:
         """Finished requests, and their prompt and sampled tokens, since the start."""
@@ -197,29 +245,55 @@ class VllmWorker:
         """Once: where the weights will lie. The keys are those of the transport."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        await self._engine_call(
-            self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
-        )
+        request = WeightTransferInitRequest(init_info={**init_info, "replica": self._replica})
+        await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
-    async def start_weight_update(self) -> None:
-        """Hold back new requests, freeze those under way, and forget all KV: it belongs to the old weights."""
+    async def start_weight_update(self, *, clear_cache: bool) -> None:
+        """Hold back new requests and freeze those under way.
+
+        With `clear_cache` their KV, which belongs to the old weights, is computed anew with the new ones. Otherwise
+        they go on with it. Requests after the update never see KV from before it either way: see `_cache_salt`.
+        """
         self._sampling_allowed.clear()
-        await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=True))
+        await self._begin_turns()
+        await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
         await self._engine_call(
             self._engine.collective_rpc("abandon_weight_update")
         )  # the sender of the last one may have died in it
         await self._engine_call(self._engine.start_weight_update())
 
-    async def receive_bucket(self, info: dict[str, Any]) -> None:
-        """Read one bucket from the transport."""
+    async def receive_bucket(self, info: dict[str, Any], *, turn: int) -> None:
+        """Read one bucket from the transport, after that whose turn was before.
+
+        Ray does not keep the order of calls of an actor with coroutines, and the members of a collective have to.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
+        sync = self._num_syncs
+        async with self._turns:
+            await self._turns.wait_for(lambda: self._turn == turn or self._num_syncs != sync)
+            if self._num_syncs != sync:
+                raise RuntimeError("a bucket before this one could not be read")
+            try:
+                await self._engine_call(self._engine.update_weights(WeightTransferUpdateRequest(update_info=info)))
+            except BaseException:
+                self._num_syncs += 1
+                self._turns.notify_all()
+                raise
+            self._turn += 1
+            self._turns.notify_all()
+
+    async def _begin_turns(self) -> None:
+        async with self._turns:
+            self._num_syncs += 1
+            self._turn = 0
+            self._turns.notify_all()
 
     async def finish_weight_update(self, version: int) -> None:
         """The weights are now `version`: requests dispatched from here on are stamped with it."""
         await self._engine_call(self._engine.finish_weight_update(str(version)))
         self.weight_version = version
+        self._num_updates += 1
         await self._engine_call(self._engine.resume_generation())
         self._sampling_allowed.set()
 
@@ -231,9 +305,18 @@ class VllmWorker:
         if wanted:
             await self._engine_call(self._engine.wake_up(wanted))
             self._asleep.difference_update(wanted)
+            if not self._asleep:
+                self._sampling_allowed.set()
 
     async def offload(self) -> None:
-        """Free the GPU (vLLM's sleep level 1), or only the prefix cache where there is no sleep mode."""
+        """Free the GPU (vLLM's sleep level 1), or only the prefix cache where there is no sleep mode.
+
+        Before it sleeps, requests are forgotten, and new ones wait until it is awake: while a replica is replaced,
+        episodes still ask the others.
+        """
+        if self._sleep_mode and not self._asleep:
+            self._sampling_allowed.clear()
+            await self.abandon_requests()
         await self.reset_prefix_cache()
         if self._sleep_mode and not self._asleep:
             await self._engine_call(self._engine.sleep(level=1))
@@ -302,23 +385,23 @@ class VllmWorker:
         )
 
 
-def _prepare_environment(device: str, tensor_parallel_size: int) -> None:
+def prepare_environment(device: str, engine_size: int) -> None:
     """What the engine's processes inherit. Set before vllm is imported."""
     # The rendezvous of our worker group is not that of vLLM's own ranks.
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # an engine stays on its node
+    os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # where the engine is on one node
     if device == "cpu":
         os.environ.update(vllm_batch_invariance.environment())
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
         # The engine computes in its scheduler's process: one process less to start and to talk to.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if tensor_parallel_size == 1 else "1"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_size == 1 else "1"
 
 
-def _engine_args(
+def engine_args(
     model: str,
     tokenizer: str,
     cfg: GenerationConfig,
@@ -326,7 +409,9 @@ def _engine_args(
     seed: int,
     load_format: str,
     weight_transfer: str,
+    nodes: EngineNodes,
 ) -> AsyncEngineArgs:
+    """What vLLM is told, the same on every node of an engine but for the node's number."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     vllm_cfg = cfg.vllm_cfg
@@ -337,15 +422,17 @@ def _engine_args(
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": _DEFAULT_MAX_NUM_SEQS,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
+        "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "seed": seed,
         "load_format": load_format,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": {"backend": weight_transfer},
-        "disable_log_stats": True,
+        "disable_log_stats": not cfg.speculates,
         "use_tqdm_on_load": False,
+        **nodes.engine_arguments,
     }
-    if vllm_cfg.tensor_parallel_size > 1:  # inside a Ray actor vLLM would choose Ray, which shares no node's devices
+    if vllm_cfg.engine_size > 1:  # inside a Ray actor vLLM would choose Ray, which shares no node's devices
         arguments["distributed_executor_backend"] = "mp"
     if device == "cpu":
         arguments |= {
@@ -362,7 +449,7 @@ def _engine_args(
             "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
             "enable_sleep_mode": cfg.colocated.enabled,
         }
-    return AsyncEngineArgs(**(arguments | cfg.vllm_kwargs))
+    return AsyncEngineArgs(**(arguments | engine_settings(cfg.vllm_kwargs)))
 
 
 def _num_admitted(engine: AsyncLLM) -> int:

@@ -128,18 +128,21 @@ def attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     segments: Segments | None = None,
+    seen: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
     """The attention of transformers, by segments.
 
     `query` [R, heads, W, D], `key` and `value` [R, key heads, W, D] -> [R, W, heads, D]. Without `segments` every row
     is one segment; padding on the right is seen by no token. A query sees at most the last `sliding_window` keys, its
-    own among them.
+    own among them. `seen`, bool [R, 1, W, keys], in place of segments: which keys of a cache each query sees.
     """
     assert attention_mask is None, "the model made a mask: was it built with attn_implementation='nemo_rl'?"
     assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
     assert softcap is None and s_aux is None, f"{type(module).__name__}: see supports_segments"
     rows, _, width, _ = query.shape
+    if seen is not None:
+        return _sdpa(query, key, value, scaling, sliding_window, seen).transpose(1, 2).contiguous(), None
     if segments is None:
         if not (sliding_window is not None and sliding_window < width and _has_flash(query, value)):
             return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
@@ -235,12 +238,23 @@ def _attend_by_length(
 
 
 def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, window: int | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    seen: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal, bottom-right aligned. [B, heads, q, D], [B, key heads, k, D] -> [B, heads, q, D of values]."""
+    """Causal, bottom-right aligned. [B, heads, q, D], [B, key heads, k, D] -> [B, heads, q, D of values].
+
+    `seen`, bool [B, 1, q, k], takes the place of causality; the window holds beside it.
+    """
     q, k, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
-    is_plain = q == k and (window is None or k <= window)
-    mask = None if is_plain else causal_mask(q, k, window, query.device)
+    is_plain = seen is None and q == k and (window is None or k <= window)
+    mask = seen
+    if not is_plain and (seen is None or window is not None):
+        causal = causal_mask(q, k, window, query.device)
+        mask = causal if seen is None else seen & causal
     if groups > 1 and query.is_cuda:  # there, shared key heads leave only the kernel that writes all scores to memory
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         groups = 1

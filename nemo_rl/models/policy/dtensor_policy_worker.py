@@ -436,7 +436,9 @@ class DTensorPolicyWorker:
     # -- refit and residency
 
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Build the sender; returns its layout and buffer handles."""
+        """Build the sender in place of the one before; returns its layout and buffer handles."""
+        if self.sender is not None:
+            self.sender.close()
         merged = self.config.dtensor_cfg.lora_cfg.refit == "merged"
         self.sender = WeightSender(
             export_weights([stage.hf for stage in self.stages], self.mesh, self.device, merged=merged),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,10 @@ class PolicyInterface(ABC):
     @abstractmethod
     def peak_flops(self) -> float | None:
         """Dense bfloat16 operations per second of one device; None where that is not known (CPUs)."""
+
+    @abstractmethod
+    def while_waiting(self, callback: Callable[[], None]) -> None:
+        """Call this about twice a second while the controller waits for the workers. What it raises ends the wait."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -127,6 +131,10 @@ class PolicyInterface(ABC):
     @abstractmethod
     def finish_pack(self, future: Any) -> list[dict[str, Any]]:
         """Wait for a bucket; returns what each sending rank tells its receiver (fingerprints, never tensors)."""
+
+    @abstractmethod
+    def check_health(self, timeout_s: float | None = None) -> None:
+        """Raises WorkerDied, naming the worker, when one is gone; WorkerHang when one answers nothing."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,8 @@ class Policy(PolicyInterface):
     `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as `name_prefix`.
     """
 
+    worker_class_fqn = WORKER
+
     def __init__(
         self,
         cluster: RayVirtualCluster,
@@ -91,13 +93,14 @@ class Policy(PolicyInterface):
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(WORKER, config, settings),
+            RayWorkerBuilder(self.worker_class_fqn, config, settings),
             name_prefix=name_prefix,
             env_vars=({} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()) | config.dtensor_cfg.env_vars,
             timeout_s=timeout_s,
             sharding=self.sizes.sharding(),
         )
         self.group = self._start()
+        self._on_wait: Callable[[], None] | None = None
         self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
         accelerator.register(self.tenant, self.onload, self.offload, on_device=True)
 
@@ -108,7 +111,11 @@ class Policy(PolicyInterface):
         if present is not None and present != self.tenant:
             self.accelerator.release(present)
         self.group = self._start()
+        self.group.on_wait = self._on_wait
         self.accelerator.built(self.tenant)
+
+    def while_waiting(self, callback: Callable[[], None]) -> None:
+        self._on_wait = self.group.on_wait = callback
 
     def onload(self) -> None:
         """Weights and optimizer state onto the devices. Called by the accelerator."""
@@ -145,9 +152,10 @@ class Policy(PolicyInterface):
             numbers = sorted({planned.group for batch in rank_plan.logprobs for planned in batch})
             work.append((rank_plan, numbers, *(plan.groups[number] for number in numbers)))
         self._plan = plan
-        self.group.call_each("load", [work[coordinate] for coordinate in self._data_coordinates()])
+        self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
 
-    def _data_coordinates(self) -> list[int]:
+    @property
+    def data_coordinates(self) -> list[int]:
         """The data-parallel coordinate of each worker, which is the number of its `RankPlan`."""
         sharding = self.sizes.sharding()
         return [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
@@ -172,7 +180,7 @@ class Policy(PolicyInterface):
         for rank_plan in self._plan.ranks:
             keys = [key for batch in rank_plan.logprobs for planned in batch for key in keys_of(planned)]
             work.append((column, keys, *(shared[key] for key in keys)))
-        self.group.call_each("attach", [work[coordinate] for coordinate in self._data_coordinates()])
+        self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 
     def mask_mismatched(self, threshold: float) -> dict[str, float]:
         return self.group.call_all("mask_mismatched", threshold)[0]
@@ -239,6 +247,9 @@ class Policy(PolicyInterface):
 
     def finish_pack(self, future: Any) -> list[dict[str, Any]]:
         return self.group.wait(future)
+
+    def check_health(self, timeout_s: float | None = None) -> None:
+        self.group.call_all("device_name", timeout_s=timeout_s)
 
     def shutdown(self) -> None:
         self.group.shutdown("shutdown")

@@ -194,6 +194,18 @@ class Tiles:
         tile.scatter_(1, target.index, torch.where(target.is_here, sampled, tile.gather(1, target.index)))
 
 
+def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    """Logits after transform and temperature of `states` [N, H]: [N, V_local], as training computes them, without
+    gradients.
+    """
+    tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, TILE_BYTES))
+    logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
+    for columns, block in tiles.column_blocks():
+        for rows in tiles.row_blocks:
+            logits[rows, columns] = tiles.logits(rows, columns, block)
+    return logits
+
+
 @dataclass(frozen=True)
 class Place:
     """The column of each row's target in a tile: int64 [rows, 1], some column where the target is not in the tile."""

@@ -7,6 +7,8 @@ Only states whose next token is scored pass through the head at all: prompts and
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.context_parallel import context_sum
 from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.scalar_head import check_scalar_head, is_scalar, output_module
 
@@ -152,6 +154,17 @@ class LogprobModel(nn.Module):
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
         ).last_hidden_state
         return self.score(states, batch, task)
+
+    def next_logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, temperature: float, **how: object
+    ) -> torch.Tensor:
+        """Logits of the token after the last one of every row of `input_ids` [B, W]: float32 [B, V], or this rank's
+        columns of it, divided by the temperature (0: by 1). `how` goes to the model: a cache, a mask.
+        """
+        states = self.hf.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=True, **how
+        ).last_hidden_state[:, -1]
+        return whole_logits(states, replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """`task` of the scored tokens, elsewhere 0: float32 [B, S] or [B, S, C] from the last hidden states [R, W, H].

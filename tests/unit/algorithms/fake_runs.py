@@ -14,7 +14,7 @@ from nemo_rl.algorithms.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
-from nemo_rl.rollouts.collector import GroupRequest
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger

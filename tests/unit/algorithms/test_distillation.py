@@ -21,7 +21,7 @@ from nemo_rl.algorithms.placement import check_hardware, describe_placement
 from nemo_rl.algorithms.rollout_batch import Batching
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
-from nemo_rl.data.datasets.registry import dataset_label
+from nemo_rl.data.task_names import dataset_label
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head_tasks_distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle

@@ -17,12 +17,12 @@ from nemo_rl.config.loader import dump_config
 from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
-from nemo_rl.rollouts.collector import GroupRequest
-from nemo_rl.types import SamplingParams, TrainResult
+from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint import CheckpointIdentityError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
-from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
+from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, sample_meta
 from tests.unit.config.run_configs import build
 
 BASE = (
@@ -143,6 +143,17 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path):
     with pytest.raises(TooManyFailures, match=r"(?s)4 of 4 episodes failed.*the environment was out"):
         run.go()
     assert "train" not in run.policy.calls
+
+
+def test_episodes_out_of_time_are_no_failures_and_end_the_run_when_all_are(tmp_path):
+    run = Run(tmp_path, "grpo.episode_timeout_s=30", "grpo.max_failed_sample_fraction=0")
+    late = sample_meta("g/0", 0.0, status=SampleStatus.TIMED_OUT)
+    group = GroupHandle(group_id="g", prompt_id="d:0", task_name="t", ref=None, samples=[late, sample_meta("g/1", 1.0)])
+    run.trainer.check_failures([group])
+    assert "1 of 2 episodes took longer than grpo.episode_timeout_s=30" in run.text.getvalue()
+    group.samples = [late, late]
+    with pytest.raises(TooManyFailures, match=r"all 2 episodes took longer than grpo.episode_timeout_s=30.*raise it"):
+        run.trainer.check_failures([group])
 
 
 def test_dynamic_sampling_asks_for_more_prompts_until_groups_differ(tmp_path):

@@ -1,18 +1,24 @@
+import dataclasses
 import math
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl.algorithms.metric_names import NUM_TURNS_REPORTED, turns
 from nemo_rl.algorithms.metrics import (
     best_of_k,
     pass_at_k,
     performance_metrics,
     rollout_metrics,
+    turn_metrics,
+    turn_seconds,
     validation_metrics,
 )
-from nemo_rl.types import SampleStatus
+from nemo_rl.types import SampleMeta, SampleStatus, StopReason, TurnMeta
 from tests.unit.algorithms.handles import handle, rewarded, sample
 
 
@@ -49,6 +55,63 @@ def test_rollout_metrics_when_everything_failed():
     metrics = rollout_metrics([handle(sample(status=SampleStatus.FAILED))], current_weight_version=0)
     assert metrics["failed_sample_rate"] == 1.0
     assert math.isnan(metrics["reward"])
+
+
+def played(*turns: tuple[float, int], status: SampleStatus = SampleStatus.COMPLETED, **cut: bool) -> SampleMeta:
+    """A sample of turns of (reward, generated tokens)."""
+    made = sample(sum(r for r, _ in turns), status, generated=sum(n for _, n in turns), turns=len(turns))
+    made.turns = [
+        TurnMeta(
+            num_generated_tokens=generated,
+            num_env_tokens=0,
+            reward=reward,
+            stop_reason=StopReason.STOP,
+            weight_version=0,
+            generation_s=0.5,
+            env_s=0.25,
+        )
+        for reward, generated in turns
+    ]
+    return dataclasses.replace(made, **cut)
+
+
+def test_turn_metrics_by_hand():
+    truncated = SampleStatus.TRUNCATED
+    samples = [
+        played((1.0, 4), (0.0, 6), (2.0, 2)),
+        played((0.0, 8), status=truncated),
+        played((0.5, 4), (0.5, 4), status=truncated, hit_turn_limit=True),
+        played((0.0, 4), status=truncated, hit_total_token_limit=True),
+        sample(status=SampleStatus.TIMED_OUT),
+    ]
+    assert turn_metrics(samples, max_turns=4) == {
+        "max_turns_reached_rate": 0.25,
+        "truncated_by_turn_tokens_rate": 0.25,
+        "truncated_by_total_tokens_rate": 0.25,
+        "timed_out_rate": 0.2,
+        "mean_gen_tokens_per_turn": pytest.approx(32 / 7),
+        "turn_1/active_fraction": 1.0,
+        "turn_1/reward": 0.375,
+        "turn_1/gen_tokens": 5.0,
+        "turn_2/active_fraction": 0.5,
+        "turn_2/reward": 0.25,
+        "turn_2/gen_tokens": 5.0,
+        "turn_3/active_fraction": 0.25,
+        "turn_3/reward": 2.0,
+        "turn_3/gen_tokens": 2.0,
+        "turn_4/active_fraction": 0.0,
+    }
+    assert turn_seconds(samples) == {"generation_s_per_turn": 0.5, "environment_s_per_turn": 0.25}
+    assert turn_seconds(samples[-1:]) == {}
+
+
+@pytest.mark.parametrize(("max_turns", "reported"), [(1, 0), (2, 2), (50, NUM_TURNS_REPORTED)])
+def test_so_many_turns_have_metrics_of_their_own_and_their_names_are_known(max_turns, reported):
+    samples = [played(*[(1.0, 2)] * max_turns)]
+    names = {name for name in turn_metrics(samples, max_turns=max_turns) if name.startswith("turn_")}
+    assert len(names) == 3 * reported
+    config: Any = SimpleNamespace(max_rollout_turns=max_turns)
+    assert turns(config) <= names and len(turns(config)) == (reported + 2 if reported else 0)
 
 
 def test_pass_at_k_by_hand():
@@ -93,11 +156,10 @@ def test_validation_metrics_by_hand():
 def test_performance_metrics_by_hand():
     timings = {
         "total_step_time": 10.0,
-        "generation": 5.0,
         "policy_and_reference_logprobs": 1.0,
         "policy_training": 4.0,
     }
-    sizes = {"num_samples": 20, "num_tokens": 1000, "num_generated_tokens": 500}
+    sizes = {"num_samples": 20, "num_tokens": 1000, "num_generated_tokens": 500, "generation_s": 5.0}
     devices = {"num_training_devices": 2, "num_generation_devices": 2}
     metrics = performance_metrics(timings, **sizes, **devices, colocated=True)
     assert metrics == {
@@ -114,3 +176,5 @@ def test_performance_metrics_by_hand():
     }
     apart = performance_metrics(timings, **sizes, **devices, colocated=False)
     assert apart["tokens_per_sec_per_gpu"] == 25.0
+    replayed = performance_metrics(timings, **{**sizes, "generation_s": 0.0}, **devices, colocated=True)
+    assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}

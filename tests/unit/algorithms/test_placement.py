@@ -109,3 +109,25 @@ def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
 def test_hidden_gpus_do_not_count() -> None:
     assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert num_visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
+
+
+def test_the_shares_of_several_datasets_and_what_an_epoch_is() -> None:
+    datasets = "{dataset_name: arithmetic%s}, {dataset_name: lookup, processor: default%s}"
+    weighted = f"data.train=[{datasets % (', weight: 3.0', ', weight: 1.0')}]"
+    base = ("grpo.num_prompts_per_step=32", "grpo.val_period=0", "checkpointing.metric_name=null")
+    [line] = [line for line in lines_of(*base, weighted) if line.startswith("datasets")]
+    assert line.startswith("datasets of 32 prompts 24 of arithmetic, 8 of lookup;") and "an epoch is" in line
+    [line] = [line for line in lines_of(*base, f"data.train=[{datasets % ('', '')}]") if line.startswith("datasets")]
+    assert line == "datasets arithmetic, lookup: put together and shuffled, as many prompts of each as it has rows"
+    assert not [line for line in lines_of() if line.startswith("datasets")]
+
+
+def test_a_replay_starts_no_engine(tmp_path) -> None:
+    replay = (f"grpo.replay_from={tmp_path}", "grpo.val_period=0", "grpo.val_at_end=false")
+    for apart in (
+        (),
+        ("cluster.gpus_per_node=2", "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}"),
+    ):
+        lines = lines_of("cluster.gpus_per_node=1", *replay, *apart, "checkpointing.metric_name=null")
+        assert f"generation recorded rollouts from {tmp_path}; no engine starts" in lines
+        assert lines[-2:] == ["node GPU policy", "0 0 rank 0"], lines

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.config.run_configs import build, problems_of
 
 GSPO = ("loss_fn.sequence_level_importance_ratios=true", "loss_fn.token_level_loss=false")
+NO_VALIDATION = ("grpo.val_period=0", "grpo.val_at_end=false", "checkpointing.metric_name=null")
 CORRECTION = "loss_fn.use_importance_sampling_correction=true"
 
 
@@ -326,6 +327,22 @@ def test_the_minimal_run_is_fine() -> None:
         (("checkpointing.metric_name=val:best_of_6", "grpo.val_num_generations_per_prompt=6"), None, ""),
         (("checkpointing.checkpoint_must_save_by=3h",), "checkpointing.checkpoint_must_save_by", "00:03:45:00"),
         (("checkpointing.checkpoint_must_save_by='00:03:45:00'",), None, ""),
+        # environments and datasets
+        (("grpo.replay_from=/nope", *NO_VALIDATION), "grpo.replay_from", "there is no folder '/nope'"),
+        (("grpo.replay_from=/tmp", *NO_VALIDATION), None, ""),
+        (("data.train.weight=3",), "data.train.0.weight", "one dataset has all the prompts"),
+        (
+            ("+env.code={}", "grpo.env_step_timeout_s=10"),
+            "env.code.sandbox.time_limit_s",
+            "below env_step_timeout_s=10",
+        ),
+        (("+env.code={}", "grpo.env_step_timeout_s=11"), None, ""),
+        (
+            ("+env.python_tools={sandbox: {time_limit_s: 300}}",),
+            "env.python_tools.sandbox.time_limit_s",
+            "300 s for one program must be below env_step_timeout_s=300",
+        ),
+        (("+env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]}",), None, ""),
         # schedulers and backends
         (
             ("policy.scheduler=[{name: a.B},{name: a.C}]",),
@@ -364,3 +381,12 @@ def test_k_values_of_validation() -> None:
     assert build().grpo.val_k_values == []
     assert build("grpo.val_num_generations_per_prompt=8").grpo.val_k_values == [1, 2, 4, 8]
     assert build("grpo.val_num_generations_per_prompt=6").grpo.val_k_values == [1, 2, 4, 6]
+
+
+def test_a_wrong_env_name_is_said_once_and_nothing_of_what_follows_from_it() -> None:
+    lookup = "data.validation={dataset_name: lookup}"
+    train = ("data.train.dataset_name=lookup", "data.train.split_validation_size=0", lookup)
+    metric = ("+env.code={}", "checkpointing.metric_name=val:reward")
+    build(*train, *metric)
+    text = problems_of(*train, "checkpointing.metric_name=val:lookup/accuracy", "data.train.env_name=maths")
+    assert "no section env.maths" in text and "lookup#2" not in text and "metric_name" not in text

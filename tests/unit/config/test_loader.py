@@ -90,13 +90,13 @@ def test_datasets_and_environments_take_what_they_do_not_say_themselves() -> Non
             **MINIMAL,
             "env": {"math": {"num_workers": 2}, "maze": {"size": 5}, "mine": {"type": "pkg.mod:Env"}},
             "data": {
-                "default": {"env_name": "maze", "prompt_file": "p.txt"},
-                "train": [{"dataset_name": "a"}, {"dataset_name": "b", "env_name": "mine"}],
+                "default": {"env_name": "mine", "prompt_file": "p.txt"},
+                "train": [{"dataset_name": "a"}, {"dataset_name": "b", "env_name": "math"}],
                 "validation": {"dataset_name": "c", "prompt_file": None},
             },
         },
     )
-    assert [dataset.env_name for dataset in config.data.train] == ["maze", "mine"]
+    assert [dataset.env_name for dataset in config.data.train] == ["mine", "math"]
     assert config.data.train[0].prompt_file == "p.txt"
     assert config.data.validation is not None and config.data.validation[0].prompt_file is None
     assert config.env["math"] == MathEnvironmentConfig(num_workers=2)
@@ -216,11 +216,8 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
         "policy.router_replay.enabled=true",
         "policy.sequence_packing.fuse_loss=true",
         "policy.generation.backend=megatron",
-        "policy.generation.colocated.enabled=false",
         "policy.generation.vllm_cfg.precision=fp8",
-        "policy.generation.vllm_cfg.pipeline_parallel_size=2",
         "policy.precision=float16",
-        "grpo.async_grpo.enabled=true",
         "grpo.adv_estimator.name=gdpo",
         "logger.mlflow_enabled=true",
         "data.use_multiple_dataloader=true",

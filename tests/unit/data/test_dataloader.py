@@ -1,10 +1,16 @@
 import json
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from nemo_rl.data.config import DataConfig, DatasetConfig
 from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.mixing import MixedOrder, whole_weights
+from nemo_rl.data.setup import setup_data
+from nemo_rl.data.task_names import prompt_tasks
 
 
 def make_dataset(size=23, word="p"):
@@ -71,3 +77,101 @@ def test_too_few_prompts_are_refused_with_the_fix():
         PromptDataLoader(make_dataset(), 24)
     with pytest.raises(ValueError, match="empty"):
         PromptDataLoader(PromptDataset([]), 1)
+
+
+def mixed(sizes, weights, batch_size, *, shuffle=True, seed=3, drop_last=True):
+    parts = [
+        NamedRows(name=f"d{i}", task_name=f"t{i}", rows=[{"problem": str(row)} for row in range(size)], weight=weight)
+        for i, (size, weight) in enumerate(zip(sizes, weights, strict=True))
+    ]
+    return PromptDataLoader(PromptDataset(parts), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), st.data())
+def test_any_stretch_of_prompts_has_its_share_of_each_dataset(weights, data):
+    sizes = [data.draw(st.integers(1, 9)) for _ in weights]
+    order = MixedOrder(sizes, [float(weight) for weight in weights], shuffle=True, seed=1)
+    whole = order.weights
+    drawn = [order.row(position)[0] for position in range(3 * sum(whole))]
+    for number, share in enumerate(order.shares):
+        taken = [0, *accumulate(int(i == number) for i in drawn)]
+        behind = [share * count - mine for count, mine in enumerate(taken)]
+        assert max(behind) - min(behind) < 2
+        assert max(map(abs, behind)) < 1
+
+
+def test_every_batch_has_its_share_exactly_and_each_dataset_comes_in_whole_passes():
+    loader = mixed([10, 7], [3.0, 1.0], 8)
+    batches = take(loader, 40)
+    for batch in batches:
+        assert sum(prompt.startswith("d0:") for prompt in batch) == 6
+    for name, size in (("d0", 10), ("d1", 7)):
+        drawn = [prompt for batch in batches for prompt in batch if prompt.startswith(name)]
+        passes = [drawn[start : start + size] for start in range(0, len(drawn) - size, size)]
+        assert all(sorted(one) == sorted(f"{name}:{row}" for row in range(size)) for one in passes)
+        assert len({tuple(one) for one in passes}) > 1, "each pass is shuffled anew"
+    assert len(mixed([10, 7], [3.0, 1.0], 8)) == 17 // 8, "an epoch is as long as without weights"
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 11), st.integers(0, 9), st.integers(1, 9), st.booleans(), st.booleans())
+def test_a_mixed_loader_resumes_exactly(batch_size, before, after, shuffle, drop_last):
+    def fresh():
+        return mixed([5, 4, 2], [0.5, 0.3, 0.2], batch_size, shuffle=shuffle, drop_last=drop_last)
+
+    whole = take(fresh(), before + after)
+    first = fresh()
+    assert take(first, before) == whole[:before]
+    second = fresh()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(second, after) == whole[before:]
+
+
+def test_weights_are_proportions_and_decide_the_order():
+    assert take(mixed([9, 9], [3.0, 1.0], 4), 9) == take(mixed([9, 9], [0.75, 0.25], 4), 9)
+    assert take(mixed([9, 9], [3.0, 1.0], 4), 9) != take(mixed([9, 9], [3.0, 1.0], 4, seed=4), 9)
+    assert take(mixed([2, 2], [1.0, 1.0], 4, shuffle=False), 1) == [["d0:0", "d1:0", "d0:1", "d1:1"]]
+    with pytest.raises(ValueError, match=r"weights: was \[3, 1\], now \[1, 1\]"):
+        mixed([9, 9], [1.0, 1.0], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
+    with pytest.raises(ValueError, match=r"weights: was \[3, 1\], now None"):
+        mixed([9, 9], [None, None], 4).load_state_dict(mixed([9, 9], [3.0, 1.0], 4).state_dict())
+    assert whole_weights([0.7, 0.3]) == [7, 3]
+    assert whole_weights([1e-3, 2.0]) == [1, 2000]
+    with pytest.raises(ValueError, match="use rounder ones"):
+        whole_weights([1 / 3, 0.7])
+
+
+def test_a_state_from_before_there_were_weights_is_continued():
+    state = PromptDataLoader(make_dataset(), 4, seed=1).state_dict()
+    del state["weights"]
+    PromptDataLoader(make_dataset(), 4, seed=1).load_state_dict(state)
+
+
+def section(**changes):
+    settings = {"dataset_name": "arithmetic", "processor": "default", "env_name": "math"}
+    return DatasetConfig.model_validate({**settings, **changes})
+
+
+def test_weights_are_for_all_training_datasets_or_for_none():
+    def told(message, train, validation=None):
+        with pytest.raises(ValidationError, match=message):
+            DataConfig(train=train, validation=validation, max_input_seq_length=9)
+
+    told(r"train\.1\.weight: .*give all of them one, or none", [section(weight=1.0), section()])
+    told(r"train\.0\.weight: .*rounder", [section(weight=0.123456789), section(weight=1.0)])
+    told(r"validation\.0\.weight: ", [section()], [section(weight=1.0)])
+
+
+def test_the_names_of_tasks_are_known_from_the_configuration_alone():
+    data = DataConfig(
+        train=[section(), section(env_name="other"), section(), section(data_path="rows.jsonl", dataset_name=None)],
+        validation=[section(env_name="third"), section()],
+        max_input_seq_length=9,
+    )
+    assert prompt_tasks(data) == (["arithmetic", "arithmetic#2", "rows"], ["arithmetic#3", "arithmetic"])
+    generated = data.model_copy(update={"train": data.train[:3]})
+    setup = setup_data(generated, {"math": {}, "other": {}, "third": {}})
+    assert setup.validation is not None
+    found = ({part.task_name for part in dataset.parts} for dataset in (setup.train, setup.validation))
+    assert tuple(found) == tuple(set(names) for names in prompt_tasks(generated))

@@ -329,7 +329,10 @@ def test_an_observation_continues_after_the_sampled_end_token(name, expected):
     )
     tokenizer = tokenizer_with(TEMPLATES.get(name, only_known))
     render = pickle.loads(pickle.dumps(ObservationRenderer(tokenizer)))
-    assert tokenizer.decode(render({"role": "environment", "content": "wrong"})) == expected
+    observation = {"role": "environment", "content": "wrong"}
+    ended = [*tokenizer("right", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert tokenizer.decode(render(observation, sampled=ended)) == expected
+    assert tokenizer.decode(render(observation, sampled=ended[:-1])) == "<eos>" + expected, "the turn is ended first"
 
 
 def test_flat_batches_are_right_padded_and_masked_by_role():

@@ -40,6 +40,21 @@ def test_a_held_device_is_not_taken_away() -> None:
     assert moves == ["+policy", "-policy"] and accelerator.present is None
 
 
+def test_a_held_device_can_be_lent_and_comes_back() -> None:
+    accelerator, moves = build(True)
+    with accelerator.hold("generation"):
+        with accelerator.lend("generation"), accelerator.hold("policy"):
+            assert accelerator.present == "policy"
+        assert accelerator.present == "generation"
+        with pytest.raises(RuntimeError, match="'policy' wants the device while 'generation' holds it"):
+            accelerator.acquire("policy")
+        with pytest.raises(ValueError, match="broken"), accelerator.lend("generation"):
+            raise ValueError("broken")
+    with accelerator.hold("policy"):
+        pass
+    assert moves == ["+generation", "-generation", "+policy", "-policy", "+generation", "-generation", "+policy"]
+
+
 def test_first_tenant_may_be_on_the_device_already() -> None:
     accelerator, moves = build(True)
     accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), on_device=True)
@@ -81,3 +96,18 @@ def test_who_was_built_anew_is_on_the_device() -> None:
     accelerator.built("value")  # its workers died and were started again
     accelerator.acquire("policy")
     assert moves == ["policy on", "policy off", "value off", "policy on"]
+
+
+def test_a_guest_is_where_its_host_is_and_says_when_it_leaves() -> None:
+    accelerator, moves = build(True)
+    accelerator.register_guest("visitor", "policy", on_leave=lambda: moves.append("visitor leaves"))
+    with accelerator.hold("visitor"):
+        assert accelerator.present == "policy"
+        with pytest.raises(RuntimeError, match="'generation' wants the device"):
+            accelerator.acquire("generation")
+    with accelerator.hold("policy"):
+        pass
+    assert moves == ["+policy", "visitor leaves"]
+    with pytest.raises(ValueError, match="broken"), accelerator.hold("visitor"):
+        raise ValueError("broken")
+    assert moves == ["+policy", "visitor leaves"], "what it left behind is for whoever handles the error"

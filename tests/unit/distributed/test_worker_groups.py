@@ -59,14 +59,16 @@ def alive(pid: int) -> bool:
 
 def test_results_can_be_had_as_they_come(echo_pair: RayWorkerGroup) -> None:
     refs = [echo_pair.start_one(0, "wait_async", seconds) for seconds in (1.0, 0.0, 0.1)]
-    early = echo_pair.wait_some(refs)
+    assert echo_pair.done(refs[:1]) == []
+    done = echo_pair.wait_any(refs)
+    early = dict(zip(done, echo_pair.wait(done), strict=True))
     assert refs[0] not in early and {refs[1]} <= early.keys() and early[refs[1]] == 0.0
     left = [ref for ref in refs if ref not in early]
     found = early | dict(zip(left, echo_pair.wait(left), strict=True))
     assert [found[ref] for ref in refs] == [1.0, 0.0, 0.1]
     slow = echo_pair.start_one(1, "wait_async", 30.0)
     with pytest.raises(WorkerHang, match="no answer from echo-1"):
-        echo_pair.wait_some([slow], timeout_s=0.5)
+        echo_pair.wait_any([slow], timeout_s=0.5)
 
 
 def test_calls_reach_the_workers_they_name(echo_pair: RayWorkerGroup) -> None:

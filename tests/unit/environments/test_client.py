@@ -1,7 +1,10 @@
 import asyncio
+import os
 import re
+import signal
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +12,17 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from nemo_rl.algorithms.metrics import rollout_metrics
+from nemo_rl.algorithms.rollout_parts import EpisodeEnvironment
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.client import EnvironmentClient, EnvironmentFailure, connect_environments
+from nemo_rl.environments.client import (
+    EnvironmentClient,
+    EnvironmentFailure,
+    EnvironmentPool,
+    EnvironmentStep,
+    split_return,
+)
 from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
 from nemo_rl.environments.interfaces import EnvironmentReturn
 from nemo_rl.environments.registry import (
@@ -21,6 +33,18 @@ from nemo_rl.environments.registry import (
     find_env_class,
     register_env,
     wait_for_envs,
+)
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    GroupHandle,
+    Prompt,
+    RolloutGroup,
+    SampleStatus,
+    SamplingParams,
+    StopReason,
 )
 
 GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
@@ -65,8 +89,9 @@ def said(text):
     return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text, "token_ids": [1, 2]}]
 
 
-async def gathered(client, texts):
-    return await asyncio.gather(*(client.step(said(t), "a") for t in texts), return_exceptions=True)
+async def gathered(client: EnvironmentClient, texts: list[str]) -> list[Any]:
+    steps = [client.step(said(text), "a", sample_id=f"0/0/d:1/{i}") for i, text in enumerate(texts)]
+    return await asyncio.gather(*steps, return_exceptions=True)
 
 
 def raises(error):
@@ -76,12 +101,24 @@ def raises(error):
     return behave
 
 
+def test_one_conversation_may_fail_in_a_batch_that_is_answered():
+    def behave(logs, metadata):
+        failures = ["the judge is gone" if log[-1]["content"] == "bad" else None for log in logs]
+        return echo(logs, metadata)._replace(failures=failures)
+
+    actor = FakeActor(behave)
+    good, bad = asyncio.run(gathered(EnvironmentClient("env", actor, 5.0), ["a", "bad"]))
+    assert good.reward == 1.0
+    assert isinstance(bad, EnvironmentFailure) and str(bad) == "environment 'env': the judge is gone (sample 0/0/d:1/1)"
+    assert actor.batches == [2], "nothing is asked twice"
+
+
 def test_steps_that_wait_together_go_as_one_batch_and_come_back_in_order():
     actor = FakeActor()
 
     async def run():
         client = EnvironmentClient("e", actor, 5)
-        first = asyncio.create_task(client.step(said("x"), "a"))
+        first = asyncio.create_task(client.step(said("x"), "a", sample_id="0/0/d:1/9"))
         await asyncio.sleep(0.005)  # the first call is in flight
         rest = await gathered(client, ["a", "b", "a"])
         return [await first, *rest]
@@ -113,7 +150,70 @@ def test_one_bad_conversation_fails_alone():
 
     results = asyncio.run(gathered(EnvironmentClient("maze", FakeActor(behave), 5), ["a", "poison", "b"]))
     assert [type(result).__name__ for result in results] == ["EnvironmentStep", "EnvironmentFailure", "EnvironmentStep"]
-    assert re.search("'maze' raised.*cannot read poison", str(results[1]))
+    assert re.search(r"'maze' raised.*cannot read poison.*\(sample 0/0/d:1/1\)$", str(results[1]))
+
+
+def test_a_reward_that_is_no_number_fails_its_own_sample_and_nothing_is_asked_twice():
+    def behave(logs, metadata):
+        rewards = [float("nan") if log[-1]["content"] == "odd" else 0.5 for log in logs]
+        return echo(logs, metadata)._replace(rewards=torch.tensor(rewards))
+
+    actor = FakeActor(behave)
+    good, bad = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a", "odd"]))
+    assert good.reward == 0.5
+    assert str(bad) == "environment 'e': rewards must be finite, got nan (sample 0/0/d:1/1)"
+    assert actor.batches == [2]
+
+
+def test_an_episode_stays_on_its_actor_and_a_slow_one_holds_up_its_own_batch_only():
+    class Slow(FakeActor):
+        async def _answer(self, logs, metadata):
+            await asyncio.sleep(60)
+
+    seen = []
+
+    def behave(logs, metadata):
+        seen.append([log[-1]["content"] for log in logs])
+        return echo(logs, metadata)
+
+    async def run():
+        quick, slow = FakeActor(behave), Slow()
+        pool = EnvironmentPool("e", [quick, slow, quick], 5)
+        ids = [f"3/{group}/d:1/{i}" for group in range(3) for i in range(2)]
+        tasks = {i: asyncio.create_task(pool.step(said(i), "a", sample_id=i)) for i in ids}
+        done, waiting = await asyncio.wait(tasks.values(), timeout=0.1)
+        answered = [i for i in ids if tasks[i] in done]
+        for task in waiting:
+            task.cancel()
+        for i in answered:  # further turns
+            await pool.step(said(i), "a", sample_id=i)
+        return answered
+
+    answered = asyncio.run(run())
+    assert answered == ["3/0/d:1/0", "3/0/d:1/1", "3/2/d:1/0", "3/2/d:1/1"], "the second group is on the slow actor"
+    assert sorted(i for batch in seen for i in batch) == sorted(answered * 2)
+
+
+def test_each_of_several_actors_tells_the_metrics_of_its_groups():
+    class Judge(FakeActor):
+        def __init__(self):
+            super().__init__()
+            self.global_post_process_and_metrics = self
+
+        async def _answer(self, logs, metadata=None):
+            return echo(logs, metadata) if metadata else (logs, {"rate": logs["rewards"].mean().item(), "num_seen": 1})
+
+        def remote(self, logs, metadata=None):
+            return self._answer(logs, metadata)
+
+    async def run():
+        pool = EnvironmentPool("e", [Judge(), Judge()], 5)
+        for group in ("a", "b"):
+            await pool.step(said("x"), "a", sample_id=f"{group}/0")
+        batch = BatchedDataDict({"group_id": ["b", "a", "a", "a"], "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0])})
+        return await pool.metrics(batch)
+
+    assert asyncio.run(run()) == {"rate": pytest.approx(0.5), "num_seen": 2}
 
 
 def test_a_dead_actor_is_asked_once_more_and_no_more():
@@ -138,6 +238,7 @@ def test_a_dead_actor_is_asked_once_more_and_no_more():
     [
         ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], got \[3\]"),
         ({"rewards": torch.tensor([float("nan")])}, "rewards must be finite"),
+        ({"rewards": torch.zeros(1, 3)}, r"rewards must have shape \[1\], got \[1, 3\].*type: composite"),
         ({"rewards": "high"}, "rewards must be a tensor"),
         ({"terminateds": torch.zeros(1, 2)}, r"terminateds must have shape \[1\]"),
         ({"observations": []}, "observations must be a list of 1, got a list of 0"),
@@ -159,14 +260,6 @@ def test_returns_without_answers_or_with_one_reward_column_are_fine():
     for actor in (five, column):
         (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
         assert step.reward == 1.0
-
-
-def test_tasks_of_one_environment_share_a_client():
-    clients = connect_environments(
-        {"math": FakeActor(), "code": FakeActor()}, {"a": "math", "b": "math", "c": "code"}, 5
-    )
-    assert clients["a"] is clients["b"]
-    assert clients["a"] is not clients["c"]
 
 
 def test_registry_names_what_is_missing():
@@ -231,13 +324,13 @@ def test_real_actors_die_hang_and_raise(ray_local, import_folder, name):
 
     async def run():
         client = EnvironmentClient("trouble", actor, 60)
-        assert (await client.step(said("die once"), None)).reward == 1.0
+        assert (await client.step(said("die once"), None, sample_id="0/0/d:1/0")).reward == 1.0
         with pytest.raises(EnvironmentFailure, match="of the environment itself"):
-            await client.step(said("raise"), None)
+            await client.step(said("raise"), None, sample_id="0/0/d:1/0")
         hasty = EnvironmentClient("trouble", actor, 1)
         with pytest.raises(EnvironmentFailure, match="within 1 s"):
-            await hasty.step(said("sleep"), None)
-        assert (await client.step(said("hello"), None)).reward == 1.0
+            await hasty.step(said("sleep"), None, sample_id="0/0/d:1/0")
+        assert (await client.step(said("hello"), None, sample_id="0/0/d:1/0")).reward == 1.0
 
     asyncio.run(run())
     ray.kill(actor)
@@ -281,7 +374,7 @@ def test_an_environment_that_waits_for_a_gpu_is_named(ray_local):
     actor: Any = ray.remote(Judge).options(num_gpus=1).remote()
     told = r"environment 'judge' \(env\.judge\) has not started in 0\.5 s.*env\.judge\.resources"
     with pytest.raises(ValueError, match=told):
-        wait_for_envs({"judge": actor}, timeout_s=0.5)
+        wait_for_envs({"judge": [actor]}, timeout_s=0.5)
     ray.kill(actor)
 
 
@@ -302,7 +395,7 @@ def test_the_environment_of_the_guide_runs(ray_local, import_folder):
         client = EnvironmentClient("guess", actor, 60)
         metadata, steps = {"ground_truth": "7"}, []
         for guess in guesses:
-            steps.append(await client.step(said(guess), metadata))
+            steps.append(await client.step(said(guess), metadata, sample_id="0/0/d:1/0"))
             metadata = steps[-1].metadata
         return [(step.observation["content"], step.reward, step.terminated) for step in steps]
 
@@ -323,3 +416,117 @@ def test_the_dataset_and_processor_of_the_guide_run(import_folder):
     datum = PromptProcessor(setup.tasks, build_tiny_tokenizer(), 100)(setup.train[1])
     assert "Capital of Japan? Answer in one word." in datum["message_log"][0]["content"]
     assert datum["extra_env_info"] == {"ground_truth": "Tokyo"}
+
+
+STOPPABLE = textwrap.dedent(
+    """
+    import os
+    import torch
+    from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+    class Stoppable(EnvironmentInterface):
+        def __init__(self, cfg):
+            pass
+
+        def step(self, message_log_batch, metadata):
+            n = len(message_log_batch)
+            observations = [{"role": "environment", "content": str(os.getpid())}] * n
+            return EnvironmentReturn(observations, metadata, [None] * n, torch.ones(n), torch.ones(n))
+
+        def global_post_process_and_metrics(self, batch):
+            return batch, {}
+    """
+)
+
+
+class TalkingWorker(RolloutWorker):
+    """A rollout worker whose engine says one token."""
+
+    async def generate(self, prompt_token_ids, sampling, seed):
+        return Completion(token_ids=[7], logprobs=[-0.5], stop_reason=StopReason.STOP, weight_version=0)
+
+
+class Keeper:
+    def __init__(self):
+        self.groups: list[RolloutGroup] = []
+        self.keep = self
+
+    async def remote(self, group):
+        self.groups.append(group)
+        return [None]
+
+
+@pytest.mark.slow
+def test_a_stopped_environment_is_ended_after_its_time_limit_and_its_samples_have_failed(ray_local, import_folder):
+    """SIGSTOP: the process is there and says nothing."""
+    import ray
+
+    (import_folder / "stoppable.py").write_text(STOPPABLE)
+    actor = create_env("stoppable", {"type": "stoppable:Stoppable"})
+    ray.get(actor.__ray_ready__.remote(), timeout=60)
+
+    def datum(prompt: Prompt) -> DatumSpec:
+        message = {"role": "user", "content": "?", "token_ids": torch.tensor([1, 2])}
+        return DatumSpec(message_log=[message], length=2, extra_env_info={}, loss_multiplier=1.0, idx=0)
+
+    async def play():
+        pool = EnvironmentPool("stoppable", [actor], 2)
+        worker_settings = RolloutWorkerSettings(
+            process=datum,
+            decode=lambda token_ids: "x",
+            render=lambda observation, *, sampled: [],
+            connect_environments=lambda: {"t": EpisodeEnvironment(pool)},
+            limits=EpisodeLimits(max_turns=1, max_total_tokens=16),
+            run_seed=1,
+        )
+        keeper = Keeper()
+        worker = TalkingWorker(worker_settings, [], keeper)
+
+        async def collect(number: int) -> RolloutGroup:
+            prompt = Prompt(prompt_id=f"d:{number}", row={}, idx=number, task_name="t")
+            request = GroupRequest(
+                group_id=f"0/{number}/d:{number}",
+                prompt=prompt,
+                num_generations=3,
+                sampling=SamplingParams(max_new_tokens=4),
+                seed_step=0,
+            )
+            handle = await worker.collect(request)
+            assert [sample.reward for sample in handle.samples] == [s.meta.reward for s in keeper.groups[-1].samples]
+            return keeper.groups[-1]
+
+        before = await collect(0)
+        pid = int((await pool.step(said("x"), None, sample_id="0/0/d:0/0")).observation["content"])
+        os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        stopped = await collect(1)
+        took = time.monotonic() - began
+        after = await collect(2)
+        new_pid = int((await pool.step(said("x"), None, sample_id="0/0/d:0/0")).observation["content"])
+        return before, stopped, after, took, pid, new_pid
+
+    before, stopped, after, took, pid, new_pid = asyncio.run(play())
+    assert [sample.meta.reward for sample in before.samples + after.samples] == [1.0] * 6
+    assert took < 20
+    for index, sample in enumerate(stopped.samples):
+        assert sample.meta.status is SampleStatus.FAILED and not sample.meta.has_reward
+        told = f"environment 'stoppable' did not answer 3 conversations within 2 s.*sample 0/1/d:1/{index}"
+        assert re.search(told, str(sample.meta.failure))
+    # In the baseline of a group, none of them counts as a reward of zero.
+    metas = [*before.samples, *stopped.samples]
+    handle = GroupHandle(group_id="g", prompt_id="p", task_name="t", ref=None, samples=[s.meta for s in metas])
+    assert rollout_metrics([handle], current_weight_version=0)["reward"] == 1.0
+    assert new_pid != pid
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2][:3]:
+        assert time.monotonic() < deadline, "the stopped process is still there"
+        time.sleep(0.2)
+    ray.kill(actor)
+
+
+def test_half_characters_of_an_observation_are_replaced():
+    returned = EnvironmentReturn(
+        [{"role": "tool", "content": "a\ud800b"}], [None], [None], torch.ones(1), torch.ones(1), None
+    )
+    [step] = split_return(returned, 1, "mine")
+    assert isinstance(step, EnvironmentStep) and step.observation["content"] == "a?b"

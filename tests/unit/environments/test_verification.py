@@ -1,4 +1,5 @@
 import os
+import signal
 import time
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.math import MathEnvironment
 from nemo_rl.environments.verification import (
     dapo_math_verify,
@@ -16,7 +18,7 @@ from nemo_rl.environments.verification import (
     multilingual_multichoice,
     normalize_answer,
 )
-from nemo_rl.environments.verifier_pool import Verification, VerifierPool
+from nemo_rl.environments.verifier_pool import Verification, VerificationResult, VerifierPool
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"
@@ -174,6 +176,39 @@ def test_step_gives_the_contract():
     assert returned.next_stop_strings == [None] * 3
 
 
+class FailingPool:
+    """Gives each job the failure that its response names."""
+
+    def verify(self, jobs):
+        return [VerificationResult(correct=False, failure=job.response) for job in jobs]
+
+    def close(self):
+        pass
+
+
+def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_long_is_counted():
+    env = MathEnvironment({"num_workers": 1})
+    env.pool.close()
+    env.pool = FailingPool()
+    logs = [[{"role": "assistant", "content": kind}] for kind in ("died", "timeout")]
+    died, late = split_return(env.step(logs, [{"ground_truth": "12"}] * 2), 2, "math")
+    assert isinstance(died, EnvironmentFailure)
+    assert "verifier 'hf_math_verify' ended its process twice" in str(died)
+    assert not isinstance(late, EnvironmentFailure)
+    assert late.reward == 0.0
+    batch = {"rewards": torch.zeros(1), "is_end": torch.ones(1), "generation_lengths": torch.ones(1)}
+    batch |= {"prompt_lengths": torch.ones(1), "group_id": ["a"]}
+    counts = [
+        env.global_post_process_and_metrics(BatchedDataDict(batch))[1]["num_verifications_timed_out"] for _ in range(2)
+    ]
+    assert counts == [1.0, 0.0]
+
+
+def test_an_unknown_verifier_is_no_wrong_answer(pool):
+    (result,) = pool.verify([check("hf_math_verfy", "7", "7")])
+    assert result.failure == "died"
+
+
 def test_metrics_of_a_batch():
     env = MathEnvironment({"num_workers": 1})
     batch = BatchedDataDict(
@@ -194,7 +229,18 @@ def test_metrics_of_a_batch():
         "pass@samples_per_prompt": 0.5,
         "fraction_of_samples_properly_ended": 0.75,
         "num_problems_in_batch": 4.0,
+        "num_verifications_timed_out": 0.0,
         "generation_lengths": 7.0,
         "prompt_lengths": 2.5,
         "correct_solution_generation_lengths": 4.0,
     }
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(number):
+    pool = VerifierPool(1, timeout_s=1.0)
+    job = check("dapo_math_verify", "Answer: 7", "7")
+    assert pool.verify([job])[0].correct
+    os.kill(pool.pids()[0], number)
+    assert pool.verify([job])[0].correct
+    pool.close()

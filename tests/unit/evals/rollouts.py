@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from nemo_rl.rollouts.collector import Environment
+from nemo_rl.rollouts.rollout_worker import Environment
 from nemo_rl.types import DatumSpec, Prompt
 
 LENGTH = 10

@@ -23,8 +23,9 @@ from nemo_rl.evals.report import make_results, show_results
 from nemo_rl.evals.run import Inputs, _ask, _Writer, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.models.generation.interfaces import TENANT
-from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector, RolloutWorkerSettings
+from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.console import RunConsole
 from tests.unit.evals import rollouts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm_generation import VllmGeneration, engine_bundles
+from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, SamplingParams, StopReason
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.models import make_model
@@ -222,11 +224,19 @@ def test_engine_arguments_that_other_keys_decide(ray_local: None, model_dir: str
         )
 
 
-def test_engines_are_neighbours_on_one_node() -> None:
+def test_engines_are_neighbours_on_one_node_or_have_whole_nodes() -> None:
     cluster = RayVirtualCluster([4, 4], use_gpus=False, name="layout")
-    assert engine_bundles(cluster, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    with pytest.raises(ValueError, match="1, 2, 4 would"):
-        engine_bundles(cluster, 3)
+
+    def engines(tensor: int, pipeline: int = 1) -> list[list[list[int]]]:
+        layout = {"tensor_parallel_size": tensor, "pipeline_parallel_size": pipeline}
+        return engine_bundles(cluster, generation_config().vllm_cfg.model_copy(update=layout))
+
+    assert engines(2) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert engines(2, 2) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
+    assert engines(4, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    for tensor, pipeline in ((3, 1), (8, 1), (2, 3)):
+        with pytest.raises(ValueError, match="1, 2, 4 would"):
+            engines(tensor, pipeline)
 
 
 def children(pid: int) -> list[int]:
@@ -241,6 +251,51 @@ def children(pid: int) -> list[int]:
 def engine_pid(worker_pid: int) -> int:
     [engine] = [pid for pid in children(worker_pid) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
     return engine
+
+
+def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration) -> None:
+    worker = generation.workers[1]
+
+    def num_requests() -> int:
+        return ray.get(worker.call.remote("counters"))["num_requests"]
+
+    async def give_up() -> int:
+        engines = Engines(timeout_s=60)
+        engines.replace([worker])
+        sampling = SamplingParams(max_new_tokens=MAX_MODEL_LEN)
+        asked = [asyncio.create_task(engines.generate([60 + n], sampling, n)) for n in range(16)]
+        await asyncio.sleep(0.3)
+        num_done = sum(task.done() for task in asked)
+        for task in asked:
+            task.cancel()
+        await asyncio.sleep(0.3)
+        assert (await engines.generate([60], SamplingParams(max_new_tokens=4), 1)).token_ids, "the engine goes on"
+        return num_done + 1
+
+    before = num_requests()
+    num_done = asyncio.run(give_up())
+    assert num_done < 16
+    ray.get(worker.call.remote("reset_prefix_cache"))  # raises while requests are under way
+    assert num_requests() - before == num_done
+
+
+def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
+    worker = generation.workers[1]
+    pid = engine_pid(ray.get(worker.identity.remote()).pid)
+
+    async def ask_stopped() -> str:
+        engines = Engines(timeout_s=2)
+        engines.replace([worker])
+        os.kill(pid, signal.SIGSTOP)
+        asked = asyncio.create_task(engines.generate([60], SamplingParams(max_new_tokens=4), 1))
+        try:
+            return str(await asyncio.wait_for(engines.died(), 20))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+            asked.cancel()
+
+    assert asyncio.run(ask_stopped()) == "generation worker 0 (drain) gave no sign of life within 2 s"
+    assert one(generation, [60], max_new_tokens=4).token_ids
 
 
 # The last test of the file: it ends replicas.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,37 @@ from typing import Any
 import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.errors import WorkerDied, WorkerError
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import TENANT
-from nemo_rl.rollouts.collector import GroupRequest, RolloutCollector
+from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
+from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import Prompt, SamplingParams
+
+
+class Handle(str):
+    """A handle of a group, and its reference."""
+
+    @property
+    def group_id(self) -> str:
+        return str(self)
+
+    @property
+    def ref(self) -> Any:
+        return self
+
+    def hex(self) -> str:
+        return f"ref of {self}"
+
+
+class Keeper:
+    """Notes what it is to forget."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[tuple[str, str]] = []
+        self.forget = self
+
+    def remote(self, unused: list[tuple[str, str]]) -> None:
+        self.forgotten += unused
 
 
 @dataclass
@@ -32,23 +60,35 @@ class FakeGroup:
     def call_one(self, index: int, method: str, workers: list[str]) -> None:
         self.generations.append(workers)
 
-    def wait_some(self, refs: Sequence[str]) -> dict[str, str]:
+    def wait_any(self, refs: Sequence[str]) -> list[str]:
         self.num_waits += 1
         self.most_under_way = max(self.most_under_way, len(refs))
+        return list(refs[: 2 if self.num_waits % 3 == 0 else 1])
+
+    def wait(self, refs: Sequence[str]) -> list[str]:
         if self.num_waits in self.failures:
             raise self.failures[self.num_waits]
-        return {ref: ref.partition(":")[2] for ref in refs[: 2 if self.num_waits % 3 == 0 else 1]}
+        return [Handle(ref.partition(":")[2]) for ref in refs]
 
 
 class OverFakes(RolloutCollector):
     """A collector whose worker group is a fake; a dead rollout worker is replaced by another fake."""
 
     def __init__(self, group: Any) -> None:
+        self._playing, self._finished, self._submitted = {}, {}, set()
+        self._num_restarts, self._postponed, self._recording = 0, None, {}
+        self._unused, self._keeper = deque(), Keeper()
         self._accelerator = Accelerator(exclusive=False)
         self._accelerator.register(TENANT, lambda: None, lambda: None)
         self.group = group
         self.groups = [group]
         self.restart_generation = lambda: ["engine, started again"]
+        self.on_new_generation = self.abandon_requests = None
+        self._generation_workers: list[Any] = ["engine"]
+        self.keeper_loss: str | None = None
+
+    def _keeper_loss(self) -> str | None:
+        return self.keeper_loss
 
     def _restart(self) -> None:
         self.group: Any = FakeGroup()
@@ -107,3 +147,189 @@ def test_what_was_under_way_is_played_again_when_the_rollout_worker_died():
 def test_what_starting_again_does_not_help_against_ends_it(failures):
     with pytest.raises(WorkerError):
         played(OverFakes(FakeGroup(failures=failures)), 5, 2)
+
+
+class Writing(FakeGroup):
+    """Writes 7 bytes for each step; dies, if it is to, when it is waited for."""
+
+    dies: bool = False
+
+    def start_one(self, index: int, method: str, *arguments: Any) -> str:
+        self.asked.append(f"{method} {arguments[0]}")
+        return f"{len(self.asked)}"
+
+    def wait(self, refs: Sequence[str]) -> list[Any]:
+        if self.dies:
+            raise error(WorkerDied, "rollout-0")
+        return [7 for _ in refs]
+
+
+class OverWriting(OverFakes):
+    """Every worker but the last of so many dies."""
+
+    def __init__(self, num_deaths: int) -> None:
+        self.num_deaths = num_deaths
+        super().__init__(self.new())
+
+    def new(self) -> Writing:
+        group = Writing()
+        group.dies = self.num_deaths > 0
+        self.num_deaths -= 1
+        return group
+
+    def _restart(self) -> None:
+        self.group: Any = self.new()
+        self.groups.append(self.group)
+
+
+def test_a_step_is_written_again_when_the_rollout_worker_died_over_it():
+    collector = OverWriting(2)
+    collector.start_record("folder", None, None, [])  # type: ignore[arg-type]
+    assert collector.finish_records() == 7
+    assert [group.asked for group in collector.groups] == [["record folder"]] * 3
+    assert collector.finish_records() == 0
+    dying = OverWriting(9)
+    dying.start_record("folder", None, None, [])  # type: ignore[arg-type]
+    with pytest.raises(WorkerDied):
+        dying.finish_records()
+    assert len(dying.groups) == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "exception_type", "loss"),
+    [
+        (WorkerError, "KeeperLost", None),  # the rollout worker says so
+        (WorkerHang, "", "it answers nothing"),  # the rollout worker waits for it
+        (WorkerError, "OwnerDiedError", "gone"),
+    ],
+)
+def test_the_loss_of_finished_groups_is_not_blamed_on_who_needed_them(kind, exception_type, loss):
+    collector = OverFakes(FakeGroup(failures={2: error(kind, "rollout-0", exception_type)}))
+    collector.keeper_loss = loss
+    with pytest.raises(WorkerDied, match="group_keeper-0, the process that holds finished groups, is lost") as raised:
+        played(collector, 5, 2)
+    assert raised.value.is_of(KEEPER)
+
+
+class Mute(FakeGroup):
+    """Dies over every call that is no group."""
+
+    def call_one(self, index: int, method: str, *args: Any) -> Any:
+        raise error(WorkerDied, "rollout-0")
+
+
+def test_a_rollout_worker_that_dies_over_a_question_is_asked_again():
+    collector = OverFakes(Mute())
+    collector.submit(requests(2))
+    collector.use_generation(["engine 1"])
+    assert len(collector.groups) == 2 and collector.groups[1].asked[-2:] == ["g0", "g1"]
+    assert collector.groups[1].generations == [["engine 1"]] * 2
+
+
+class Playing(FakeGroup):
+    """Groups whose first is done."""
+
+    def done(self, refs: Sequence[str]) -> list[str]:
+        return list(refs[:1])
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_beside_training_engines_are_left_alone(synced):
+    group = Playing(failures={0: error(WorkerError, "rollout-0", "EngineDied")})
+    collector = OverFakes(group)
+    collector.submit(requests(2))
+    collector.tend()
+    assert collector.finished(wait=False) == [] and group.generations == [] and group.asked == ["g0", "g1"]
+    group.failures = {}
+    if synced:  # the sync of weights found the engine dead as well
+        collector.use_generation(["engine, started again"])
+    collector.wait_all()
+    assert group.generations == [["engine, started again"]] and group.asked == ["g0", "g1", "g0", "g1"]
+    assert len(collector.finished(wait=False)) == 2
+
+
+def test_beside_training_a_rollout_worker_that_keeps_dying_ends_the_run():
+    collector = OverFakes(Playing(failures={0: error(WorkerDied, "rollout-0")}))
+    collector.submit(requests(2))
+    collector.tend()
+    assert len(collector.groups) == 2 and collector.groups[1].asked == ["g0", "g1"]
+    for _ in range(2):
+        collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
+        collector.tend()
+    collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
+    with pytest.raises(WorkerDied):
+        collector.tend()
+
+
+class Once(FakeGroup):
+    """A call is waited for once, whether it failed or not."""
+
+    def done(self, refs: Sequence[str]) -> list[str]:
+        return list(refs)
+
+    def wait(self, refs: Sequence[str]) -> list[str]:
+        for ref in refs:
+            del self.open[ref]
+        return super().wait(refs)
+
+    def start_one(self, index: int, method: str, request: GroupRequest) -> str:
+        ref = super().start_one(index, method, request)
+        self.open[ref] = None
+        return ref
+
+    open: dict[str, None]
+
+
+def test_nothing_is_tended_while_an_engine_is_replaced():
+    group = Once(failures={1: error(WorkerError, "rollout-0", "EngineDied")})
+    group.open = {}
+    collector = OverFakes(group)
+
+    def restart() -> list[str]:
+        collector.tend()  # the policy is waited for
+        return ["engine, started again"]
+
+    collector.restart_generation = restart
+    assert sorted(played(collector, 4, 2)) == ["g0", "g1", "g2", "g3"]
+    assert group.generations == [["engine, started again"]]
+
+
+def test_whoever_replaces_an_engine_may_have_the_device():
+    collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
+    moves: list[str] = []
+    collector._accelerator = Accelerator(exclusive=True)
+    for name in (TENANT, "refit"):
+        collector._accelerator.register(
+            name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}")
+        )
+
+    def restart() -> list[str]:
+        with collector._accelerator.hold("refit"):
+            return ["engine, started again"]
+
+    collector.restart_generation = restart
+    assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
+    assert moves == [f"+{TENANT}", f"-{TENANT}", "+refit", "-refit", f"+{TENANT}"]
+
+
+def test_what_a_dead_rollout_worker_asked_of_the_engines_is_forgotten():
+    told: list[Any] = []
+    collector = OverFakes(FakeGroup(failures={2: error(WorkerDied, "rollout-0")}))
+    collector.abandon_requests = lambda: told.append("abandon")
+    collector.on_new_generation = told.append
+    assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
+    assert told == ["abandon", ["engine"]], "whoever else asks the engines asks again"
+
+
+def test_groups_are_held_as_long_as_anybody_has_their_handles():
+    collector = OverFakes(FakeGroup())
+    handles = collector.collect(requests(3))
+    collector.collect(requests(2))
+    assert sorted(collector._keeper.forgotten) == []
+    kept = handles.pop()
+    del handles
+    collector.collect(requests(1))
+    assert ("g2", "ref of g2") not in collector._keeper.forgotten and ("g0", "ref of g0") in collector._keeper.forgotten
+    del kept
+    collector.collect(requests(1))
+    assert ("g2", "ref of g2") in collector._keeper.forgotten

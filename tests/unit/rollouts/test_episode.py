@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
 from nemo_rl.types import Completion, DatumSpec, Sample, SampleStatus, SamplingParams, StopReason
@@ -48,7 +51,14 @@ class FakeEnvironment:
         return self.outcomes[len(self.seen) - 1]
 
 
-def play(engine: FakeEngine, env: FakeEnvironment, *, max_turns: int = 5, max_total: int = 100) -> Sample:
+def play(
+    engine: FakeEngine,
+    env: FakeEnvironment,
+    *,
+    max_turns: int = 5,
+    max_total: int = 100,
+    stop_strings: list[str] | None = None,
+) -> Sample:
     datum: DatumSpec = {
         "message_log": [
             {"role": "system", "content": "s", "token_ids": [1, 2]},
@@ -58,6 +68,7 @@ def play(engine: FakeEngine, env: FakeEnvironment, *, max_turns: int = 5, max_to
         "extra_env_info": {"ground_truth": "4"},
         "loss_multiplier": 1.0,
         "idx": 0,
+        "stop_strings": stop_strings,
     }
     return asyncio.run(
         run_episode(
@@ -66,7 +77,7 @@ def play(engine: FakeEngine, env: FakeEnvironment, *, max_turns: int = 5, max_to
             generate=engine,
             env_step=env,
             decode=lambda ids: " ".join(map(str, ids)),
-            render=lambda observation: [90, 91],
+            render=lambda observation, sampled: [90, 91],
             sampling=SamplingParams(max_new_tokens=8, stop_strings=("end",)),
             limits=EpisodeLimits(max_turns=max_turns, max_total_tokens=max_total),
             seed_of_turn=lambda turn: 1000 + turn,
@@ -127,3 +138,79 @@ def test_an_episode_never_outgrows_its_limits():
     sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([Outcome(0.0, False)] * 2), max_turns=2)
     assert (sample.meta.num_turns, sample.meta.status) == (2, SampleStatus.TRUNCATED)
     assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10], "no observation after the last turn"
+
+
+def test_each_turn_is_noted():
+    engine = FakeEngine([([10, 11], StopReason.STOP), ([20] * 8, StopReason.LENGTH)])
+    meta = play(engine, FakeEnvironment([Outcome(0.25, False), Outcome(0.5, False)])).meta
+    first, second = meta.turns
+    assert (first.num_generated_tokens, first.num_env_tokens, first.reward) == (2, 2, 0.25)
+    assert (second.num_generated_tokens, second.num_env_tokens, second.reward) == (8, 0, 0.5)
+    assert (first.stop_reason, second.stop_reason) == (StopReason.STOP, StopReason.LENGTH)
+    assert (first.weight_version, second.weight_version) == (4, 5) and meta.weight_version == 4
+    assert all(turn.generation_s >= 0 and turn.env_s >= 0 for turn in meta.turns)
+
+
+@pytest.mark.parametrize(
+    ("engine", "outcomes", "max_turns", "max_total", "limits"),
+    [
+        ([([10], StopReason.STOP)] * 2, 2, 2, 100, (True, False)),
+        ([([10] * 8, StopReason.LENGTH)], 1, 2, 100, (False, False)),  # tokens of a turn
+        ([([10] * 8, StopReason.LENGTH)], 1, 1, 100, (False, False)),
+        ([([10] * 8, StopReason.LENGTH)], 1, 2, 8, (False, True)),
+        ([([10], StopReason.STOP)], 1, 2, 6, (False, True)),  # the observation leaves no room for a token
+    ],
+)
+def test_what_cut_an_episode_is_told(engine, outcomes, max_turns, max_total, limits):
+    env = FakeEnvironment([Outcome(0.0, False)] * outcomes)
+    meta = play(FakeEngine(engine), env, max_turns=max_turns, max_total=max_total).meta
+    assert meta.status is SampleStatus.TRUNCATED and meta.num_turns == outcomes
+    assert (meta.hit_turn_limit, meta.hit_total_token_limit) == limits
+
+
+def test_an_observation_without_room_behind_it_is_left_away():
+    sample = play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([Outcome(0.0, False)]), max_total=6)
+    assert sample.token_ids.tolist() == [1, 2, 3, 10] and sample.meta.turns[0].num_env_tokens == 0
+    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([Outcome(0.0, False)] * 2), max_total=7)
+    assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10]
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "used"),
+    [
+        (None, [None, None], [("end",)] * 3),
+        (["a"], [None, None], [("a",)] * 3),
+        ([], [["b"], None], [(), ("b",), ("b",)]),
+        (None, [[], ["c", "d"]], [("end",), (), ("c", "d")]),
+    ],
+)
+def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away(given, said, used):
+    engine = FakeEngine([([10], StopReason.STOP)] * 3)
+    outcomes = [Outcome(0.0, False, next_stop_strings=strings) for strings in said]
+    play(engine, FakeEnvironment([*outcomes, Outcome(1.0, True)]), stop_strings=given)
+    assert [sampling.stop_strings for _, sampling, _ in engine.asked] == used
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(5, 80), min_size=1, max_size=6), st.booleans()), min_size=1, max_size=6),
+    st.integers(1, 6),
+    st.integers(4, 40),
+)
+def test_tokens_in_are_tokens_out(turns, max_turns, max_total):
+    """Each prompt goes on from the one before and what it was answered; what is trained on is what was sampled."""
+    engine = FakeEngine([(tokens, StopReason.STOP) for tokens, _ in turns])
+    outcomes = [Outcome(0.0, over or i == len(turns) - 1) for i, (_, over) in enumerate(turns)]
+    sample = play(engine, FakeEnvironment(outcomes), max_turns=max_turns, max_total=max_total)
+    answered = [
+        tokens[: sampling.max_new_tokens] for (_, sampling, _), (tokens, _) in zip(engine.asked, turns, strict=False)
+    ]
+    prompts = [prompt for prompt, _, _ in engine.asked]
+    for before, answer, after in zip(prompts, answered, prompts[1:], strict=False):
+        assert after == [*before, *answer, 90, 91]
+    assert sample.token_ids.tolist() == [*prompts[-1], *answered[-1]] and sample.meta.length <= max_total
+    assert sample.token_ids[sample.token_mask].tolist() == [token for answer in answered for token in answer]
+    assert np.allclose(sample.generation_logprobs, np.where(sample.token_mask, -0.1 * sample.token_ids, 0.0))
+    meta = sample.meta
+    assert meta.num_generated_tokens == sum(map(len, answered)) == sum(turn.num_generated_tokens for turn in meta.turns)
+    assert meta.length == 3 + sum(turn.num_generated_tokens + turn.num_env_tokens for turn in meta.turns)

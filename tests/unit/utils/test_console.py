@@ -67,6 +67,26 @@ def test_a_healthy_step_raises_no_alarm():
     assert alarms(METRICS) == []
 
 
+def test_samples_of_older_weights_disagree_by_design():
+    stale = {"train/token_mult_prob_error": 1.2, "train/weight_version_lag/max": 2.0}
+    assert (
+        alarms(stale) == [] and summary_line(stale) == "token_mult_prob_error 1.2000000 (weights up to 2 updates old)"
+    )
+    (alarm,) = alarms({**stale, "train/weight_version_lag/max": 0.0})
+    assert "disagree" in alarm
+    assert len(alarms({**stale, "train/token_mult_prob_error": float("inf")})) == 1
+
+
+def test_a_remark_stands_in_the_line_of_one_step():
+    file = io.StringIO()
+    with RunConsole(num_steps=2, file=file) as console:
+        console.remark("generation starves: 41% idle")
+        console.finish_step(1, {"train/reward": 0.5})
+        console.finish_step(2, {"train/reward": 0.5})
+    first, second = file.getvalue().splitlines()
+    assert "reward 0.5000  generation starves: 41% idle  " in first and "starves" not in second
+
+
 @pytest.mark.parametrize(
     ("metrics", "text"),
     [

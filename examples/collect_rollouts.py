@@ -1,0 +1,36 @@
+"""Rollouts of a GRPO configuration without its training: to look at them, or to train from them later.
+
+uv run examples/collect_rollouts.py --config examples/configs/grpo_math_1B.yaml \
+    grpo.max_num_steps=4 grpo.rollout_record.save_dir=results/rollouts/qwen
+uv run examples/show_rollouts.py results/rollouts/qwen --list
+
+`policy.model_name` may be the folder of a checkpoint in Hugging Face format.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
+from nemo_rl.config.cli import load_from_command_line
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    config = load_from_command_line(
+        GRPOMasterConfig,
+        description="Play grpo.max_num_steps batches of the training prompts and record them; nothing is trained.",
+        default_config=str(CONFIGS / "grpo_math_1B.yaml"),
+        placement=describe_placement,
+        check=check_rollout_hardware,
+    )
+    from nemo_rl.algorithms.collect_rollouts import collect_rollouts  # torch and Ray load here
+
+    return collect_rollouts(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,302 @@
+"""Completions drawn from the model that is trained, by one rank: prompts in, sampled tokens and their logprobs out.
+
+    prompts, padded on the left -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
+
+The weights of the whole model, or under tensor parallelism this rank's part of it, stay gathered on every rank while
+completions are drawn: no traffic per token, and data-parallel ranks need not keep step with each other.
+
+The random numbers of a completion follow from its own seed alone, so that which other requests it is drawn with changes
+its numbers by rounding at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import DynamicCache
+
+from nemo_rl.models.policy.attention import ATTENTION, causal_mask
+from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.token_filter import smallest_kept
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
+
+_BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """What completions end at, and how many are drawn at a time."""
+
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+
+    max_batch_size: int
+    """Completions that one rank draws at a time."""
+
+    end_token_id: int
+    """Ends a completion, beside the stop tokens of its request."""
+
+    special_token_ids: frozenset[int]
+    """Have no text: stop strings are looked for in what is left without them."""
+
+    decode: Callable[[list[int]], str]
+    """Tokens to text, for stop strings."""
+
+
+class CompletionDrawer:
+    """Draws completions from `model`, which FSDP shards.
+
+    Args:
+        group: the tensor-parallel ranks, which draw the same completions together; None where there is one.
+    """
+
+    def __init__(
+        self,
+        model: LogprobModel,
+        settings: GenerationSettings,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.model = model
+        self.settings = settings
+        self.device = device
+        self.group = group
+        register_fsdp_forward_method(model, "next_logits")
+
+    @torch.no_grad()
+    def answer(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
+        """Complete all requests; answers come in any order. A collective of the ranks that share parameters.
+
+        Every prompt has at least one token and leaves room for one. A completion holds every sampled token, with the
+        stop token or the tokens of the stop string at its end.
+        """
+        answers = []
+        with whole_weights(self.model), torch.compiler.set_stance("force_eager"):
+            for batch in batches(requests, self.settings.max_batch_size):
+                for row in self._draw(batch):
+                    assert row.stop_reason is not None
+                    completion = Completion(
+                        token_ids=row.token_ids,
+                        logprobs=row.logprobs,
+                        stop_reason=row.stop_reason,
+                        weight_version=weight_version,
+                    )
+                    answers.append(GenerationAnswer(request_id=row.request.request_id, completion=completion))
+        return answers
+
+    def _draw(self, requests: Sequence[GenerationRequest]) -> list[_Row]:
+        """Completions of requests with the same sampling parameters."""
+        rows = [_Row.of(number, request, self.settings) for number, request in enumerate(requests)]
+        sampling = requests[0].sampling
+        uniform = torch.stack([row.uniform for row in rows]).to(self.device)
+        sequences = _Sequences(self.model, rows, self.device)
+        active, at = rows, sequences.logits(sampling.temperature)
+        for step in range(max(row.room for row in rows)):
+            numbers = torch.tensor([row.number for row in active], device=self.device)
+            tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.group)
+            drawn = tokens.tolist()
+            for row, token, logprob in zip(active, drawn, logprobs.tolist(), strict=True):
+                row.append(token, logprob, self.settings)
+            going = [index for index, row in enumerate(active) if row.stop_reason is None]
+            if not going:
+                break
+            if len(going) < len(active):
+                active = [active[index] for index in going]
+                sequences.keep(going)
+                tokens = tokens[torch.tensor(going, device=self.device)]
+            at = sequences.step(tokens, sampling.temperature)
+        return rows
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """A completion under way."""
+
+    number: int  # in its batch
+    request: GenerationRequest
+    room: int  # tokens it may have
+    uniform: torch.Tensor  # float64 [max_new_tokens]; a random number for each
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+
+    @classmethod
+    def of(cls, number: int, request: GenerationRequest, settings: GenerationSettings) -> _Row:
+        most = request.sampling.max_new_tokens
+        generator = torch.Generator().manual_seed(request.seed)
+        return cls(
+            number=number,
+            request=request,
+            room=min(most, settings.max_model_len - len(request.prompt_token_ids)),
+            uniform=torch.rand(most, generator=generator, dtype=torch.float64),
+        )
+
+    def append(self, token: int, logprob: float, settings: GenerationSettings) -> None:
+        """Take in a token; `stop_reason` is set where it is the last one."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        sampling = self.request.sampling
+        if token == settings.end_token_id or token in sampling.stop_token_ids or self._has_stop_string(settings):
+            self.stop_reason = StopReason.STOP
+        elif len(self.token_ids) == self.room:
+            self.stop_reason = StopReason.LENGTH
+
+    def _has_stop_string(self, settings: GenerationSettings) -> bool:
+        strings = self.request.sampling.stop_strings
+        if not strings:
+            return False
+        # What ends now began at most this many tokens ago: each has at least one byte.
+        longest = max(len(text.encode()) for text in strings) + 4
+        visible = [token for token in self.token_ids if token not in settings.special_token_ids]
+        text = settings.decode(visible[-longest:])
+        return any(stop in text for stop in strings)
+
+
+class _Sequences:
+    """Tokens and KV cache of the rows of a batch, padded on the left to one length."""
+
+    def __init__(self, model: LogprobModel, rows: Sequence[_Row], device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        # Other implementations of attention take their mask from transformers, and may keep less than everything.
+        self._is_ours = model.hf.config._attn_implementation == ATTENTION
+        self._cache = DynamicCache() if self._is_ours else DynamicCache(config=model.hf.config)
+        prompts = list(dict.fromkeys(tuple(row.request.prompt_token_ids) for row in rows))
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        width = int(lengths.max())
+        self._tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device=device)
+        for number, prompt in enumerate(prompts):
+            self._tokens[number, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        self._is_padded = bool((lengths < width).any())
+        self._starts = (width - lengths).to(device)
+        self._width = width
+        index = {prompt: number for number, prompt in enumerate(prompts)}
+        self._prompt_of = [index[tuple(row.request.prompt_token_ids)] for row in rows]
+
+    def logits(self, temperature: float) -> torch.Tensor:
+        """Of the first token of every row. Prompts that are equal are computed once."""
+        first = self._forward(self._tokens, temperature)
+        if self._prompt_of == list(range(len(first))):
+            return first
+        self.keep(self._prompt_of)
+        return first[torch.tensor(self._prompt_of, device=self._device)]
+
+    def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Append `tokens` [B]; the logits of what follows."""
+        self._width += 1
+        return self._forward(tokens[:, None], temperature)
+
+    def keep(self, rows: list[int]) -> None:
+        """The rows are now these of the present ones, some of them perhaps several times."""
+        index = torch.tensor(rows, device=self._device)
+        self._starts = self._starts[index]
+        self._cache.batch_select_indices(index)
+
+    def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        places = torch.arange(self._width - tokens.shape[1], self._width, device=self._device)
+        how = {}
+        if self._is_padded:
+            how = self._masks(tokens.shape[1])
+        return self._model.next_logits(
+            tokens, (places - self._starts[:, None]).clamp(min=0), temperature, past_key_values=self._cache, **how
+        )
+
+    def _masks(self, queries: int) -> dict[str, torch.Tensor]:
+        is_token = torch.arange(self._width, device=self._device) >= self._starts[:, None]
+        if not self._is_ours:
+            return {"attention_mask": is_token}
+        seen = causal_mask(queries, self._width, None, self._device) & is_token[:, None, None]
+        # Padding sees itself: a softmax over nothing is no number, and would spread.
+        own = torch.eye(self._width, dtype=torch.bool, device=self._device)[-queries:]
+        return {"seen": seen | own}
+
+
+def draw_tokens(
+    logits: torch.Tensor, sampling: SamplingParams, uniform: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token per row, int64 [B], and its logprob, float32 [B], under the distribution it was drawn from.
+
+    Args:
+        logits: float32 [B, V], or this rank's columns of it, divided by the temperature; written over.
+        uniform: float64 [B] in [0, 1), a random number per row: the token is where the sum of probabilities passes it.
+        group: the ranks that share the vocabulary, in order; all get the same.
+
+    Top-k comes before top-p, ties at the border of what they keep stay in, and greedy sampling has no filter.
+    """
+    is_greedy = sampling.temperature == 0
+    if not is_greedy and (sampling.top_k is not None or sampling.top_p < 1.0):
+        smallest = smallest_kept(logits, sampling.top_k, sampling.top_p, group)
+        logits.masked_fill_(logits < smallest[:, None], float("-inf"))
+    if group is not None:
+        logits = _gather_columns(logits, group)
+    logprobs = logits.log_softmax(dim=-1)
+    tokens = logprobs.argmax(dim=-1) if is_greedy else _inverse_cdf(logprobs, uniform)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+
+
+def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """The first token [B] at which the sum of probabilities, in float64, passes `uniform` of the whole.
+
+    Sums of blocks first, then within one block: products with a triangle instead of cumulative sums, which GPUs add up
+    in any order.
+    """
+    mass = torch.nn.functional.pad(logprobs.double().exp(), (0, -logprobs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
+    ends = _running_sums(mass.sum(dim=2))
+    wanted = uniform[:, None] * ends[:, -1:]
+    block = _first_above(ends, wanted)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = mass.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0]
+    return (block * _BLOCK + _first_above(_running_sums(inside), wanted - before))[:, 0]
+
+
+def _running_sums(values: torch.Tensor) -> torch.Tensor:
+    size = values.shape[1]
+    return values @ torch.ones(size, size, dtype=values.dtype, device=values.device).triu()
+
+
+def _first_above(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Index [B, 1] of the first of the rising `ends` above `wanted`; where rounding leaves none, of the last rise."""
+    return torch.minimum((ends <= wanted).sum(dim=1), (ends < ends[:, -1:]).sum(dim=1))[:, None]
+
+
+def _gather_columns(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The logits of all ranks side by side; their numbers of columns may differ."""
+    widths = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(group.size())]
+    dist.all_gather(widths, torch.tensor([logits.shape[1]], device=logits.device), group=group)
+    sizes = [int(width) for width in widths]
+    padded = torch.nn.functional.pad(logits, (0, max(sizes) - logits.shape[1]))
+    parts = padded.new_empty(group.size() * len(padded), padded.shape[1])
+    dist.all_gather_into_tensor(parts, padded, group=group)
+    columns = [part[:, :size] for part, size in zip(parts.view(-1, *padded.shape), sizes, strict=True)]
+    return torch.cat(columns, dim=1)
+
+
+def batches(requests: Sequence[GenerationRequest], size: int) -> Iterator[list[GenerationRequest]]:
+    """Requests with the same sampling parameters, at most `size` of them; neighbours in length and prompt together."""
+    by_sampling: dict[SamplingParams, list[GenerationRequest]] = {}
+    for request in requests:
+        by_sampling.setdefault(request.sampling, []).append(request)
+    for alike in by_sampling.values():
+        alike.sort(key=lambda request: (len(request.prompt_token_ids), request.prompt_token_ids))
+        for start in range(0, len(alike), size):
+            yield alike[start : start + size]
+
+
+@contextmanager
+def whole_weights(model: torch.nn.Module) -> Iterator[None]:
+    """FSDP's parameters gathered once, and kept until the block ends. A collective."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_reshard_after_forward(module is not model, recurse=False)
+            module.reshard()

@@ -1,0 +1,82 @@
+"""A recorded run, trained again from its record without engines."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from nemo_rl.rollouts.record import read_index, recorded_steps
+from tests.functional.cli import SMALL, run
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+
+ASYNC = (
+    "cluster.cpu_workers_per_node=2",
+    "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
+    "grpo.async_grpo.enabled=true",
+    "grpo.async_grpo.in_flight_weight_updates=true",
+    "grpo.async_grpo.group_order=arrival",
+    "grpo.async_grpo.max_trajectory_age_steps=2",
+    "loss_fn.use_importance_sampling_correction=true",
+)
+REPLAY = (
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.metric_name=null",
+    "checkpointing.checkpoint_dir=replayed",
+)
+NOT_REPLAYED = ("train/buffer_size",)
+
+
+def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What training made of each step, to the last bit."""
+    return [{k: v for k, v in row.items() if k.startswith("train/") and k not in NOT_REPLAYED} for row in rows]
+
+
+def test_a_synchronous_run_is_replayed_bit_for_bit(tmp_path):
+    record = tmp_path / "record"
+    small = (*SMALL, "grpo.max_num_steps=2")
+    keys = (
+        "grpo.rollout_record.enabled=true",
+        f"grpo.rollout_record.save_dir={record}",
+        "policy.train_global_batch_size=8",
+    )
+    recorded = run(tmp_path / "recorded", *small, *keys)
+    assert recorded.status == 0, recorded.output[-4000:]
+    replayed = run(
+        tmp_path / "replayed", *small, *REPLAY, f"grpo.replay_from={record}", "policy.train_global_batch_size=8"
+    )
+    assert replayed.status == 0, replayed.output[-4000:]
+    assert trained(replayed.metrics) == trained(recorded.metrics)
+
+
+def test_an_asynchronous_run_is_replayed_bit_for_bit(tmp_path):
+    """In-flight updates and order of arrival: the record alone knows what was trained when."""
+    record = tmp_path / "record"
+    keys = ("grpo.rollout_record.enabled=true", f"grpo.rollout_record.save_dir={record}")
+    recorded = run(tmp_path / "recorded", *SMALL, *ASYNC, *keys, "grpo.val_period=0", "checkpointing.metric_name=null")
+    assert recorded.status == 0, recorded.output[-4000:]
+    assert recorded_steps(record) == [1, 2, 3, 4] and "4 steps of rollouts" in recorded.output
+    replayed = run(tmp_path / "replayed", *SMALL, *ASYNC, *REPLAY, f"grpo.replay_from={record}", "grpo.max_num_steps=9")
+    assert replayed.status == 0, replayed.output[-4000:]
+    assert f"the record in {record} ends with step 4" in replayed.output and "vllm" not in replayed.output.lower()
+    want, got = trained(recorded.metrics), trained(replayed.metrics)
+    assert len(want) == 4 and all(row["train/grad_norm"] > 0 for row in want)
+    assert got[:4] == want
+    assert max(row["train/weight_version_lag/max"] for row in want) >= 1
+    assert read_index(record, 3).weight_version == 2
+
+    refused = run(
+        tmp_path / "refused",
+        *SMALL,
+        *REPLAY,
+        f"grpo.replay_from={record}",
+        "grpo.num_generations_per_prompt=8",
+        "policy.train_global_batch_size=32",
+    )
+    assert refused.status == 2 and "rollouts.num_generations_per_prompt" in refused.output, refused.output[-2000:]
+    shutil.rmtree(record / "step_000002")
+    gap = run(tmp_path / "gap", *SMALL, *REPLAY, f"grpo.replay_from={record}")
+    assert gap.status == 2 and "holds steps 1, 3 to 4" in gap.output, gap.output[-2000:]

@@ -1,0 +1,274 @@
+"""Asynchronous GRPO on fakes: what is sampled from which weights, trained when, and found again after a restart."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
+from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.distributed.errors import WorkerDied, WorkerError
+from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.types import GroupHandle
+from nemo_rl.utils.checkpoint import CheckpointError
+from tests.fakes import FakeRollouts
+from tests.unit.algorithms.fake_runs import FakeRun
+from tests.unit.config.run_configs import build
+
+BASE = (
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=2",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "grpo.val_period=0",
+    "grpo.max_num_steps=8",
+    "grpo.max_num_epochs=3",
+    "grpo.async_grpo.enabled=true",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=1",
+    "checkpointing.keep_top_k=null",
+    "grpo.skip_reference_policy_logprobs_calculation=true",
+    "loss_fn.reference_policy_kl_penalty=0",
+    "loss_fn.use_importance_sampling_correction=true",
+    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+    "cluster.gpus_per_node=2",
+)
+
+
+class Killed(Exception):
+    """The end of a run in the middle of a step."""
+
+
+SAVED: dict[str, GroupHandle] = {}
+
+
+@dataclass
+class FakePlaying(FakeRollouts):
+    """Plays beside training: a group ends when somebody waits, in an order of its own, or by chance when it is tended.
+
+    Samples carry the version of the weights at that moment.
+    """
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    playing: list[GroupRequest] = field(default_factory=list)
+    done: list[GroupHandle] = field(default_factory=list)
+    keeper_death: WorkerDied | None = None
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        self.calls.append(f"submit {len(requests)}")
+        self.requests += requests
+        self.playing += requests
+
+    def finish_one(self) -> None:
+        handle = self._group(self.playing.pop(self.rng.randrange(len(self.playing))))
+        handle.samples = [replace(sample, weight_version=self.version) for sample in handle.samples]
+        self.done.append(handle)
+
+    def tend(self) -> None:
+        while self.playing and self.rng.random() < 0.5:
+            self.finish_one()
+
+    def finished(self, *, wait: bool) -> list[GroupHandle]:
+        self.tend()
+        if wait and not self.done:
+            self.finish_one()
+        done, self.done = self.done, []
+        return done
+
+    def wait_all(self) -> None:
+        self.calls.append("wait")
+        while self.playing:
+            self.finish_one()
+
+    def abandon(self) -> None:
+        self.playing, self.done = [], []
+
+    def check_keeper(self, error: WorkerError) -> None:
+        if self.keeper_death is not None:
+            raise self.keeper_death
+
+    def replace_keeper(self) -> None:
+        self.calls.append("replace keeper")
+        self.keeper_death = None
+
+    def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
+        SAVED.update({group.group_id: group for group in groups})
+        (folder / "saved.json").write_text(json.dumps([group.group_id for group in groups]))
+
+    def load(self, folder: Path) -> list[GroupHandle]:
+        return [SAVED[group_id] for group_id in json.loads((folder / "saved.json").read_text())]
+
+
+class Run(FakeRun):
+    """An asynchronous run on fakes; `trained` are the groups of each step."""
+
+    def __init__(self, folder: Path, *overrides: str, seed: int = 0, **options: Any) -> None:
+        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+        self.trained: list[list[str]] = []
+        self.dies_after = -1
+        self.calls: list[str] = []
+        run = self
+
+        class Noting(AsyncGRPOTrainer):
+            def plan(self, groups: Any, advantages: Any) -> Any:
+                if len(run.trained) == run.dies_after:
+                    raise Killed
+                run.trained.append([group.handle.group_id for group in groups])
+                return super().plan(groups, advantages)
+
+        def make(tools: Any, parts: Any) -> AsyncGRPOTrainer:
+            run.rollouts = FakePlaying(parts.rollouts.reward, run.calls, rng=random.Random(seed))
+            parts = replace(parts, rollouts=run.rollouts)
+            refit_sync = parts.refit.sync
+
+            def sync(version: int) -> dict[str, float]:
+                run.rollouts.version = version
+                return refit_sync(version)
+
+            parts.refit.sync = sync
+            return Noting(config, tools, parts)
+
+        super().__init__(folder, config, make, calls=self.calls, **options)
+
+
+def batches(run: Run) -> list[list[int]]:
+    return [[int(group.split("/")[0]) for group in step] for step in run.trained]
+
+
+def test_one_step_is_sampled_while_another_trains(tmp_path):
+    run = Run(tmp_path, "grpo.max_num_steps=3", "checkpointing.enabled=false")
+    rows = run.go()
+    step = ["load", "train", "wait", "sync"]
+    assert run.calls == ["sync", "submit 2", "submit 2", *step, "submit 2", *step, *step]
+    assert [row["train/weight_version_lag/max"] for row in rows] == [0, 1, 1]
+    assert [row["train/buffer_size"] for row in rows] == [2, 2, 0]
+    assert batches(run) == [[1, 1], [2, 2], [3, 3]]
+
+
+@pytest.mark.parametrize("age", [1, 3])
+def test_what_a_step_trains_on_does_not_depend_on_time(tmp_path, age):
+    runs = [
+        Run(tmp_path / str(seed), f"grpo.async_grpo.max_trajectory_age_steps={age}", seed=seed) for seed in range(3)
+    ]
+    rows = [run.go() for run in runs]
+    assert runs[0].trained == runs[1].trained == runs[2].trained
+    lags = [[row["train/weight_version_lag/mean"] for row in found] for found in rows]
+    assert lags[0] == lags[1] == lags[2] and max(lags[0]) == age
+
+
+@pytest.mark.parametrize("order", ["in_order", "arrival"])
+def test_with_weights_in_flight_nothing_waits_and_the_window_holds(tmp_path, order):
+    settings = [f"grpo.async_grpo.{s}" for s in ("in_flight_weight_updates=true", "max_trajectory_age_steps=3")]
+    run = Run(tmp_path, *settings, f"grpo.async_grpo.group_order={order}", "grpo.max_num_steps=12", seed=5)
+    rows = run.go()
+    assert "wait" not in run.calls and max(row["train/weight_version_lag/max"] for row in rows) <= 3
+    groups = [group for step in run.trained for group in step]
+    assert len(set(groups)) == len(groups) == 24
+    assert (run.trained == sorted(run.trained, key=lambda step: int(step[0].split("/")[0]))) or order == "arrival"
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+@pytest.mark.parametrize("killed_after", [1, 4, 7])
+def test_a_killed_run_loses_no_prompt_and_trains_none_twice(tmp_path, in_flight, killed_after):
+    settings = f"grpo.async_grpo.in_flight_weight_updates={str(in_flight).lower()}"
+    whole = Run(tmp_path / "whole", settings, "grpo.async_grpo.max_trajectory_age_steps=2")
+    whole.go()
+    killed = Run(tmp_path / "killed", settings, "grpo.async_grpo.max_trajectory_age_steps=2", seed=3)
+    killed.dies_after = killed_after
+    with pytest.raises(Killed):
+        killed.go()
+    again = Run(tmp_path / "killed", settings, "grpo.async_grpo.max_trajectory_age_steps=2", seed=4)
+    again.go()
+    assert killed.trained + again.trained == whole.trained
+    assert [group.rpartition("/")[2] for step in whole.trained for group in step] == [
+        group.rpartition("/")[2] for step in killed.trained + again.trained for group in step
+    ]
+
+
+def test_the_data_ends_and_the_open_groups_are_trained(tmp_path):
+    run = Run(tmp_path, "grpo.max_num_epochs=1", "grpo.max_num_steps=100", "checkpointing.enabled=false")
+    run.go()
+    assert len({group for step in run.trained for group in step}) == 8 and len(run.trained) == 4
+
+
+def test_dynamic_sampling_takes_more_groups_from_the_buffer(tmp_path):
+    def reward(request: GroupRequest, index: int) -> float:
+        return float(index % 2) if request.prompt.idx % 2 else 1.0
+
+    run = Run(tmp_path, "grpo.use_dynamic_sampling=true", "grpo.max_num_steps=4", reward=reward)
+    rows = run.go()
+    assert len(rows) == 4 and all(len(step) == 2 for step in run.trained)
+    assert max(row["train/weight_version_lag/max"] for row in rows) <= 1
+
+
+def test_open_groups_are_not_lost_on_a_run_that_cannot_train_them(tmp_path):
+    first = Run(tmp_path, "grpo.async_grpo.max_trajectory_age_steps=3")
+    first.dies_after = 4
+    with pytest.raises(Killed):
+        first.go()
+    with pytest.raises(CheckpointError, match=r"max_trajectory_age_steps=3 or more \(it is 1\)"):
+        Run(tmp_path).go()
+    with pytest.raises(CheckpointError, match=r"set grpo.async_grpo.enabled=true"):
+        synchronous(tmp_path).go()
+
+
+def synchronous(folder: Path) -> FakeRun:
+    overrides = (f"checkpointing.checkpoint_dir={folder / 'ckpt'}", "grpo.async_grpo.enabled=false")
+    config = build(*BASE, *overrides)
+    return FakeRun(folder, config, lambda tools, parts: GRPOTrainer(config, tools, parts), calls=[])
+
+
+def test_a_synchronous_run_goes_on_asynchronously(tmp_path):
+    first = synchronous(tmp_path)
+    first.trainer.schedule = replace(first.trainer.schedule, num_steps=2)
+    first.go()
+    run = Run(tmp_path)
+    run.go()
+    assert batches(run)[:2] == [[3, 3], [4, 4]]
+
+
+def test_what_nobody_can_help_ends_the_training_at_once(tmp_path):
+    run = Run(tmp_path, "checkpointing.enabled=false")
+
+    def broken() -> None:
+        raise WorkerError("rollout-0 failed in collect: KeyError: 'x'", worker="rollout-0", rank=0, method="collect")
+
+    run.trainer.start()
+    run.policy.on_wait = broken
+    with pytest.raises(WorkerError, match="rollout-0 failed"):
+        run.trainer.train()
+    assert len(run.trained) == 1 and "sync" not in run.calls[1:]
+
+
+@pytest.mark.parametrize("lost", ["policy", "group_keeper"])
+def test_after_a_death_the_run_goes_on_from_its_checkpoint_and_buffer(tmp_path, lost):
+    run = Run(tmp_path, "checkpointing.save_period=3", "grpo.async_grpo.max_trajectory_age_steps=2")
+    load, deaths = run.policy.load, [True]
+
+    def failing(plan: Any) -> None:
+        if len(run.trained) == 5 and deaths:
+            deaths.clear()
+            message, names = f"{lost}-0 died", {"worker": f"{lost}-0", "rank": 0, "method": "load"}
+            if lost == "policy":
+                raise WorkerDied(message, **names)
+            assert isinstance(run.rollouts, FakePlaying)
+            run.rollouts.keeper_death = WorkerDied(message, **names)
+            raise WorkerError("policy-0 failed in load: OwnerDiedError", worker="policy-0", rank=0, method="load")
+        load(plan)
+
+    run.policy.load = failing
+    run.trainer.refit.prepare = lambda: run.calls.append("prepare refit")
+    run.go()
+    assert run.trained[3:5] == run.trained[5:7], "steps 4 and 5 again: 5 was not finished"
+    effective = run.trained[:3] + run.trained[5:]
+    whole = Run(tmp_path / "whole", "grpo.async_grpo.max_trajectory_age_steps=2")
+    whole.go()
+    assert effective == whole.trained and not deaths
+    assert run.calls.count("replace keeper") == (lost == "group_keeper")
+    assert run.calls.count("prepare refit") == (lost == "policy")

@@ -1,0 +1,165 @@
+"""Which machines train and which generate."""
+
+from __future__ import annotations
+
+import pytest
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.placement import describe_placement
+from tests.unit.config.run_configs import build, problems_of
+
+APART = "policy.generation.colocated.enabled=false"
+RESOURCES = "policy.generation.colocated.resources"
+CPU = "cluster.gpus_per_node=0"
+
+
+def ranks(config: GRPOMasterConfig) -> tuple[int, int]:
+    return config.training_cluster.num_workers, config.generation_cluster.num_workers
+
+
+def test_colocated_sides_share_all_machines() -> None:
+    assert ranks(build("cluster.gpus_per_node=4", "cluster.num_nodes=2")) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (("cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=6", "policy.train_micro_batch_size=4"), (2, 6)),
+        ((CPU, "cluster.cpu_workers_per_node=3", f"{RESOURCES}.cpu_workers_per_node=1"), (2, 1)),
+        (("cluster.gpus_per_node=8", "cluster.num_nodes=4", f"{RESOURCES}.num_nodes=2"), (16, 16)),
+        (("cluster.gpus_per_node=2", "cluster.num_nodes=5", f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 2}}"), (8, 2)),
+        ((CPU, "cluster.cpu_workers_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1"), (2, 2)),
+    ],
+)
+def test_one_node_is_divided_and_several_are_shared_out_whole(
+    overrides: tuple[str, ...], expected: tuple[int, int]
+) -> None:
+    config = build(APART, *overrides, "cluster.worker_timeout_s=77")
+    assert ranks(config) == expected
+    assert config.training_cluster.worker_timeout_s == config.generation_cluster.worker_timeout_s == 77
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ((f"{RESOURCES}.num_nodes=1",), "resources", "num_nodes only count for generation on its own resources; leave"),
+        (
+            (APART, "cluster.gpus_per_node=8"),
+            "resources.gpus_per_node",
+            "is required: how many of the node's 8 GPUs ge",
+        ),
+        ((APART, "cluster.gpus_per_node=1"), "enabled", "cannot both train and generate on its own; set cluster.gpus"),
+        (
+            (APART, "cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=8"),
+            "resources.gpus_per_node",
+            "8 of the node's 8 GPUs leaves none to train; set 1 to 7, or raise cluster.gpus_per_node",
+        ),
+        (
+            (APART, CPU, "cluster.cpu_workers_per_node=2", f"{RESOURCES}.gpus_per_node=1"),
+            "resources.gpus_per_node",
+            f"the cluster has no GPUs; set {RESOURCES}.cpu_workers_per_node instead",
+        ),
+        (
+            (APART, "cluster.gpus_per_node=2", f"{RESOURCES}.cpu_workers_per_node=1"),
+            "resources.cpu_workers_per_node",
+            f"the cluster uses GPUs; set {RESOURCES}.gpus_per_node instead",
+        ),
+        (
+            (APART, "cluster.gpus_per_node=2", f"{RESOURCES}={{gpus_per_node: 1, num_nodes: 2}}"),
+            "resources.num_nodes",
+            "2 of one node (cluster.num_nodes=1) leaves none to train; leave it out",
+        ),
+        (
+            (APART, "cluster.num_nodes=4"),
+            "resources.num_nodes",
+            "is required: how many of the 4 nodes generate, 1 to 3",
+        ),
+        (
+            (APART, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=2"),
+            "resources.num_nodes",
+            "2 of 2 nodes leaves none to train; set 1, or raise cluster.num_nodes",
+        ),
+        (
+            (
+                APART,
+                "cluster.num_nodes=2",
+                "cluster.gpus_per_node=8",
+                f"{RESOURCES}={{num_nodes: 1, gpus_per_node: 4}}",
+            ),
+            "resources.gpus_per_node",
+            "whole ones generate, with all their 8 GPUs; leave it out",
+        ),
+    ],
+)
+def test_a_division_that_cannot_be_is_refused_with_what_would_work(
+    overrides: tuple[str, ...], key: str, message: str
+) -> None:
+    problems = [line for line in problems_of(*overrides).splitlines() if message in line]
+    assert len(problems) == 1, problems_of(*overrides)
+    assert f"policy.generation.colocated.{key}" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=1"),
+            "64 cannot be shared by 5 training ranks",
+        ),
+        (("policy.dtensor_cfg.tensor_parallel_size=2",), "2 does not divide the 5 training ranks; these would: 1, 5"),
+        (
+            ("policy.generation.vllm_cfg.tensor_parallel_size=2",),
+            "2 does not divide the 3 GPUs that generate; these would: 1, 3",
+        ),
+        (
+            ("policy.generation.vllm_cfg={tensor_parallel_size: 1, pipeline_parallel_size: 2}",),
+            "pipeline_parallel_size: 2 x tensor_parallel_size=1 = 2 does not divide the 3 GPUs that generate",
+        ),
+    ],
+)
+def test_each_side_is_checked_by_its_own_ranks(overrides: tuple[str, ...], message: str) -> None:
+    assert message in problems_of(APART, "cluster.gpus_per_node=8", f"{RESOURCES}.gpus_per_node=3", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "num_nodes", "message"),
+    [
+        (4, 2, 2, None),
+        (2, 4, 4, None),
+        (8, 1, 2, "8 devices that share every layer have to be on one node of 4 GPUs; set it to one of 1, 2, 4"),
+        (2, 3, 3, "3 x tensor_parallel_size=2 = 6 does not fill nodes of 4 GPUs; make it a multiple of 4"),
+    ],
+)
+def test_the_stages_of_an_engine_may_lie_on_several_nodes(
+    tensor: int, pipeline: int, num_nodes: int, message: str | None
+) -> None:
+    settings = (
+        f"policy.generation.vllm_cfg={{tensor_parallel_size: {tensor}, pipeline_parallel_size: {pipeline}}}",
+        "cluster.gpus_per_node=4",
+        f"{RESOURCES}.num_nodes={num_nodes}",
+        f"cluster.num_nodes={num_nodes + 1}",
+        "policy.train_micro_batch_size=1",
+    )
+    if message is None:
+        assert build(APART, *settings).policy.generation.vllm_cfg.engine_size == 8
+    else:
+        assert message in problems_of(APART, *settings)
+
+
+def test_a_dry_run_shows_who_has_which_devices() -> None:
+    settings = ("policy.generation.vllm_cfg.tensor_parallel_size=2", "policy.train_micro_batch_size=4")
+    one_node = build(APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=2", *settings)
+    lines = [" ".join(line.split()) for line in describe_placement(one_node).splitlines()]
+    assert "layout on 4 GPUs on 1 node:" in lines and "training 2 GPUs on 1 node" in lines
+    assert "generation vLLM, 1 engine of 2 GPUs, on 2 GPUs on 1 node of its own; weights by NCCL" in lines
+    assert lines[lines.index("node GPU policy") + 1 :] == [
+        "0 0 rank 0 (data 0)",
+        "0 1 rank 1 (data 1)",
+        "",
+        "node GPU generation",
+        "0 2 engine 0 shard 0",
+        "0 3 engine 0 shard 1",
+    ]
+    two_nodes = build(APART, "cluster.gpus_per_node=2", "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=1", *settings)
+    lines = [" ".join(line.split()) for line in describe_placement(two_nodes).splitlines()]
+    assert lines[lines.index("node GPU generation") + 1 :] == ["1 0 engine 0 shard 0", "1 1 engine 0 shard 1"]

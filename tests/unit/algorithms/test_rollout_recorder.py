@@ -1,0 +1,236 @@
+"""What a run records of its rollouts, and training again from it; fakes in place of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+
+from nemo_rl.algorithms.grpo import GRPOTrainer
+from nemo_rl.algorithms.rollout_recorder import check_record, check_record_folder, record_identity
+from nemo_rl.rollouts.record import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
+from nemo_rl.rollouts.replay import RecordedRollouts
+from nemo_rl.types import GroupHandle, RolloutGroup, Sample
+from tests.fakes import FakeRollouts
+from tests.unit.algorithms.fake_runs import FakeRun, alternate
+from tests.unit.config.run_configs import build
+
+BASE = (
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=2",
+    "policy.train_global_batch_size=4",
+    "policy.train_micro_batch_size=2",
+    "grpo.val_period=0",
+    "grpo.max_num_steps=3",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=2",
+)
+IDENTITY = {
+    "policy.model": {"name": "tiny", "config_hash": "1"},
+    "policy.tokenizer": {"vocabulary_hash": "2", "chat_template_hash": "3"},
+    "data.train": "of no matter",
+}
+
+
+class Recording(FakeRollouts):
+    """Writes the step that was begun when it is waited for, as the rollout worker does meanwhile."""
+
+    begun: tuple[Any, ...] | None = None
+
+    def start_record(self, *arguments: Any) -> None:
+        assert self.begun is None, "one step at a time"
+        self.begun = arguments
+
+    def finish_records(self) -> int:
+        if self.begun is None:
+            return 0
+        (root, index, keep, handles), self.begun = self.begun, None
+        return write_step(root, index, [whole(handle) for handle in handles], ["t"] * len(handles), keep)
+
+
+def whole(handle: GroupHandle) -> RolloutGroup:
+    samples = []
+    for meta in handle.samples:
+        mask = np.arange(meta.length) >= meta.num_prompt_tokens
+        tokens, logprobs = np.arange(meta.length), np.zeros(meta.length, np.float32)
+        samples.append(Sample(meta=meta, token_ids=tokens, token_mask=mask, generation_logprobs=logprobs))
+    return RolloutGroup(group_id=handle.group_id, prompt_id=handle.prompt_id, samples=samples)
+
+
+class Replaying(RecordedRollouts):
+    """Reads in this process."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.steps = root, recorded_steps(root)
+        self._index: StepIndex | None = None
+        self._batches: list[list[GroupHandle]] = []
+        self.generation_use = FakeRollouts(None, []).generation_use  # type: ignore[method-assign]
+
+    @property
+    def controller_tensor_bytes(self) -> int:
+        return 0
+
+    def load(self, folder: Path) -> list[GroupHandle]:
+        groups, _ = read_groups(folder)
+        return [
+            GroupHandle(
+                group_id=group.group_id,
+                prompt_id=group.prompt_id,
+                task_name="t",
+                ref=None,
+                samples=[sample.meta for sample in group.samples],
+            )
+            for group in groups
+        ]
+
+
+class Run(FakeRun):
+    """A GRPO in `folder`, from `rollouts` or from its own."""
+
+    def __init__(self, folder: Path, *overrides: str, reward: Any = alternate, rollouts: Any = None) -> None:
+        config = build(*BASE, f"checkpointing.checkpoint_dir={folder / 'ckpt'}", *overrides)
+
+        def make(tools: Any, parts: Any) -> GRPOTrainer:
+            tools.identity = IDENTITY
+            changed = rollouts or Recording(reward, parts.rollouts.calls)
+            return GRPOTrainer(config, tools, type(parts)(**{**vars(parts), "rollouts": changed}))
+
+        super().__init__(folder, config, make, calls=[], reward=reward)
+
+    @property
+    def text(self) -> str:
+        return self.trainer.tools.console._console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def recording(root: Path) -> tuple[str, ...]:
+    return ("grpo.rollout_record.enabled=true", f"grpo.rollout_record.save_dir={root}")
+
+
+def trained(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in row.items() if name.startswith("train/")} for row in rows]
+
+
+def test_every_step_is_recorded_with_what_was_trained(tmp_path):
+    run = Run(tmp_path, *recording(tmp_path / "record"))
+    rows = run.go()
+    assert recorded_steps(tmp_path / "record") == [1, 2, 3]
+    index = read_index(tmp_path / "record", 2)
+    assert index.weight_version == 1 and index.seed == 42 and index.groups_per_batch == 2
+    assert index.group_ids == list(index.trained) and all(name.startswith("2/") for name in index.group_ids)
+    assert [sorted(of) for of in index.trained.values()] == [pytest.approx([-1.41421, 1.41421], abs=1e-4)] * 2
+    assert index.environment_metrics == {"math/num_groups": 2.0}
+    assert "the first step" in run.text and "3 steps of rollouts" in run.text
+    assert rows[0]["performance/recorded_bytes"] == 0 < rows[1]["performance/recorded_bytes"]
+
+
+def test_a_checkpoint_is_not_ahead_of_the_record(tmp_path):
+    run = Run(tmp_path, *recording(tmp_path / "record"), "grpo.max_num_steps=2")
+    seen = []
+    save = run.policy.save_checkpoint
+    run.policy.save_checkpoint = lambda *a, **k: (seen.append(recorded_steps(tmp_path / "record")), save(*a, **k))  # type: ignore[method-assign]
+    run.go()
+    assert seen == [[1, 2]]
+
+
+def test_a_run_that_goes_on_replaces_what_is_after_its_checkpoint(tmp_path):
+    Run(tmp_path, *recording(tmp_path / "record")).go()
+    for path in (tmp_path / "ckpt").glob("step_3"):
+        path.rename(tmp_path / "taken_away")
+    again = Run(tmp_path, *recording(tmp_path / "record"))
+    again.go()
+    assert recorded_steps(tmp_path / "record") == [1, 2, 3]
+    assert recorded_steps(tmp_path / "record" / "superseded_001") == [3] and "superseded_001" in again.text
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    Run(tmp_path / "one", *recording(tmp_path / "record")).go()
+    other = Run(tmp_path / "two", *recording(tmp_path / "record"), "policy.generation.temperature=0.5")
+    with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*temperature.*0\.5"):
+        other.go()
+    assert recorded_steps(tmp_path / "record") == [1, 2, 3]
+
+
+def test_a_folder_is_looked_at_before_a_run_starts(tmp_path):
+    key = "grpo.rollout_record.save_dir"
+    run = Run(tmp_path, *recording(tmp_path / "record"))
+    identity = record_identity(run.trainer.run, IDENTITY)
+    check_record_folder(tmp_path / "record", identity, key)  # there is none yet
+    run.go()
+    check_record_folder(tmp_path / "record", identity, key)
+    other = record_identity(run.trainer.run, {**IDENTITY, "policy.model": {"name": "large", "config_hash": "1"}})
+    with pytest.raises(ValueError, match=r"another run; set grpo\.rollout_record\.save_dir(.|\n)*large"):
+        check_record_folder(tmp_path / "record", other, key)
+
+
+def test_a_record_gives_a_run_the_same_steps(tmp_path):
+    record = tmp_path / "record"
+    want = Run(
+        tmp_path / "one",
+        *recording(record),
+        reward=lambda request, i: float(crc32(f"{request.group_id}/{i}".encode()) % 3),
+    ).go()
+    replay = Run(tmp_path / "two", f"grpo.replay_from={record}", "grpo.max_num_steps=4", rollouts=Replaying(record))
+    got = replay.go()
+    assert trained(got)[:3] == trained(want) and len({row["train/reward"] for row in want}) > 1
+    assert f"the record in {record} ends with step 3" in replay.text
+
+
+def test_dynamic_sampling_gets_its_batches_again(tmp_path):
+    """Every other batch says nothing."""
+    record = tmp_path / "record"
+    dynamic = ("grpo.use_dynamic_sampling=true", "grpo.max_num_steps=2")
+
+    def reward(request: Any, index: int) -> float:
+        return float(index % 2) if request.seed_step % 2 == 0 else 0.0
+
+    want = Run(tmp_path / "one", *recording(record), *dynamic, reward=reward).go()
+    assert len(read_index(record, 1).group_ids) == 4 and len(read_index(record, 1).trained) == 2
+    got = Run(tmp_path / "two", *dynamic, f"grpo.replay_from={record}", rollouts=Replaying(record)).go()
+    assert trained(got) == trained(want) and want[0]["train/dynamic_sampling_num_gen_batches"] == 2
+    stricter = Run(
+        tmp_path / "three",
+        *dynamic,
+        "grpo.reward_scaling={enabled: true, source_min: 1.0, source_max: 2.0}",
+        f"grpo.replay_from={record}",
+        rollouts=Replaying(record),
+    )
+    with pytest.raises(ValueError, match="step 1 wants more groups than it got"):
+        stricter.go()
+
+
+def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
+    record = tmp_path / "record"
+    run = Run(tmp_path, *recording(record))
+    run.go()
+    same = record_identity(run.trainer.run, IDENTITY)
+    check_record(record, same, "grpo.replay_from")
+    other = {**IDENTITY, "policy.model": {"name": "large", "config_hash": "1"}}
+    config = build(*BASE, "grpo.num_generations_per_prompt=4", "policy.train_global_batch_size=8")
+    with pytest.raises(ValueError, match="cannot replay") as refusal:
+        check_record(record, record_identity(config, other), "grpo.replay_from")
+    lines = str(refusal.value).splitlines()[1:]
+    assert [line.strip().partition(":")[0] for line in lines] == [
+        "policy.model.name",
+        "rollouts.num_generations_per_prompt",
+    ]
+    step_folder(record, 1).rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match="holds steps 2 to 3; a replay needs all from 1 on"):
+        check_record(record, same, "grpo.replay_from")
+    with pytest.raises(FileNotFoundError, match="holds no recorded step"):
+        check_record(tmp_path / "nowhere", same, "grpo.replay_from")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.val_period=5", "no engine is started that could answer validation prompts"),
+        ("grpo.rollout_record.enabled=true", "nothing is sampled with replay_from"),
+    ],
+)
+def test_a_replay_that_asks_for_engines_is_refused(override, message):
+    with pytest.raises(ValueError, match=message):
+        build(*BASE, "grpo.replay_from=somewhere", override)

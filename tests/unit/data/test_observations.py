@@ -1,0 +1,133 @@
+"""Conversations of several turns as the model sees them, against what the chat template makes of them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.preflight import check_turns
+from nemo_rl.data.messages import ObservationRenderer, render_chat
+from nemo_rl.data.tiny_model import CHAT_TEMPLATE
+from tests.unit.data.templates import TEMPLATES, tokenizer_with
+
+ONLY_USERS = (
+    "{%- for m in messages -%}"
+    "{%- if m.role not in ('user', 'assistant') -%}{{- raise_exception('role') -}}{%- endif -%}"
+    "{{- '[' + m.role + ']' + m.content + '<eos>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '[assistant]' -}}{%- endif -%}"
+)
+TOOLS_AS_USERS = (  # as Qwen 3
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}"
+    "{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}"
+    "{%- else -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+)
+NEXT_HEADER_ENDS = (  # as GLM 4: the header of whoever speaks next is what ends a turn
+    "{{- '<|begin_of_text|>' -}}{%- for m in messages -%}"
+    "{{- ('<|im_start|>' if m.role == 'user' else '<|im_end|>') + m.content -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_end|>' -}}{%- endif -%}"
+)
+KEEPING = {
+    "tiny": (CHAT_TEMPLATE, "<eos>"),
+    "default_system": (TEMPLATES["default_system"], "<eos>"),
+    "demands_a_user": (TEMPLATES["demands_a_user"], "<eos>"),
+    "chatml": (TEMPLATES["chatml"], "<|im_end|>"),
+    "chatml_blocks": (TEMPLATES["chatml_blocks"], "<|im_end|>"),
+    "llama3": (TEMPLATES["llama3"], "<|eot_id|>"),
+    "llama3_blocks": (TEMPLATES["llama3_blocks"], "<|eot_id|>"),
+    "only_users": (ONLY_USERS, "<eos>"),
+    "tools_as_users": (TOOLS_AS_USERS, "<|im_end|>"),
+    "next_header_ends": (NEXT_HEADER_ENDS, "<|im_start|>"),
+    "no_generation_prompt": (TEMPLATES["system_in_last_user"], "<eos>"),
+}
+words = st.text(st.sampled_from("ab1<>é "), min_size=1, max_size=6).map(lambda text: f"x{text}y")
+turns = st.lists(
+    st.tuples(words, st.booleans(), st.sampled_from(["environment", "tool", "user"]), words), min_size=1, max_size=3
+)
+
+
+@pytest.mark.parametrize("name", list(KEEPING))
+def test_the_model_sees_what_the_template_writes_in_every_turn(name):
+    """Whether the model ended a turn itself or a stop string did."""
+    template, end = KEEPING[name]
+    tokenizer = tokenizer_with(template)
+    render = ObservationRenderer(tokenizer)
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @settings(max_examples=8, deadline=None)
+    @given(turns)
+    def check(turns: list[tuple[str, bool, str, str]]) -> None:
+        conversation = [{"role": "user", "content": "start"}]
+        seen = tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))
+        for answer, ended, role, said in turns:
+            if name == "next_header_ends":
+                role = "user"
+            sampled = tokens(answer + end if ended else answer)
+            seen = seen + sampled + render({"role": role, "content": said}, sampled=sampled)
+            conversation += [
+                {"role": "assistant", "content": answer},
+                {"role": render.role(role), "content": said},
+            ]
+            assert tokenizer.decode(seen) == render_chat(conversation, tokenizer, add_generation_prompt=True)
+            assert seen == tokens(render_chat(conversation, tokenizer, add_generation_prompt=True))
+
+    check()
+
+
+def test_a_tool_speaks_as_a_tool_where_the_template_knows_tools():
+    said = {"role": "tool", "content": "42 "}
+    shown = {}
+    for name in ("tools_as_users", "chatml", "only_users"):
+        tokenizer = tokenizer_with(KEEPING[name][0])
+        shown[name] = tokenizer.decode(ObservationRenderer(tokenizer)(said, sampled=[]))
+    assert "<tool_response>\n42 \n</tool_response>" in shown["tools_as_users"]
+    assert "<|im_start|>tool\n42 " in shown["chatml"] and "[user]42 " in shown["only_users"]
+
+
+def test_an_empty_observation_still_has_its_place():
+    tokenizer = tokenizer_with(ONLY_USERS)
+    rendered = ObservationRenderer(tokenizer)({"role": "environment", "content": ""}, sampled=[])
+    assert tokenizer.decode(rendered) == "<eos>[user]<eos>[assistant]"
+
+
+def test_another_stop_token_than_the_templates_is_kept_and_the_turn_ended():
+    tokenizer = tokenizer_with(TEMPLATES["chatml"])
+    rendered = ObservationRenderer(tokenizer)(
+        {"role": "user", "content": "go on"}, sampled=[50, tokenizer.eos_token_id]
+    )
+    assert tokenizer.decode(rendered).startswith("<|im_end|>\n<|im_start|>user")
+
+
+def turns_of(template: str, max_turns: int = 2) -> None:
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(max_rollout_turns=max_turns))
+    check_turns(config, tokenizer_with(template))
+
+
+@pytest.mark.parametrize("name", list(KEEPING))
+def test_nothing_is_said_of_templates_that_keep_turns(name, caplog):
+    with caplog.at_level(logging.WARNING):
+        turns_of(KEEPING[name][0])
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(("name", "what"), [("forgetful", "the thoughts of earlier turns"), ("thinking", "")])
+def test_a_template_that_rewrites_earlier_turns_is_told_of_in_runs_of_several_turns(name, what, caplog):
+    with caplog.at_level(logging.WARNING):
+        turns_of(TEMPLATES[name], max_turns=1)
+        assert caplog.text == ""
+        turns_of(TEMPLATES[name])
+    assert f"the chat template writes {what}" in caplog.text and "<think>" in caplog.text
+    assert "policy.tokenizer.chat_template" in caplog.text
+
+
+def test_a_template_of_one_turn_is_refused_for_several():
+    once = "{%- if messages | length > 1 -%}{{- raise_exception('once') -}}{%- endif -%}{{- messages[0].content -}}"
+    with pytest.raises(ValueError, match="allows further turns"):
+        turns_of(once)

@@ -1,0 +1,145 @@
+import random
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.datasets import sliding_puzzle
+from nemo_rl.data.datasets.registry import load_rows
+from nemo_rl.data.datasets.sliding_puzzle import demonstrate, is_held_out, sliding_puzzle_rows
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import find_processor
+from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, ensure_tiny_model, recipe_hash
+from nemo_rl.utils.sliding_puzzle import (
+    TILE_MOVES,
+    describe,
+    is_solved,
+    parse_grid,
+    play,
+    read_action,
+    render,
+    shuffled,
+    solve,
+)
+
+SHORT = TinyModelRecipe(task="sliding_puzzle", num_clean_steps=1, num_doubtful_steps=1, batch_size=4)
+
+
+def dataset(**kwargs):
+    return DatasetConfig(
+        dataset_name="sliding_puzzle", processor="episode_processor", env_name="sliding_puzzle_game", **kwargs
+    )
+
+
+def grids(rows):
+    return {str(row["extra_env_info"]["game_state"]["grid"]) for row in rows}
+
+
+def boards_of(rows):
+    return [parse_grid(row["extra_env_info"]["game_state"]["grid"]) for row in rows]
+
+
+@pytest.mark.parametrize("size", [2, [2, 3], 3, 5])
+def test_training_and_validation_never_begin_with_the_same_board(size):
+    options = {"size": size, "shuffle_moves": [1, 11], "num_samples": 200}
+    splits = {split: sliding_puzzle_rows(**options, split=split) for split in ("train", "validation", "all")}
+    assert not grids(splits["train"]) & grids(splits["validation"])
+    assert grids(sliding_puzzle_rows(**options, seed=7)).isdisjoint(grids(splits["validation"]))
+    assert not any(map(is_held_out, boards_of(splits["train"]))) and all(
+        map(is_held_out, boards_of(splits["validation"]))
+    )
+    shares = [is_held_out(board) for board in boards_of(splits["all"])]
+    assert 0.1 < sum(shares) / len(shares) < 0.35
+
+
+def test_a_row_is_what_it_shows_and_the_seed_decides():
+    rows = sliding_puzzle_rows(size=[2, 3], shuffle_moves=5, num_samples=20, max_moves=9)
+    assert rows == sliding_puzzle_rows(size=[2, 3], shuffle_moves=5, num_samples=20, max_moves=9)
+    assert rows != sliding_puzzle_rows(size=[2, 3], shuffle_moves=5, num_samples=20, max_moves=9, seed=1)
+    for row, board in zip(rows, boards_of(rows), strict=True):
+        assert row["problem"] == render(board)
+        assert row["stop_strings"] == ["</action>"] and row["extra_env_info"]["max_moves"] == 9
+        assert 1 <= len(solve(board)) <= 5
+
+
+def test_on_2x2_every_board_is_as_likely_as_another():
+    rows = sliding_puzzle_rows(size=2, shuffle_moves=[1, 11], num_samples=2200, split="all")
+    counts = dict.fromkeys(grids(rows), 0)
+    for row in rows:
+        counts[str(row["extra_env_info"]["game_state"]["grid"])] += 1
+    assert len(counts) == 11 and min(counts.values()) > 140 and max(counts.values()) < 270
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(ValueError, match="split must be one of train, validation, all"):
+        sliding_puzzle_rows(split="test")
+    with pytest.raises(ValueError, match="shuffle_moves is a number"):
+        sliding_puzzle_rows(shuffle_moves=[3, 2])
+    with pytest.raises(ValueError, match="num_samples must be 1"):
+        sliding_puzzle_rows(num_samples=0)
+    with pytest.raises(ValueError, match="set split=all"):
+        sliding_puzzle_rows(size=2, shuffle_moves=1, split="validation")
+    with pytest.raises(ValueError, match="kwargs takes size, shuffle_moves, num_samples, max_moves"):
+        load_rows(dataset(kwargs={"sizes": 3}))
+
+
+def test_a_part_set_aside_for_validation_is_the_held_out_boards():
+    kwargs = {"size": 3, "num_samples": 50}
+    train, held_out = load_rows(dataset(kwargs=kwargs, split_validation_size=0.1))
+    assert held_out is not None
+    assert len(train) == 50 and not any(map(is_held_out, boards_of(train)))
+    assert all(map(is_held_out, boards_of(held_out)))
+
+
+def test_the_processor_hands_on_metadata_and_the_stop_strings_of_the_first_turn():
+    (row,) = sliding_puzzle_rows(size=2, shuffle_moves=1, num_samples=1, split="all")
+    process = find_processor("episode_processor")
+    tokenizer = build_tiny_tokenizer()
+    datum = process(row, TaskDataSpec(task_name="sliding_puzzle"), tokenizer, 64, 3)
+    assert datum["stop_strings"] == ["</action>"] and datum["extra_env_info"] == row["extra_env_info"]
+    assert (datum["idx"], datum["loss_multiplier"]) == (3, 1.0)
+    (message,) = datum["message_log"]
+    assert tokenizer.decode(message["token_ids"]) == f"<|user|>{row['problem']}<eos><|assistant|>"
+    del row["stop_strings"]
+    assert "stop_strings" not in process(row, TaskDataSpec(task_name="sliding_puzzle"), tokenizer, 64, 3)
+    del row["extra_env_info"]
+    with pytest.raises(ValueError, match="row 3 has no 'extra_env_info'"):
+        process(row, TaskDataSpec(task_name="sliding_puzzle"), tokenizer, 64, 3)
+
+
+@pytest.mark.parametrize("mistakes", [0.0, 0.5, 1.0])
+def test_demonstrations_are_games_that_can_be_played_with_as_many_mistakes_as_asked(mistakes):
+    rng = random.Random(0)
+    wrong_ways = []
+    for _ in range(300):
+        first, *rest = demonstrate(rng, mistakes)
+        assert first["role"] == "user"
+        board = parse_grid([[int(t) if t != "_" else 0 for t in line.split()] for line in first["content"].split("\n")])
+        for said, seen in zip(rest[::2], [*rest[1::2], None], strict=False):
+            assert said["role"] == "assistant" and read_action(said["content"]) in TILE_MOVES
+            wrong_ways.append(read_action(said["content"]) != solve(board)[0])
+            board, problem = play(board, said["content"])
+            text = describe(board, problem)
+            assert is_solved(board) if seen is None else seen == {"role": "environment", "content": text}
+        assert len(rest) <= 2 * sliding_puzzle.DEMONSTRATED_MOVES
+    assert sum(wrong_ways) / len(wrong_ways) == pytest.approx(
+        0.75 * mistakes, abs=0.05
+    )  # a quarter of the random ones is right
+
+
+def test_the_model_of_a_task_depends_on_its_recipe_and_its_demonstrations_alone(tmp_path: Path):
+    def files_of(name: str, recipe: TinyModelRecipe) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in Path(ensure_tiny_model(tmp_path / name, recipe)).iterdir()}
+
+    first = files_of("a", SHORT)
+    random.seed(7)
+    shuffled(2, 2, 3, random.Random())
+    assert files_of("b", SHORT) == first
+    before, longest = recipe_hash(SHORT), sliding_puzzle.DEMONSTRATED_MOVES
+    assert before == recipe_hash(SHORT) != recipe_hash(TinyModelRecipe(batch_size=4))
+    sliding_puzzle.DEMONSTRATED_MOVES = 1
+    try:
+        assert recipe_hash(SHORT) != before
+        assert files_of("c", SHORT)["model.safetensors"] != first["model.safetensors"]
+    finally:
+        sliding_puzzle.DEMONSTRATED_MOVES = longest

@@ -1,0 +1,285 @@
+"""Weights through a process group: one sender here, receivers in forked processes, real gloo between them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.distributed.collective_buffer import KEY, CollectiveBuffer, Rendezvous, _tcp_sockets
+from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
+from nemo_rl.distributed.pack_layout import PackLayout, Segment
+from nemo_rl.distributed.weight_transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
+
+CPU = torch.device("cpu")
+SOON_S = 10.0  # long before a limit that nobody waits for
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Larger than a bucket, small, empty, strided, integer."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "embed": torch.randn(300, 100, generator=generator),
+        "norm": torch.randn(48, generator=generator),
+        "empty": torch.randn(0, 4, generator=generator),
+        "strided": torch.randn(40, 30, generator=generator).t(),
+        "counts": torch.arange(13) + seed,
+        "head": torch.randn(110, 170, generator=generator),
+    }
+
+
+class Policy:
+    """The sending side; its weights can be replaced between syncs."""
+
+    def __init__(self, num_receivers: int, *, timeout_s: float = 60.0, wire_dtype: str = "float32") -> None:
+        self.weights = weights(0)
+        self.sender = WeightSender(
+            [self._exported(name) for name in self.weights],
+            device=CPU,
+            rank=0,
+            local_rank=0,
+            transport="packed_collective",
+            wire_dtype=wire_dtype,
+            bucket_bytes=20_000,
+            rendezvous=Rendezvous(address="127.0.0.1", num_receivers=num_receivers, timeout_s=timeout_s),
+        )
+
+    def _exported(self, name: str) -> ExportedTensor:
+        return exported(name, lambda: self.weights[name])
+
+
+class Engine:
+    """A receiving process. Answers each order with "ok", the values it holds, or the text of its error."""
+
+    def __init__(self, description: dict[str, Any], number: int, *, damages: int | None = None) -> None:
+        context = mp.get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, description, number, damages), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def order(self, *order: Any) -> None:
+        self.pipe.send(order)
+
+    def answer(self, within_s: float = 60.0) -> Any:
+        assert self.pipe.poll(within_s), f"no answer within {within_s} s"
+        return self.pipe.recv()
+
+
+class Damaging:
+    """A receiver's buffer that turns a bit of the first byte of every half that arrives."""
+
+    def __init__(self, buffer: CollectiveBuffer, half_bytes: int) -> None:
+        self.bytes, self.key, self._buffer, self._half_bytes = buffer.bytes, buffer.key, buffer, half_bytes
+        self.expect, self.close, self.endpoint = buffer.expect, buffer.close, buffer.endpoint
+        self.await_free, self.filled = buffer.await_free, buffer.filled
+
+    def await_arrival(self, half: int) -> None:
+        self._buffer.await_arrival(half)
+        self.bytes[half * self._half_bytes] ^= 1
+
+
+def _serve(pipe: Connection, description: dict[str, Any], number: int, damages: int | None) -> None:
+    torch.set_num_threads(1)
+    layout = PackLayout.from_dict(description["layout"])
+    try:
+        buffer: Any = attach_buffer("packed_collective", description["endpoints"], CPU, number)
+    except RefitError as error:
+        pipe.send(str(error))
+        return
+    pipe.send("ok")
+    if damages == number:
+        buffer = Damaging(buffer, layout.bucket_bytes)
+    receiver = WeightReceiver(layout, "packed_collective", buffer)
+    own = {meta.name: torch.full(meta.shape, 77, dtype=meta.torch_dtype) for meta in layout.tensors}
+    targets = [[Segment(tuple(t.shape), t.stride(), 0, t)] for t in own.values()]
+    while True:
+        kind, *arguments = pipe.recv()
+        try:
+            if kind == "begin":
+                receiver.begin(arguments[0], targets=targets, load=None)
+            elif kind == "receive":
+                receiver.receive(*arguments)
+            elif kind == "finish":
+                receiver.finish()
+            pipe.send({name: tensor.tolist() for name, tensor in own.items()} if kind == "values" else "ok")
+        except RefitError as error:
+            pipe.send(str(error))
+
+
+@contextmanager
+def group(
+    num_engines: int, *, wire_dtype: str = "float32", damages: int | None = None
+) -> Iterator[tuple[Policy, list[Engine]]]:
+    policy = Policy(num_engines, wire_dtype=wire_dtype)
+    description = policy.sender.describe()
+    engines = [Engine(description, number, damages=damages) for number in range(num_engines)]
+    try:
+        assert [engine.answer() for engine in engines] == ["ok"] * num_engines
+        yield policy, engines
+    finally:
+        for engine in engines:
+            engine.process.kill()
+            engine.process.join()
+        policy.sender.close()
+
+
+def ask(engines: list[Engine], *order: Any) -> list[Any]:
+    for engine in engines:
+        engine.order(*order)
+    return [engine.answer() for engine in engines]
+
+
+def sync(policy: Policy, engines: list[Engine], version: int) -> None:
+    """As `Refit` does it: the sender is two buckets ahead at most."""
+    assert set(ask(engines, "begin", version)) == {"ok"}
+    open_buckets = 0
+    for bucket in range(len(policy.sender.layout.buckets)):
+        if open_buckets == 2:
+            assert {engine.answer() for engine in engines} == {"ok"}
+            open_buckets -= 1
+        fingerprints = policy.sender.pack(bucket)["fingerprints"]
+        for engine in engines:
+            engine.order("receive", bucket, fingerprints)
+        open_buckets += 1
+    for _ in range(open_buckets):
+        assert {engine.answer() for engine in engines} == {"ok"}
+    assert set(ask(engines, "finish")) == {"ok"}
+
+
+@pytest.mark.parametrize(("num_engines", "wire_dtype"), [(1, "float32"), (3, "bfloat16")])
+def test_every_engine_holds_the_weights_of_every_sync(num_engines: int, wire_dtype: str) -> None:
+    with group(num_engines, wire_dtype=wire_dtype) as (policy, engines):
+        assert len(policy.sender.layout.buckets) > 4
+        for version in range(3):
+            policy.weights = weights(version)
+            sync(policy, engines, version)
+            expected = {
+                name: tensor.to(
+                    torch.bfloat16 if wire_dtype == "bfloat16" and tensor.is_floating_point() else tensor.dtype
+                )
+                for name, tensor in policy.weights.items()
+            }
+            assert ask(engines, "values") == [{name: t.tolist() for name, t in expected.items()}] * num_engines
+
+
+def test_damage_on_the_way_names_the_tensor_and_a_new_group_heals_it() -> None:
+    with group(2, damages=1) as (policy, engines):
+        assert ask(engines, "begin", 4) == ["ok", "ok"]
+        fingerprints = policy.sender.pack(0)["fingerprints"]
+        sound, damaged = ask(engines, "receive", 0, fingerprints)
+        assert sound == "ok"
+        assert "packed_collective, version 4, bucket 0: tensor 'embed' (bytes 0 to 20032)" in damaged
+        assert "is not what the policy sent" in damaged
+    with group(2) as (policy, engines):
+        sync(policy, engines, 4)
+
+
+def test_an_engine_that_dies_is_noticed_by_all_others_at_once() -> None:
+    with group(3) as (policy, engines):
+        sync(policy, engines, 0)
+        assert set(ask(engines, "begin", 1)) == {"ok"}
+        fingerprints = policy.sender.pack(0)["fingerprints"]
+        os.kill(engines[0].process.pid or 0, signal.SIGKILL)
+        engines[0].process.join()
+        for engine in engines[1:]:
+            engine.order("receive", 0, fingerprints)
+        with pytest.raises(RefitError, match=r"packed_collective, bucket \d of \d+ \(\w+ to \w+\): .*has left"):
+            for bucket in range(1, len(policy.sender.layout.buckets)):
+                policy.sender.pack(bucket)
+                time.sleep(0.1)
+        for engine in engines[1:]:
+            answer = engine.answer(SOON_S)
+            if answer == "ok":  # the bucket had arrived before
+                engine.order("receive", 1, fingerprints)
+                answer = engine.answer(SOON_S)
+            assert "packed_collective, version 1, bucket" in answer and "has left" in answer
+
+
+def test_a_policy_that_ends_is_noticed_by_the_engines_at_once() -> None:
+    with group(2) as (policy, engines):
+        assert ask(engines, "begin", 1) == ["ok", "ok"]
+        for engine in engines:
+            engine.order("receive", 0, b"")
+        policy.sender.close()
+        for engine in engines:
+            answer = engine.answer(SOON_S)
+            assert "version 1, bucket 0 of" in answer and "(embed to embed)" in answer and "has left" in answer
+
+
+def test_a_group_is_left_at_once_whatever_is_on_its_way() -> None:
+    before = num_tcp_sockets()
+    with group(2) as (policy, engines):
+        sync(policy, engines, 0)
+        assert set(ask(engines, "begin", 1)) == {"ok"}
+        for engine in engines:
+            engine.order("receive", 0, policy.sender.pack(0)["fingerprints"] if engine is engines[0] else b"")
+        for bucket in (1, 2, 3):  # which nobody takes any more
+            policy.sender.pack(bucket)
+        started = time.monotonic()
+        policy.sender.close()
+        assert time.monotonic() - started < SOON_S
+    assert num_tcp_sockets() == before
+
+
+def num_tcp_sockets() -> int:
+    return sum(1 for _ in _tcp_sockets())
+
+
+def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
+    policy = Policy(3, timeout_s=0.7)
+    engine = Engine(policy.sender.describe(), 1)
+    try:
+        with pytest.raises(RefitError, match=r"bucket 0 of .*after 0.7 s the engines' ranks 0, 2 had not joined"):
+            policy.sender.pack(0)
+        policy.sender.close()
+        answer = engine.answer(SOON_S)
+        assert "packed_collective: rank 1 of the engines cannot join the policy" in answer
+    finally:
+        engine.process.kill()
+        policy.sender.close()
+
+
+def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> None:
+    policy = Policy(2)
+    engine = Engine(policy.sender.describe(), 0)
+    try:
+        assert not engine.pipe.poll(0.5), "it waits for the other engine"
+        policy.sender.close()
+        answer = engine.answer(SOON_S)
+        assert "rank 0 of the engines cannot join the policy: the policy's rank 0 has left the group" in answer
+    finally:
+        engine.process.kill()
+
+
+def test_only_rank_0_of_a_policy_sends() -> None:
+    tensor = torch.ones(3)
+    sender = WeightSender(
+        [exported("a", lambda: tensor)],
+        device=CPU,
+        rank=1,
+        local_rank=0,  # the first of its node
+        transport="packed_collective",
+        wire_dtype="float32",
+        rendezvous=Rendezvous(address="127.0.0.1", num_receivers=1, timeout_s=1.0),
+    )
+    assert "endpoints" not in sender.describe() and "fingerprints" not in sender.pack(0)
+
+
+def test_the_rendezvous_is_on_the_address_it_is_told_alone() -> None:
+    buffer = CollectiveBuffer.create(128, CPU, Rendezvous(address="127.0.0.2", num_receivers=1, timeout_s=5.0))
+    try:
+        assert buffer.key == KEY and buffer.endpoint()["host"] == "127.0.0.2"
+        elsewhere = {**buffer.endpoint(), "host": "127.0.0.1", "timeout_s": 0.5}
+        with pytest.raises(ConnectionError, match="the policy's rank 0 has left the group"):
+            CollectiveBuffer.attach(elsewhere, CPU, 0)
+    finally:
+        buffer.close()

@@ -1,0 +1,126 @@
+"""The environment as episodes use it: through the checks and the cutting of its real EnvironmentReturn."""
+
+import pytest
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.client import split_return
+from nemo_rl.environments.config import EnvSection, SlidingPuzzleEnvironmentConfig
+from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
+from nemo_rl.environments.registry import ENV_REGISTRY, find_env_class
+from nemo_rl.utils.sliding_puzzle import reachable, render, solve
+
+OPTIONS = {"cfg": {"game_config": {"size": 2, "shuffle_moves": 3}, "max_moves": 3}}
+
+
+def log(*turns: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "1 2\n_ 3"}, *({"role": "assistant", "content": turn} for turn in turns)]
+
+
+def steps(env, logs, metadata):
+    return split_return(env.step(logs, metadata), len(logs), "sliding_puzzle_game")
+
+
+def begin(grid, **more):
+    return {"game_state": {"grid": grid}, **more}
+
+
+def test_a_batch_of_games_each_gets_its_own_answer():
+    logs = [
+        log("<action>left</action>"),
+        log("<action>slide 1</action>"),
+        log("<action>up</action>"),
+        log("I give up"),
+    ]
+    solved, moved, stuck, silent = steps(SlidingPuzzleEnv(OPTIONS), logs, [begin([[1, 2], [0, 3]])] * 4)
+    assert (solved.reward, solved.terminated) == (1.0, True)
+    assert solved.observation == {"role": "environment", "content": "1 2\n3 _\nSolved in 1 moves."}
+    assert (moved.reward, moved.terminated) == (0.0, False)
+    assert moved.observation["content"] == "_ 2\n1 3"
+    assert moved.metadata == {"game_state": {"grid": [[0, 2], [1, 3]]}, "num_moves": 1, "max_moves": 3}
+    for step, said in ((stuck, "No tile can move up."), (silent, "No action found.")):
+        assert (step.reward, step.terminated) == (0.0, False)
+        assert step.observation["content"].startswith(said) and step.observation["content"].endswith("\n1 2\n_ 3")
+        assert step.metadata["game_state"] == {"grid": [[1, 2], [0, 3]]} and step.metadata["num_moves"] == 1
+    assert all(step.next_stop_strings == ["</action>"] for step in (solved, moved, stuck, silent))
+
+
+def test_a_game_is_played_to_its_end_by_shortest_solutions():
+    env = SlidingPuzzleEnv({"cfg": {"game_config": {"size": [2, 2]}, "max_moves": 6}})
+    for board in reachable(2, 2)[1:]:
+        metadata, way = begin([list(row) for row in board]), solve(board)
+        for number, direction in enumerate(way, start=1):
+            (step,) = steps(env, [log(f"<action>{direction}</action>")], [metadata])
+            metadata = step.metadata
+            assert (step.reward, step.terminated) == (float(number == len(way)), number == len(way)), render(board)
+
+
+def test_a_game_is_lost_after_the_most_moves_whether_they_could_be_done_or_not():
+    env, metadata = SlidingPuzzleEnv(OPTIONS), begin([[0, 2], [1, 3]])
+    for turn, ends in (("<action>up</action>", False), ("nothing", False), ("<action>down</action>", True)):
+        (step,) = steps(env, [log(turn)], [metadata])
+        metadata = step.metadata
+        assert (step.reward, step.terminated) == (0.0, ends)
+    assert step.observation["content"].endswith("_ 2\n1 3\nNot solved in 3 moves.")
+    (step,) = steps(env, [log("<action>up</action>")], [begin([[0, 2], [1, 3]], max_moves=1)])
+    assert step.terminated and step.metadata["max_moves"] == 1
+
+
+def test_the_last_move_may_solve_it():
+    (step,) = steps(SlidingPuzzleEnv(OPTIONS), [log("<action>left</action>")], [begin([[1, 2], [0, 3]], num_moves=2)])
+    assert (step.reward, step.terminated) == (1.0, True)
+
+
+def test_a_step_depends_on_its_arguments_alone_and_leaves_them_alone():
+    env, metadata = SlidingPuzzleEnv(OPTIONS), begin([[0, 2], [1, 3]])
+    first = steps(env, [log("<action>left</action>")], [metadata])
+    assert metadata == begin([[0, 2], [1, 3]])
+    assert steps(env, [log("<action>left</action>")], [metadata]) == first
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({}, "rows with a board"),
+        (begin([[2, 1], [3, 0]]), "exchange two"),
+        (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, where .*size says 2x2"),
+        (begin([[1, 2], [3, 3]]), "no board"),
+    ],
+)
+def test_a_row_without_a_board_that_can_be_played_is_refused(metadata, message):
+    with pytest.raises(ValueError, match=message):
+        SlidingPuzzleEnv(OPTIONS).step([log("<action>up</action>")], [metadata])
+
+
+def test_success_and_moves_of_finished_games():
+    batch = BatchedDataDict(
+        {
+            "rewards": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+            "is_end": torch.tensor([True, True, True, False]),
+            "message_log": [log("a"), log("a", "b", "c"), log("a", "b", "c"), log("a")],
+        }
+    )
+    env = SlidingPuzzleEnv(OPTIONS)
+    assert env.global_post_process_and_metrics(batch)[1] == {
+        "success_rate": 0.5,
+        "moves": 2.0,
+        "moves_of_solved_games": 2.0,
+        "fraction_of_samples_properly_ended": 0.75,
+    }
+    batch["rewards"] = torch.zeros(4)
+    assert env.global_post_process_and_metrics(batch)[1]["moves_of_solved_games"] == 0.0
+
+
+def test_the_section_is_known_by_its_name_and_checked():
+    from pydantic import TypeAdapter
+
+    section = TypeAdapter(EnvSection).validate_python(
+        {"sliding_puzzle_game": {"type": "sliding_puzzle_game", "cfg": {"max_moves": 7}}}
+    )["sliding_puzzle_game"]
+    assert isinstance(section, SlidingPuzzleEnvironmentConfig)
+    assert (section.cfg.max_moves, section.cfg.game_config.size, section.cfg.game_config.shuffle_moves) == (7, 5, 10)
+    assert SlidingPuzzleEnv(section.model_dump(exclude={"type"})).max_moves == 7
+    assert find_env_class("sliding_puzzle_game") is SlidingPuzzleEnv
+    assert ENV_REGISTRY["sliding_puzzle_game"]["default_processor"] == "episode_processor"
+    with pytest.raises(ValueError, match="size of a sliding puzzle"):
+        SlidingPuzzleEnvironmentConfig(cfg={"game_config": {"size": 1}})  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,68 @@
+"""aiohttp applications on loopback, each in a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+
+@contextmanager
+def served(app: web.Application) -> Iterator[str]:
+    """The URL of the application while it runs."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+
+    async def start() -> tuple[web.AppRunner, int]:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner, runner.addresses[0][1]
+
+    runner, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+@dataclass
+class Scripted:
+    """Answers of one path, the last of them again and again: texts, statuses, (status, headers), seconds to wait."""
+
+    script: Sequence[Any]
+    wrap: Callable[[str], str] = lambda text: text
+    requests: list[Any] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    most_at_once: int = 0
+    _now: int = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        number = len(self.requests)
+        self.requests.append(await request.json())
+        self.headers.append(dict(request.headers))
+        self._now += 1
+        self.most_at_once = max(self.most_at_once, self._now)
+        try:
+            return await self._answer(self.script[min(number, len(self.script) - 1)])
+        finally:
+            self._now -= 1
+
+    async def _answer(self, answer: Any) -> web.Response:
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+            return web.Response(text=self.wrap("late"), content_type="application/json")
+        if isinstance(answer, int):
+            return web.Response(status=answer, text=f"no, {answer}")
+        if isinstance(answer, tuple):
+            return web.Response(status=answer[0], headers=answer[1])
+        return web.Response(text=self.wrap(answer), content_type="application/json")

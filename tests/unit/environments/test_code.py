@@ -1,0 +1,135 @@
+"""Rewards of programs, by tests and by output."""
+
+import random
+
+import pytest
+
+from nemo_rl.data.datasets import code_arithmetic
+from nemo_rl.environments.code import CodeEnvironment, read_tests
+from nemo_rl.environments.config import OURS
+from nemo_rl.environments.program_text import find_program, same_output, shorten
+
+SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
+
+
+@pytest.fixture(scope="module")
+def environments():
+    made = {
+        "all": CodeEnvironment({"num_workers": 2, "sandbox": SANDBOX}),
+        "fraction": CodeEnvironment(
+            {"num_workers": 1, "sandbox": SANDBOX, "test_reward": "fraction", "terminate_on_evaluation": False}
+        ),
+    }
+    yield made
+    for environment in made.values():
+        environment.shutdown()
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("so <code>print(1)</code> it is", "print(1)"),
+        ("<code>\nx = 1\n</code> and <code>print(x)</code>", "x = 1\nprint(x)"),
+        ("<code>print(1)", "print(1)"),  # a stop string ended the turn
+        ("```python\nprint(1)\n```\nbetter:\n```py\nprint(2)\n```", "print(2)\n"),
+        ("```\nprint(1)\n```", None),
+        ("nothing", None),
+    ],
+)
+def test_programs_are_found(text: str, program: str | None) -> None:
+    assert find_program(text) == program
+
+
+def test_outputs_are_compared_by_line_without_trailing_space() -> None:
+    assert same_output("1 \n2\n\n", "1\n2")
+    assert not same_output("1 2", "1\n2")
+    assert not same_output("1\n\n2", "1\n2")
+    assert shorten("abcdef", 4) == "ab\n[2 characters left out]\nef"
+
+
+def test_rewards_by_tests_by_assertions_and_by_output(environments) -> None:
+    double = "<code>n = int(input())\nprint(2 * n)</code>"
+    function = "```python\ndef f(x):\n    return x + 1\n```"
+    cases = [
+        (double, {"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "8\n"}]}, 1.0, 1.0),
+        (double, {"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "9"}]}, 0.0, 0.5),
+        (double, {"tests": '[{"input": "3", "output": "6"}]'}, 1.0, 1.0),
+        (function, {"tests": ["assert f(1) == 2", "assert f(1) == 3", "assert f(0) == 1"]}, 0.0, 2 / 3),
+        (function, {"tests": ["assert f(1) == 2"]}, 1.0, 1.0),
+        ("<code>print(12)</code>", {"ground_truth": "12"}, 1.0, 1.0),
+        ("<code>print(13)</code>", {"ground_truth": "12"}, 0.0, 0.0),
+        ("<code>print(12)\n1 / 0</code>", {"ground_truth": "12"}, 0.0, 0.0),
+        ("<code>import os\nos._exit(0)</code>", {"tests": ["assert f(1) == 2"]}, 0.0, 0.0),
+        ("12", {"ground_truth": "12"}, 0.0, 0.0),
+    ]
+    logs, rows = [said(text) for text, *_ in cases], [row for _, row, *_ in cases]
+    all_pass, fraction = (environments[name].step(logs, rows) for name in ("all", "fraction"))
+    assert all_pass.rewards.tolist() == [reward for *_, reward, _ in cases]
+    assert fraction.rewards.tolist() == pytest.approx([part for *_, part in cases])
+    assert all_pass.terminateds.all()
+    assert fraction.terminateds.tolist() == [
+        reward == 1.0 or ("<code>" not in t and "```" not in t) for t, _, reward, _ in cases
+    ]
+    assert all_pass.answers is not None and all_pass.answers[5:7] == ["12", "13"]
+
+
+def test_a_forged_finish_passes_no_test_of_input_and_output(environments) -> None:
+    forged = (
+        "<code>import os, sys\nframe = sys._getframe()\n"
+        "while 'status' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "frame.f_locals['status'].tell(finished=True)\nos._exit(0)</code>"
+    )
+    returned = environments["all"].step([said(forged)], [{"tests": [{"input": "3", "output": "6"}]}])
+    assert returned.rewards.tolist() == [0.0]
+
+
+def test_a_program_sees_what_it_printed_and_never_what_is_expected(environments) -> None:
+    rows = [{"tests": [{"input": "3", "output": "6"}, {"input": "4", "output": "777"}]}]
+    result = environments["fraction"].step([said("<code>print(2 * int(input()))</code>")], rows)
+    assert result.observations[0]["content"] == "<result>\n1 of 2 tests passed. Output of test 2:\n8\n</result>"
+    result = environments["fraction"].step([said("<code>while True: print('x')</code>")], [{"ground_truth": "1"}])
+    assert "printed more than 65536 bytes" in result.observations[0]["content"]
+    assert len(result.observations[0]["content"]) < 2200
+
+
+def test_rewards_of_an_episode_add_up_to_its_best_program(environments) -> None:
+    metadata = [{"tests": ["assert f(1) == 2", "assert f(2) == 4"]}]
+    rewards = []
+    for body in ("x + 1", "x - 1", "2 * x"):
+        result = environments["fraction"].step([said(f"<code>def f(x): return {body}</code>")], metadata)
+        metadata = result.metadata
+        rewards.append(result.rewards.item())
+    assert rewards == [0.5, 0.0, 0.5]
+    assert result.terminateds.all()
+
+
+def test_a_hung_program_has_no_effect_on_the_others(environments) -> None:
+    logs = [said("<code>while True: pass</code>"), *[said("<code>print(1)</code>")] * 5]
+    result = environments["all"].step(logs, [{"ground_truth": "1"}] * 6)
+    assert result.rewards.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert "seconds" in result.observations[0]["content"]
+
+
+@pytest.mark.parametrize("row", [{}, {"tests": []}, {"tests": [{"in": "1"}]}, {"tests": [3]}])
+def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
+    with pytest.raises(ValueError, match=r"tests|a test is"):
+        read_tests(row)
+
+
+def test_demonstrations_of_the_tiny_model_are_right_unless_mistaken(environments) -> None:
+    rng = random.Random(0)
+    for mistake in (0.0, 1.0):
+        talks = [code_arithmetic.demonstrate(rng, mistake) for _ in range(4)]
+        rows = [{"ground_truth": str(eval(talk[0]["content"]))} for talk in talks]
+        assert environments["all"].step(talks, rows).rewards.tolist() == [1.0 - mistake] * 4
+
+
+def test_the_section_reaches_the_constructor_as_a_dictionary() -> None:
+    config = OURS["code"](num_workers=1, sandbox={"allow_weaker": ["reads"]})
+    assert type(config)(**config.model_dump(exclude={"type"})) == config
+    with pytest.raises(ValueError, match="allow_weaker"):
+        OURS["code"](sandbox={"allow_weaker": ["everything"]})

@@ -1,0 +1,332 @@
+"""Rewards made of several: what is combined, what is reported, and whose fault it is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.environment_sections import sections_to_start
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.composite import CompositeEnvironment, combine
+from nemo_rl.environments.composite_config import CompositeEnvironmentConfig, RewardFunctionConfig
+from nemo_rl.environments.config import environment_gpus
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.rewards import (
+    REWARD_FUNCTIONS,
+    contains,
+    exact_answer,
+    exact_answer_alphanumeric,
+    format_reward,
+    length_reward,
+    math_expression,
+)
+from nemo_rl.environments.sample_values import SampleValues
+from tests.unit.environments.test_reward_model import CPU_CONFIG
+
+GUIDE = Path(__file__).parents[3] / "docs/guides/environments.md"
+HERE = "tests.unit.environments.test_composite"
+WEIGHTS = st.floats(-10, 10)
+
+
+def log(answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
+
+
+def number_in_answer(messages: Any, metadata: Any, *, factor: float = 1.0) -> Any:
+    text = messages[-1]["content"]
+    if text == "raise":
+        raise LookupError("nothing there")
+    messages.clear()
+    metadata["seen"] = True  # its own copy
+    return (
+        {"none": None, "text": "1", "nan": math.nan, "true": True}.get(text) if text.isalpha() else factor * float(text)
+    )
+
+
+class Halves(EnvironmentInterface[Any]):
+    """Reward half of the number in the answer; "on" does not end the episode, "bad" is refused."""
+
+    def __init__(self, cfg: dict[str, Any]) -> None:
+        self.factor = cfg["factor"]
+
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        said = [log[-1]["content"] for log in message_log_batch]
+        if "bad" in said:
+            raise RuntimeError("refused")
+        numbers = [float(text) if not text.isalpha() else 0.0 for text in said]
+        return EnvironmentReturn(
+            observations=[{"role": "environment", "content": ""}] * len(said),
+            metadata=metadata,
+            next_stop_strings=[None] * len(said),
+            rewards=self.factor * torch.tensor(numbers),
+            terminateds=torch.tensor([text != "on" for text in said]),
+            answers=said,
+        )
+
+    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Any]:
+        return batch, {"sum": batch["rewards"].sum().item()}
+
+
+def composite(*parts: dict[str, Any], **options: Any) -> CompositeEnvironment:
+    sections = {"halves": {"type": f"{HERE}:Halves", "factor": 0.5}}
+    return CompositeEnvironment({"reward_functions": list(parts), "sections": sections, "num_workers": 2, **options})
+
+
+NUMBER = {"name": "number", "reward": f"{HERE}:number_in_answer", "weight": 2.0}
+HALVES = {"name": "half", "env": "halves"}
+
+
+def test_functions_and_environments_are_weighted_and_each_is_reported():
+    environment = composite(NUMBER, HALVES)
+    logs, metadata = [log("3"), log("5")], [{"ground_truth": "x"} for _ in range(2)]
+    returned = environment.step(logs, metadata)
+    assert returned.rewards.tolist() == [2 * 3 + 1.5, 2 * 5 + 2.5]
+    assert returned.failures == [None, None] and returned.terminateds.tolist() == [1.0, 1.0]
+    assert returned.answers == ["3", "5"], "of the environment"
+    assert returned.metadata == [{"ground_truth": "x"}] * 2 and len(logs[0]) == 2, "parts get copies"
+    assert returned.observations[0]["content"] == "Environment: number 3, half 1.5"
+    batch = BatchedDataDict({"message_log": logs, "rewards": returned.rewards})
+    _, metrics = environment.global_post_process_and_metrics(batch)
+    assert metrics == {"number": 4.0, "half": 2.0, "half/sum": 4.0}
+    assert batch["rewards"].tolist() == returned.rewards.tolist()
+    batch = BatchedDataDict({"message_log": [logs[0], log("of another process")], "rewards": torch.zeros(2)})
+    assert environment.global_post_process_and_metrics(batch)[1] == {"number": 3.0, "half": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("raise", r"reward 'number' raised LookupError('nothing there') in the conversation that ends 'raise'"),
+        ("none", "reward 'number' returned a NoneType, not a number, in the conversation that ends 'none'"),
+        ("text", "reward 'number' returned a str, not a number"),
+        ("nan", "reward 'number' returned nan in the conversation"),
+        ("bad", "reward 'half': environment 'halves' raised RuntimeError('refused')"),
+        ("on", "reward 'half': environment 'halves' does not end the episode after one turn"),
+    ],
+)
+def test_a_part_that_fails_fails_its_sample_alone_and_is_named(answer, message):
+    returned = composite(NUMBER, HALVES).step([log("1"), log(answer), log("2")], [{}, {}, {}])
+    assert [failure is None for failure in returned.failures] == [True, False, True]
+    assert message in returned.failures[1]
+    assert returned.rewards.tolist() == [2.5, 0.0, 5.0]
+    assert composite(NUMBER).step([log("true")], [{}]).rewards.tolist() == [2.0], "true and false are 1 and 0"
+
+
+def part(name: str, weight: float, gate: bool = False) -> RewardFunctionConfig:
+    return RewardFunctionConfig(name=name, reward="m:f", weight=weight, gate=gate)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(WEIGHTS, st.floats(-5, 5), st.booleans()), min_size=1, max_size=5), st.randoms())
+def test_a_combination_is_linear_whatever_the_order_and_closed_by_its_gates(rows, random):
+    parts = [part(f"p{i}", weight, gate) for i, (weight, _, gate) in enumerate(rows)]
+    values = {f"p{i}": value for i, (_, value, _) in enumerate(rows)}
+    gates = [p for p in parts if p.gate]
+    is_open = all(values[p.name] > 0 for p in gates)
+    want = math.fsum(p.weight * values[p.name] for p in (parts if is_open else gates))
+    found = combine(values, parts, normalize_weights=False)
+    assert found == pytest.approx(want, abs=1e-9)
+    shuffled = random.sample(parts, len(parts))
+    assert combine(values, shuffled, normalize_weights=False) == pytest.approx(found, abs=1e-9)
+    if all(weight > 0 for weight, _, _ in rows) and sum(weight for weight, _, _ in rows) > 1e-3:
+        clipped = {name: min(1.0, max(0.0, value)) for name, value in values.items()}
+        assert -1e-9 <= combine(clipped, parts, normalize_weights=True) <= 1 + 1e-9
+        ones = dict.fromkeys(values, 1.0)
+        assert combine(ones, parts, normalize_weights=True) == pytest.approx(1.0)
+
+
+def test_a_gate_closes_the_others_and_may_weigh_nothing():
+    environment = composite({**NUMBER, "gate": True, "weight": 0.0}, HALVES)
+    assert environment.step([log("3"), log("0"), log("-1")], [{}] * 3).rewards.tolist() == [1.5, 0.0, 0.0]
+
+
+def test_values_are_kept_by_conversation_and_not_for_ever():
+    values = SampleValues(max_remembered=2)
+    for number, text in enumerate(("a", "b", "c", "b")):
+        values.remember(log(text), {"v": float(number)})
+    assert values.of([log("a"), log("b"), log("c")]) == [None, {"v": 3.0}, {"v": 2.0}]
+    assert values.means([log("a"), log("b"), log("c")]) == {"v": 2.5}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"name": "formt"}, "Did you mean 'format'"),
+        ({"name": "format", "kwargs": {"patern": "x"}}, "unexpected keyword argument 'patern'"),
+        ({"name": "length"}, "missing a required argument: 'soft_limit'"),
+        ({"name": "x", "env": "math", "reward": "format"}, "a function or an environment"),
+        ({"name": "x", "env": "math", "kwargs": {"a": 1}}, "kwargs are for functions"),
+        ({"name": "a b"}, "pattern"),
+        ({"name": "format", "weight": math.inf}, "finite"),
+        ({"name": "format", "weight": 0.0}, "every weight is 0"),
+    ],
+)
+def test_a_mistake_in_a_part_is_named(keys, message):
+    with pytest.raises(ValueError, match=message):
+        CompositeEnvironmentConfig(reward_functions=[RewardFunctionConfig(**keys)])
+
+
+def test_mistakes_over_several_parts_are_named():
+    contained = {"name": "contains", "kwargs": {"texts": ["x"]}}
+    with pytest.raises(ValueError, match="2 parts are named 'contains'"):
+        composite(contained, contained)
+    with pytest.raises(ValueError, match="sum is above 0"):
+        composite({**contained, "weight": -1.0}, normalize_weights=True)
+    with pytest.raises(ValueError, match=r"env\.math, and there is no such section"):
+        composite({"name": "m", "env": "math"})
+    with pytest.raises(ValueError, match=r"has no function 'nobody'"):
+        composite({"name": "m", "reward": f"{HERE}:nobody"})
+    with pytest.raises(ValueError, match="cannot be called with kwargs"):
+        composite({**NUMBER, "kwargs": {"colour": "red"}})
+
+
+def load(*overrides: str) -> GRPOMasterConfig:
+    return load_config(GRPOMasterConfig, CPU_CONFIG, ["+data.default={env_name: both}", *overrides])
+
+
+def test_sections_are_found_by_name_and_checked_when_the_configuration_is_read():
+    part = "{name: correct, env: math}"
+    config = load(f"+env.both={{type: composite, reward_functions: [{part}]}}")
+    started = sections_to_start(config.env, ["both"])
+    assert list(started) == ["both"]
+    section = started["both"]
+    assert isinstance(section, CompositeEnvironmentConfig) and section.sections["math"]["num_workers"] == 1
+    environment = CompositeEnvironment(section)
+    assert environment.step([log(r"\boxed{2}")], [{"ground_truth": "2"}]).rewards.tolist() == [1.0]
+    with pytest.raises(ConfigError, match=r"env\.both\.reward_functions\.0\.env.*no section env\.maths"):
+        load("+env.both={type: composite, reward_functions: [{name: correct, env: maths}]}")
+    with pytest.raises(ConfigError, match=r"env\.both is a composite itself"):
+        load("+env.both={type: composite, reward_functions: [{name: correct, env: both}]}")
+    with pytest.raises(ConfigError, match=r"env\.far\.time_limit_s"):
+        load("+env.both={type: math}", "+env.far={type: remote, base_url: 'http://x', time_limit_s: 300.0}")
+
+
+def test_gpus_of_parts_are_counted():
+    rm = "{type: reward_model, model_name: rm, tokenizer: {name: rm}, resources: {gpus_per_node: 1}}"
+    judge = "{type: llm_judge, model_name: m, resources: {gpus_per_node: 1}}"
+    both = "+env.both={type: composite, reward_functions: [{name: a, env: rm}]}"
+    config = load(f"+env.rm={rm}", both)
+    assert environment_gpus(sections_to_start(config.env, ["both"])) == {"both": 1}
+    config = load(f"+env.rm={rm}", both.replace("type: composite", "type: composite, num_actors: 3"))
+    assert environment_gpus(sections_to_start(config.env, ["both"])) == {"both": 3}
+    with pytest.raises(ConfigError, match=r"a composite has one GPU at most, and env\.rm and env\.judge"):
+        load(
+            f"+env.rm={rm}",
+            f"+env.judge={judge}",
+            "+env.both={type: composite, reward_functions: [{name: a, env: rm}, {name: b, env: judge}]}",
+        )
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("<think>so</think> <answer>4</answer>", 1.0),
+        ("<think>so</think><answer>4</answer><answer>5</answer>", 0.0),
+        ("<answer>4</answer><think>so</think>", 0.0),
+        ("<think>so</think> well <answer>4</answer>", 0.0),
+        ("x<think>so</think><answer>4</answer>", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_format(answer, value):
+    assert format_reward(log(answer), {}) == value
+    tagged = answer.replace("think", "t").replace("answer", "a")
+    assert format_reward(log(tagged), {}, think_tag="t", answer_tag="a") == value
+
+
+def test_format_by_a_pattern_is_of_the_whole_response():
+    assert format_reward(log(" a\nb "), {}, pattern="a.*b") == 1.0
+    assert format_reward(log("a b c"), {}, pattern="a.*b") == 0.0
+
+
+def test_exact_answers():
+    known = {"ground_truth": "New York", "other": "x"}
+    assert exact_answer(log(" New York\n"), known) == 1.0
+    assert exact_answer(log("new york"), known) == 0.0
+    assert exact_answer(log("new york"), known, ignore_case=True) == 1.0
+    assert exact_answer(log("It is: a. It is: x."), known, pattern=r"is: (\w+)", key="other") == 1.0
+    assert exact_answer(log("x"), known, pattern=r"is: (\w+)", key="other") == 0.0
+    assert exact_answer_alphanumeric(log("<answer>a</answer> <answer>new-york!</answer>"), known) == 1.0
+    assert exact_answer_alphanumeric(log("new york"), known) == 0.0
+    with pytest.raises(ValueError, match=r"no 'ground_truth' \(it has nothing\)"):
+        exact_answer(log("x"), {})
+
+
+def test_length_and_contained_texts():
+    values = [length_reward(log("x" * size), {}, soft_limit=10, hard_limit=20) for size in (0, 10, 15, 20, 30)]
+    assert values == [1.0, 1.0, 0.5, 0.0, 0.0]
+    with pytest.raises(ValueError, match="below hard_limit"):
+        length_reward(log(""), {}, soft_limit=3, hard_limit=3)
+    assert contains(log("Alpha beta"), {}, texts=["alpha", "GAMMA"]) == 0.5
+    assert contains(log("Alpha beta"), {}, texts=["alpha"], ignore_case=False) == 0.0
+    with pytest.raises(ValueError, match="list of at least one"):
+        contains(log(""), {}, texts="alpha")
+
+
+def test_mathematics_is_verified_in_a_process():
+    known = {"ground_truth": "1/2"}
+    assert math_expression(log(r"\boxed{0.5}"), known) == 1.0
+    assert math_expression(log(r"\boxed{0.6}"), known) == 0.0
+    assert math_expression(log("answer: 7"), {"ground_truth": "7"}, math_verify_impl="dapo_math_verify") == 1.0
+
+
+def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):
+    [code] = re.findall(r"<!-- my_rewards.py -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    (tmp_path / "my_rewards.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    environment = composite({"name": "polite", "reward": "my_rewards:polite", "kwargs": {"word": "thanks"}})
+    assert environment.step([log("Thanks!"), log("please")], [{}, {}]).rewards.tolist() == [1.0, 0.0]
+
+
+def test_the_table_of_functions_in_the_guide_is_whole():
+    rows = re.findall(r"^\| `(\w+)` \|.*\| (.*) \|$", GUIDE.read_text().split("| function | value |")[1], re.MULTILINE)
+    stated = {name: set(re.findall(r"`(\w+)`(?: \(|,|$)", cell)) for name, cell in rows if name in REWARD_FUNCTIONS}
+    assert set(stated) == set(REWARD_FUNCTIONS)
+    for name, function in REWARD_FUNCTIONS.items():
+        known = {
+            key for key, value in inspect.signature(function).parameters.items() if value.kind is value.KEYWORD_ONLY
+        }
+        assert stated[name] == known, name
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "said"),
+    [
+        ("math_expression", {"math_verify_impl": "hf_math_verfy"}, "did you mean hf_math_verify?"),
+        ("math_expression", {"verify_timeout_s": 0}, "verify_timeout_s must be a number above 0, got 0"),
+        ("format", {"pattern": "(a"}, "is no regular expression"),
+        ("exact_answer", {"pattern": "Answer: .*"}, "has no group; put the answer in parentheses, e.g. Answer: (.*)"),
+        ("exact_answer", {"ignore_case": "yes"}, "ignore_case must be true or false, got 'yes'"),
+        ("length", {"soft_limit": 20, "hard_limit": 10}, "below hard_limit=10"),
+        ("length", {"soft_limit": "1", "hard_limit": 10}, "must be a number"),
+        ("contains", {"texts": "alpha"}, "texts must be a list of at least one text"),
+        ("contains", {"texts": [1]}, "texts must be a list of at least one text"),
+    ],
+)
+def test_values_with_which_a_function_cannot_reward_are_refused_by_the_section(
+    name: str, kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        RewardFunctionConfig(name=name, kwargs=kwargs)
+
+
+def test_an_unknown_verifier_is_refused_by_the_call_as_well() -> None:
+    with pytest.raises(ValueError, match=r"did you mean dapo_math_verify\?"):
+        math_expression(log("7"), {"ground_truth": "7"}, math_verify_impl="dapo_math_verfy")
+
+
+def test_the_message_of_a_name_given_twice_is_whole() -> None:
+    with pytest.raises(ValueError, match="say which function it is with reward") as refused:
+        CompositeEnvironmentConfig(reward_functions=[RewardFunctionConfig(name="format")] * 2)
+    assert "2 parts are named 'format'" in str(refused.value)

@@ -1,0 +1,338 @@
+"""The judge against a fake OpenAI-compatible server on loopback, and against a tiny model."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.data.datasets import judgements
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import find_processor
+from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
+from nemo_rl.environments.judge import JudgeFailure, Question, Reply
+from nemo_rl.environments.judge_config import LLMJudgeEnvironmentConfig
+from nemo_rl.environments.judge_model import ModelJudge
+from nemo_rl.environments.llm_judge import LLMJudgeEnvironment
+from nemo_rl.utils.judge_prompt import DEFAULT_TEMPLATE, fence, fill, find_score
+from tests.unit.environments.http_servers import Scripted, served
+
+PROMPTS = Path(__file__).parents[3] / "examples" / "prompts"
+SCORE = LLMJudgeEnvironmentConfig(base_url="http://x", model="m").score_pattern
+
+
+def completion(text: str) -> str:
+    return json.dumps({"choices": [{"message": {"content": text}}], "usage": {"total_tokens": 7}})
+
+
+def log(answer: str, question: str = "1+1?") -> list[dict[str, Any]]:
+    return [{"role": "user", "content": f"<|user|>{question}"}, {"role": "assistant", "content": answer}]
+
+
+def known(question: str = "1+1?", **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}], **more}
+
+
+def ask(script: list[Any], answers: list[str], wrap: Any = completion, **options: Any) -> tuple[Any, Scripted, Any]:
+    """What a step returns for these answers when the server follows the script; the server; the environment."""
+    server = Scripted(script, wrap)
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", server.handle)
+    with served(app) as url:
+        keys = {"backoff_s": 0.01, "max_retries": 2, **options}
+        environment = LLMJudgeEnvironment({"base_url": f"{url}/v1", "model": "judge", **keys})
+        return environment.step([log(answer) for answer in answers], [known() for _ in answers]), server, environment
+
+
+def test_the_score_of_the_reply_is_the_reward(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    returned, server, environment = ask(["Good. Score: 7"], ["2"], api_key_env="JUDGE_KEY", extra_body={"top_p": 0.5})
+    assert returned.rewards.tolist() == [0.7] and returned.failures == [None]
+    assert returned.terminateds.tolist() == [1.0]
+    [request] = server.requests
+    assert request["model"] == "judge" and request["temperature"] == 0.0 and request["top_p"] == 0.5
+    assert fence("2") in request["messages"][0]["content"] and "1+1?" in request["messages"][0]["content"]
+    assert "<|user|>" not in request["messages"][0]["content"], "the question as the row has it"
+    assert server.headers[0]["Authorization"] == "Bearer sesame"
+    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2"), log("never seen")]})
+    assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and metrics["num_failed"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("script", "retries"),
+    [([429, "Score: 5"], 1), ([500, 503, "Score: 5"], 2), ([0.5, "Score: 5"], 1), (["{", "Score: 5"], 1)],
+    ids=["busy", "broken", "slow", "no JSON"],
+)
+def test_a_server_in_trouble_is_asked_again(script, retries):
+    def wrap(text: str) -> str:
+        return text if text == "{" else completion(text)
+
+    returned, server, environment = ask(script, ["2"], wrap, timeout_s=0.2)
+    assert returned.rewards.tolist() == [0.5] and returned.failures == [None]
+    assert len(server.requests) == retries + 1
+    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    assert metrics["num_request_retries"] == retries
+
+
+def test_a_server_that_says_when_to_come_back_is_left_alone_until_then():
+    begin = time.monotonic()
+    returned, _, _ = ask([(429, {"Retry-After": "1"}), "Score: 5"], ["2"])
+    assert returned.rewards.tolist() == [0.5] and time.monotonic() - begin >= 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "message", "requests"),
+    [
+        ([429], r"POST http://127\.0\.0\.1:\d+/v1/chat/completions: status 429.*tried 3 times", 3),
+        ([400], r"status 400: 'no, 400'", 1),
+        (["not json at all"], r"the answer is no JSON: 'not json at all'", 3),
+        (['{"choices": []}'], r"no chat completion but \{'choices': \[\]\}", 1),
+        ([1.0], r"no answer within 0\.05 s", 3),
+    ],
+    ids=["busy for good", "refused", "malformed", "wrong shape", "silent"],
+)
+def test_a_judge_that_cannot_be_asked_fails_the_sample_and_gives_no_zero(script, message, requests):
+    limit = {"timeout_s": 0.05} if script == [1.0] else {}
+    returned, server, _ = ask(script, ["2"], lambda text: text, **limit)
+    [failure] = returned.failures
+    assert failure is not None and "that ends '2'" in failure
+    assert len(server.requests) == requests
+    assert re.search(message, failure), failure
+
+
+def test_nobody_at_the_address_is_said():
+    environment = LLMJudgeEnvironment({"base_url": "http://127.0.0.1:9/v1", "model": "m", "max_retries": 0})
+    [failure] = environment.step([log("2")], [known()]).failures
+    assert "http://127.0.0.1:9/v1/chat/completions" in failure and "tried once" in failure
+
+
+def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():
+    returned, server, environment = ask(["I like it", "Score: 99", "Score: 4"], ["2"], max_score_retries=2)
+    assert returned.rewards.tolist() == [0.4]
+    assert [request["temperature"] for request in server.requests] == [0.0, 0.7, 0.7]
+    assert len({request["seed"] for request in server.requests}) == 3
+    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    assert metrics["num_replies_without_score"] == 2.0
+    returned, _, _ = ask(["I like it"], ["2"], max_score_retries=1)
+    assert "no score from 0 to 10 in 2 replies of the judge, the last of them 'I like it'" in returned.failures[0]
+
+
+def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
+    returned, server, environment = ask(
+        ["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1
+    )
+    assert returned.rewards.tolist() == [pytest.approx(0.5)]
+    assert len({request["seed"] for request in server.requests}) == 3, "equal seeds would be one vote three times"
+    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2")]})
+    assert metrics["spread_of_votes"] == pytest.approx(0.7) and metrics["tokens"] == 21.0
+    returned, _, _ = ask(["Score: 2", 400], ["2"], num_votes=2, temperature=1.0, concurrency=1)
+    assert returned.failures[0] is not None
+
+
+def test_one_answer_that_cannot_be_judged_fails_alone():
+    returned, _, _ = ask(["Score: 10", 400, "Score: 10"], ["a", "b", "c"], concurrency=1)
+    assert [failure is None for failure in returned.failures] == [True, False, True]
+    assert returned.rewards.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_no_more_requests_at_once_than_allowed():
+    _, server, _ = ask([0.05], [str(n) for n in range(9)], concurrency=3, max_score_retries=0)
+    assert server.most_at_once == 3 and len(server.requests) == 9
+
+
+def test_answers_that_are_late_fail_and_the_others_keep_their_scores():
+    returned, _, _ = ask(["Score: 10", 5.0], ["a", "b"], concurrency=1, time_limit_s=0.3)
+    assert returned.failures[0] is None and "time_limit_s" in returned.failures[1]
+
+
+def test_the_key_is_never_repeated(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "sesame")
+    app = web.Application()
+
+    async def echo(request: web.Request) -> web.Response:
+        return web.Response(status=401, text=f"wrong key {request.headers['Authorization']}")
+
+    app.router.add_post("/chat/completions", echo)
+    with served(app) as url:
+        environment = LLMJudgeEnvironment({"base_url": url, "model": "m", "api_key_env": "JUDGE_KEY"})
+        [failure] = environment.step([log("2")], [known()]).failures
+    assert "status 401" in failure and "sesame" not in failure
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="JUDGE_KEY is not set"):
+        LLMJudgeEnvironment({"base_url": url, "model": "m", "api_key_env": "JUDGE_KEY"})
+
+
+class Recorded:
+    """A judge that gives every answer the same reply."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.prompts: list[str] = []
+
+    def ask(self, questions: Any, time_limit_s: float) -> list[Reply | JudgeFailure]:
+        self.prompts += [question.prompt for question in questions]
+        return [Reply(text=self.text, seconds=0.1, tokens=3) for _ in questions]
+
+
+def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
+    (tmp_path / "prompt.txt").write_text("{question} / {reference} / {answer}")
+    cfg = {"base_url": "http://x", "model": "m", "prompt_file": str(tmp_path / "prompt.txt")}
+    environment = LLMJudgeEnvironment(cfg, Recorded("Score: 10"))
+    returned = environment.step([log("2")] * 3, [{}, known(), known(ground_truth=2)])
+    assert "processor: conversation_processor" in returned.failures[0]
+    assert "{reference}" in returned.failures[1]
+    assert returned.failures[2] is None and returned.rewards[2] == 1.0
+    assert environment.judge.prompts == [f"1+1? / 2 / {fence('2')}"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reference"),
+    [
+        ({"problem": "1+1?", "expected_answer": "2"}, "2"),
+        ({"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}]}, "two"),
+        ({"messages": [{"role": "user", "content": "1+1?"}]}, None),
+    ],
+)
+def test_the_processor_hands_on_question_and_reference(row, reference):
+    datum = find_processor("conversation_processor")(row, TaskDataSpec(task_name="t"), build_tiny_tokenizer(), 64, 0)
+    metadata = datum["extra_env_info"]
+    assert metadata["messages"] == [{"role": "user", "content": "1+1?"}]
+    assert metadata.get("ground_truth") == reference
+
+
+def test_a_conversation_is_shown_with_its_roles_and_all_turns_of_the_policy_are_the_answer():
+    judge = Recorded("Score: 0")
+    environment = LLMJudgeEnvironment({"base_url": "http://x", "model": "m"}, judge)
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    turns = [{"role": "assistant", "content": text} for text in ("Hello", " there")]
+    environment.step([[*said, *turns]], [{"messages": said}])
+    assert "system: Be brief.\nuser: Hi" in judge.prompts[0]
+    assert fence("Hello there") in judge.prompts[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(answer=st.text(max_size=40), question=st.text(max_size=10), reference=st.text(max_size=10))
+def test_an_answer_cannot_leave_its_fence_nor_fill_a_placeholder(answer, question, reference):
+    template = "Q {question}\n{answer}\nR {reference}"
+    for text in (answer, answer + "{reference}{question}", "\n".join([answer, fence(answer).splitlines()[0]])):
+        prompt = fill(template, question=question, answer=text, reference=reference)
+        assert prompt == f"Q {question}\n{fence(text)}\nR {reference}"
+        line = fence(text).split("\n", 1)[0]
+        assert line not in text
+
+
+def test_the_default_prompt_and_the_example_can_be_filled():
+    assert "instructions" in DEFAULT_TEMPLATE
+    for template in (DEFAULT_TEMPLATE, (PROMPTS / "judge_tiny.txt").read_text()):
+        assert fence("A") in fill(template, question="Q", answer="A", reference="R")
+    assert (PROMPTS / "judge_tiny.txt").read_text() == judgements.TEMPLATE, "what the tiny judge has learned"
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("Score: 7", 0.7),
+        ("**Score:** 10/10", 1.0),
+        ("score = 0", 0.0),
+        ("The answer says Score: 10.\nScore: 2.5", 0.25),
+        ("Score: -1", None),
+        ("Score: 11", None),
+        ("Score: high", None),
+        ("", None),
+    ],
+)
+def test_the_last_score_of_a_reply_counts_where_it_is_in_range(reply, score):
+    assert find_score(reply, SCORE, 0.0, 10.0) == score
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "either a server"),
+        ({"base_url": "http://x", "model": "m", "model_name": "n"}, "either a server"),
+        ({"base_url": "http://x"}, "name the model"),
+        ({"model_name": "n", "api_key_env": "K"}, "belongs to a server"),
+        ({"model_name": "n", "score_pattern": "("}, "no regular expression"),
+        ({"model_name": "n", "score_pattern": "\\d"}, "has no group"),
+        ({"model_name": "n", "min_score": 10.0}, "above min_score"),
+        ({"model_name": "n", "num_votes": 3}, "greedy"),
+        ({"model_name": "n", "prompt_file": "nowhere.txt"}, "there is no file"),
+    ],
+)
+def test_a_mistake_is_named(keys, message):
+    with pytest.raises(ValueError, match=message):
+        LLMJudgeEnvironmentConfig(**keys)
+
+
+def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path):
+    recipe = TinyModelRecipe(max_position_embeddings=96)
+    tokenizer = build_tiny_tokenizer()
+    build_untrained_model(recipe, tokenizer).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    cfg = {"model_name": str(tmp_path), "precision": "float32", "max_new_tokens": 8}
+    questions = [Question(prompt="x" * size, temperature=0.0, seed=0) for size in (3, 20, 1, 7)]
+    together = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=4)).ask(questions, 60.0)
+    judge = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=1))
+    alone = judge.ask(questions, 60.0)
+    assert [reply.text for reply in together] == [reply.text for reply in alone]
+    assert all(isinstance(reply, Reply) and reply.tokens > 0 for reply in together)
+    [long, fits] = judge.ask([Question(prompt="x" * 96, temperature=0.0, seed=0), questions[0]], 60.0)
+    assert isinstance(long, JudgeFailure) and "more than the 96 of the judge" in long.reason
+    assert isinstance(fits, Reply)
+    sampled = [Question(prompt="abc", temperature=5.0, seed=seed) for seed in (1, 1, 2)]
+    state = torch.get_rng_state()
+    first, same, other = (judge.ask([question], 60.0)[0].text for question in sampled)
+    assert first == same != other
+    assert torch.equal(torch.get_rng_state(), state), "the seeds of others are left alone"
+
+
+def test_a_model_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"model_name: the judge .* cannot be loaded"):
+        ModelJudge(LLMJudgeEnvironmentConfig(model_name=str(tmp_path)))
+
+
+def test_demonstrations_of_the_tiny_judge_tell_the_truth():
+    rng = random.Random(3)
+    seen = set()
+    for question, reply in (judgements.demonstrate(rng, 0.0) for _ in range(300)):
+        truth = re.search(r"=(-?\d+)\n", question["content"])
+        said = re.search(r"\\boxed\{(-?\d+)\}", question["content"])
+        assert truth is not None
+        want = judgements.NO_ANSWER if said is None else judgements.WRONG
+        if said is not None and said[1] == truth[1]:
+            want = judgements.RIGHT
+        assert find_score(reply["content"], SCORE, 0.0, 10.0) == want / 10
+        seen.add(want)
+    assert len(seen) == 3
+
+
+@pytest.mark.slow
+def test_the_tiny_judge_knows_right_from_wrong():
+    cfg = {"model_name": resolve_model("tiny:judge"), "precision": "float32", "max_new_tokens": 24, "batch_size": 64}
+    environment = LLMJudgeEnvironment({**cfg, "prompt_file": str(PROMPTS / "judge_tiny.txt")})
+    logs, metadata, want = [], [], []
+    for problem, value in judgements.SPACE:
+        for answer in (value, value + 1):
+            logs.append(log(judgements.boxed(answer), problem))
+            metadata.append(known(problem, ground_truth=value))
+            want.append(judgements.RIGHT if answer == value else judgements.WRONG)
+    returned = environment.step(logs, metadata)
+    right = [
+        failure is None and reward == score / 10
+        for failure, reward, score in zip(returned.failures, returned.rewards.tolist(), want, strict=True)
+    ]
+    assert sum(right) > 0.95 * len(right)
+
+
+def test_the_message_of_greedy_votes_is_whole() -> None:
+    with pytest.raises(ValueError, match="set temperature above 0, or num_votes to 1"):
+        LLMJudgeEnvironmentConfig(base_url="http://127.0.0.1/v1", model="m", num_votes=3)

@@ -1,0 +1,392 @@
+"""An environment behind HTTP gives what it gives in this process, and says where it could not."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ray
+import torch
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments import remote_protocol as protocol
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep
+from nemo_rl.environments.config import EnvironmentConfig
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.math import MathEnvironment
+from nemo_rl.environments.registry import find_env_class, new_environment
+from nemo_rl.environments.remote import RemoteEnvironment
+from nemo_rl.environments.server import REMEMBERED_S, EnvironmentServer, check_address, start
+from tests.unit.environments.http_servers import Scripted, served
+
+MATH = {"num_workers": 1}
+
+
+def log(answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": answer}]
+
+
+class Counting(EnvironmentInterface[Any]):
+    """Several turns; the metadata count them. Some answers are trouble."""
+
+    def __init__(self, cfg: Any = None) -> None:
+        self.calls: list[int] = []
+
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        self.calls.append(len(metadata))
+        said = [log[-1]["content"] for log in message_log_batch]
+        if "slow" in said:
+            time.sleep(0.4)
+        if "raise" in said:
+            raise RuntimeError("no such move")
+        rewards = torch.tensor([float("nan") if text == "nan" else float(len(text)) for text in said])
+        for state in metadata:
+            state["turn"] += 1
+        return EnvironmentReturn(
+            observations=[{"role": "tool", "content": text.upper()} for text in said],
+            metadata=[
+                {**state, "bad": {1}} if text == "set" else state for text, state in zip(said, metadata, strict=True)
+            ],
+            next_stop_strings=[["</a>"] if state["turn"] < 2 else None for state in metadata],
+            rewards=rewards,
+            terminateds=torch.tensor([state["turn"] >= 2 for state in metadata]),
+            answers=[text if text.isdigit() else None for text in said],
+        )
+
+    def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Any]:
+        return batch, {"mean": batch["rewards"].float().mean().item(), "n": len(batch["message_log"])}
+
+
+Decorated = ray.remote(Counting)
+
+
+@contextmanager
+def serving(environment: Any, token: str | None = None, **options: Any) -> Iterator[RemoteEnvironment]:
+    with served(EnvironmentServer(environment, "env", token).app()) as url:
+        yield RemoteEnvironment({"base_url": url, "backoff_s": 0.01, "start_timeout_s": 5.0, **options})
+
+
+def test_mathematics_is_the_same_from_a_server():
+    logs = [log(text) for text in (r"\boxed{2}", r"\boxed{3}", "two", r"\boxed{\frac{4}{2}}")]
+    metadata = [{"ground_truth": "2"} for _ in logs]
+    batch = BatchedDataDict(
+        {
+            "group_id": ["a", "a", "b", "b"],
+            "text": ["1+1"] * 4,
+            "message_log": logs,
+            "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+            "is_end": torch.tensor([True, True, False, True]),
+            "prompt_lengths": torch.tensor([3, 3, 3, 3]),
+            "generation_lengths": torch.tensor([5, 6, 7, 8]),
+        }
+    )
+    environment = MathEnvironment(MATH)
+    want = environment.step(logs, metadata)
+    with serving(environment) as remote:
+        got = remote.step(logs, metadata)
+        assert torch.equal(got.rewards, want.rewards.double())
+        assert torch.equal(got.terminateds.float(), want.terminateds)
+        assert got.observations == want.observations and got.answers == want.answers
+        assert got.metadata == want.metadata and got.next_stop_strings == want.next_stop_strings
+        assert got.failures == [None] * 4
+        _, metrics = remote.global_post_process_and_metrics(batch)
+        assert metrics == environment.global_post_process_and_metrics(BatchedDataDict({**batch}))[1]
+    environment.shutdown()
+
+
+def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
+    with serving(Counting()) as remote:
+        first = remote.step([log("12"), log("b")], [{"turn": 0}, {"turn": 1}])
+        assert first.metadata == [{"turn": 1}, {"turn": 2}]
+        assert first.terminateds.tolist() == [False, True]
+        assert first.next_stop_strings == [["</a>"], None]
+        assert first.answers == ["12", None] and first.rewards.tolist() == [2.0, 1.0]
+        assert first.observations[0] == {"role": "tool", "content": "12"}
+        assert remote.step([log("x")], first.metadata[:1]).terminateds.tolist() == [True]
+
+
+@pytest.mark.parametrize(
+    ("trouble", "state", "message"),
+    [
+        ("raise", {"turn": 0}, r"/step: environment 'env' raised RuntimeError\('no such move'\) \(in the conversation"),
+        ("nan", {"turn": 0}, "rewards must be finite"),
+        ("set", {"turn": 0}, r"no JSON: metadata\['bad'\] is a set"),
+        ("a", {"turn": 0, "image": b"x"}, r"metadata must be JSON, and metadata\['image'\] is a bytes"),
+        ("a", {"turn": 0, 3: 4}, "the key 3, which is no text"),
+    ],
+)
+def test_one_conversation_fails_alone_and_says_why(trouble, state, message):
+    with serving(Counting(), batch_size=2) as remote:
+        returned = remote.step([log("ab"), log(trouble), log("c")], [{"turn": 0}, state, {"turn": 0}])
+        assert [failure is None for failure in returned.failures] == [True, False, True]
+        assert returned.rewards.tolist() == [2.0, 0.0, 1.0]
+
+        assert re.search(message, returned.failures[1]), returned.failures[1]
+        assert remote.connection.url in returned.failures[1]
+
+
+def test_a_request_that_took_too_long_is_sent_again_and_not_stepped_twice():
+    environment = Counting()
+    with serving(environment, timeout_s=0.15, max_retries=5) as remote:
+        returned = remote.step([log("slow")], [{"turn": 0}])
+        assert returned.failures == [None] and returned.metadata == [{"turn": 1}]
+    assert environment.calls == [1], "the second attempt waited for the answer to the first"
+
+
+def test_a_server_without_an_answer_in_time_fails_the_conversations_and_is_named():
+    with serving(Counting(), timeout_s=0.05, max_retries=1) as remote:
+        [failure] = remote.step([log("slow")], [{"turn": 0}]).failures
+        assert (
+            f"POST {remote.connection.url}/step: no answer within 0.05 s (tried 2 times)" in failure
+            and "'slow'" in failure
+        )
+    with serving(Counting(), time_limit_s=0.1) as remote:
+        [failure] = remote.step([log("slow")], [{"turn": 0}]).failures
+        assert "time_limit_s=0.1" in failure
+        time.sleep(0.5)
+
+
+def test_a_server_that_goes_away_fails_the_conversations():
+    with serving(Counting(), max_retries=0) as remote:
+        pass
+    [failure] = remote.step([log("a")], [{"turn": 0}]).failures
+    assert remote.connection.url in failure and "tried once" in failure
+    with pytest.raises(RuntimeError, match="/metrics"):
+        remote.global_post_process_and_metrics(BatchedDataDict({"message_log": []}))
+
+
+def test_the_token_is_asked_for(monkeypatch):
+    monkeypatch.setenv("TOKEN", "sesame")
+    with serving(Counting(), "sesame", token_env="TOKEN") as remote:
+        assert remote.step([log("a")], [{"turn": 0}]).failures == [None]
+        monkeypatch.setenv("TOKEN", "other")
+        with pytest.raises(ValueError, match=r"status 401.*token"):
+            RemoteEnvironment({"base_url": remote.connection.url, "token_env": "TOKEN"})
+        with pytest.raises(ValueError, match="status 401"):
+            RemoteEnvironment({"base_url": remote.connection.url})
+    monkeypatch.delenv("TOKEN")
+    with pytest.raises(ValueError, match="TOKEN is not set"):
+        RemoteEnvironment({"base_url": "http://127.0.0.1:9", "token_env": "TOKEN"})
+
+
+def test_the_run_waits_for_the_server_and_then_says_how_to_start_one():
+    with pytest.raises(
+        ValueError, match=r"no environment server answers at http://127\.0\.0\.1:9: .*environment_server"
+    ):
+        RemoteEnvironment({"base_url": "http://127.0.0.1:9", "start_timeout_s": 0.2})
+
+
+def test_another_protocol_is_refused():
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"protocol": 2})
+
+    app = web.Application()
+    app.router.add_get("/health", health)
+    with served(app) as url, pytest.raises(ValueError, match="protocol 2 is spoken there, and 1 here"):
+        RemoteEnvironment({"base_url": url})
+
+
+@pytest.mark.parametrize(("host", "token"), [("0.0.0.0", None), ("10.0.0.1", ""), ("example.org", None), ("::", None)])
+def test_nothing_is_served_to_others_without_a_token(host, token):
+    with pytest.raises(ValueError, match="--token-env"):
+        check_address(host, token)
+    with pytest.raises(ValueError, match="--token-env"):
+        asyncio.run(start(Counting(), name="env", host=host, token=token))
+    for own in ("127.0.0.1", "::1", "localhost"):
+        check_address(own, None)
+    check_address(host, "sesame")
+
+
+def test_the_server_refuses_what_is_no_request():
+    import aiohttp
+
+    async def answers(url: str) -> list[tuple[int, str]]:
+        good = {"protocol": 1, "request_id": "a", "batch": [{"messages": log("a"), "metadata": {"turn": 0}}]}
+        bodies = [
+            ("text/plain", json.dumps(good)),
+            ("application/json", "{"),
+            ("application/json", json.dumps({**good, "protocol": 7})),
+            ("application/json", json.dumps({**good, "request_id": None})),
+            ("application/json", json.dumps({**good, "request_id": "b", "batch": []})),
+            ("application/json", json.dumps({**good, "request_id": "c", "batch": [{"messages": log("a")}]})),
+            ("application/json", json.dumps({**good, "request_id": "d", "batch": [{"messages": "hi", "metadata": 1}]})),
+        ]
+        async with aiohttp.ClientSession() as session:
+            found = []
+            for kind, body in bodies:
+                async with session.post(f"{url}/step", data=body, headers={"Content-Type": kind}) as response:
+                    found.append((response.status, (await response.json())["error"]))
+            return found
+
+    with served(EnvironmentServer(Counting(), "env", None).app()) as url:
+        found = asyncio.run(answers(url))
+    assert [status for status, _ in found] == [415, 400, 400, 400, 400, 400, 400]
+    assert "application/json" in found[0][1] and "protocol 7" in found[2][1] and "batch[0]" in found[6][1]
+
+
+def test_a_request_that_comes_again_is_answered_from_memory_however_many_came_in_between():
+    import aiohttp
+
+    environment, times = Counting(), [0.0]
+
+    async def ask(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+
+            async def step(request_id: str) -> None:
+                batch = [{"messages": log("a"), "metadata": {"turn": 0}}]
+                body = {"protocol": 1, "request_id": request_id, "batch": batch}
+                async with session.post(f"{url}/step", json=body) as response:
+                    assert (await response.json())["metadata"] == [{"turn": 1}]
+
+            for number in range(300):
+                await step(str(number))
+            times[0] = REMEMBERED_S
+            await step("0")
+            assert len(environment.calls) == 300
+            times[0] = REMEMBERED_S + 1  # nobody asks again after so long
+            await step("0")
+            assert len(environment.calls) == 301
+
+    with served(EnvironmentServer(environment, "env", None, clock=lambda: times[0]).app()) as url:
+        asyncio.run(ask(url))
+
+
+GOOD = {
+    "protocol": 1,
+    "observations": [{"role": "environment", "content": "ok"}],
+    "metadata": [None],
+    "rewards": [1],
+    "terminateds": [True],
+    "next_stop_strings": [None],
+    "answers": [None],
+    "failures": [None],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": [1, 2]}, "'rewards' must be a list of 1, got a list of 2"),
+        ({"rewards": [None]}, "reward None"),
+        ({"rewards": ["1"]}, "reward '1'"),
+        ({"terminateds": [1]}, "terminated 1"),
+        ({"observations": ["ok"]}, "observation 'ok'"),
+        ({"next_stop_strings": ["x"]}, "next_stop_strings 'x'"),
+        ({"answers": [3]}, "answer 3"),
+        ({"protocol": 3}, "protocol 3"),
+        ({"failures": ["fell over"]}, "fell over"),
+    ],
+)
+def test_a_wrong_answer_of_a_server_fails_the_conversation(change, message):
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response({"protocol": 1, "environment": "x"})
+
+    server = Scripted([json.dumps({**GOOD, **change})])
+    app = web.Application()
+    app.router.add_get("/health", health)
+    app.router.add_post("/step", server.handle)
+    with served(app) as url:
+        remote = RemoteEnvironment({"base_url": url})
+        [failure] = remote.step([log("a")], [None]).failures
+    assert message in failure and url in failure
+    assert set(server.requests[0]) == {"protocol", "request_id", "batch"}
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(
+            st.text(),
+            json_values,
+            st.floats(-1e9, 1e9),
+            st.booleans(),
+            st.none() | st.lists(st.text()),
+            st.none() | st.text(),
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    failed=st.integers(0, 3),
+)
+def test_what_is_written_is_read_again(rows, failed):
+    steps: list[EnvironmentStep | EnvironmentFailure] = [
+        EnvironmentStep(
+            observation={"role": "tool", "content": said},
+            metadata=metadata,
+            reward=reward,
+            terminated=ended,
+            next_stop_strings=stops,
+            answer=answer,
+        )
+        for said, metadata, reward, ended, stops, answer in rows
+    ]
+    steps[failed % len(steps)] = EnvironmentFailure("why")
+    read = protocol.read_steps(json.loads(json.dumps(protocol.write_steps(steps), allow_nan=False)), len(steps))
+    assert read.failures is not None and read.answers is not None
+    for number, step in enumerate(steps):
+        if isinstance(step, EnvironmentFailure):
+            assert read.failures[number] == "why"
+            continue
+        assert read.failures[number] is None
+        assert read.observations[number] == step.observation and read.metadata[number] == step.metadata
+        assert read.rewards[number].item() == step.reward and bool(read.terminateds[number]) == step.terminated
+        assert read.next_stop_strings[number] == step.next_stop_strings and read.answers[number] == step.answer
+
+
+@settings(max_examples=60, deadline=None)
+@given(json_values)
+def test_json_is_known_when_it_is_seen(value):
+    assert protocol.not_json(value, "x") is None
+    assert json.loads(json.dumps(value, allow_nan=False)) == value
+    for bad in (float("inf"), {1: 2}, {"a": [value, b"x"]}, object()):
+        assert protocol.not_json(bad, "x") is not None
+
+
+def test_an_environment_of_ray_or_of_a_path_can_be_served():
+    section = EnvironmentConfig(type="tests.unit.environments.test_remote:Counting")
+    assert isinstance(new_environment("mine", section), EnvironmentInterface)
+    decorated = new_environment("mine", {"type": "tests.unit.environments.test_remote:Decorated"})
+    assert decorated.step([log("ab")], [{"turn": 0}]).rewards.tolist() == [2.0]
+
+
+def test_requests_that_come_together_are_stepped_one_at_a_time():
+    environment = Counting()
+    with serving(environment) as remote:
+        results: list[Any] = []
+        threads = [
+            threading.Thread(target=lambda: results.append(remote.step([log("ab")], [{"turn": 0}]))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert [result.rewards.tolist() for result in results] == [[2.0]] * 4 and environment.calls == [1] * 4
+
+
+@pytest.mark.parametrize("env_type", ["composite", "llm_judge", "remote"])
+def test_an_environment_has_no_coroutine_of_its_own(env_type):
+    """Ray would run its constructor and its steps in an event loop, where they cannot start another."""
+    methods = inspect.getmembers(find_env_class(env_type), inspect.iscoroutinefunction)
+    assert methods == []

@@ -1,0 +1,267 @@
+import json
+import math
+import os
+import random
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.data.config import DatasetConfig
+from nemo_rl.data.datasets import lookup
+from nemo_rl.data.datasets.registry import load_rows
+from nemo_rl.data.interfaces import TaskDataSpec
+from nemo_rl.data.processors import find_processor
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import OURS
+from nemo_rl.environments.retrieval import (
+    NEITHER,
+    NO_SEARCHES_LEFT,
+    NOTHING_FOUND,
+    RetrievalEnvironment,
+    accepted_answers,
+    mentions,
+    score,
+)
+from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
+from nemo_rl.environments.retrieval_index import PassageIndex, load_corpus
+from nemo_rl.utils.retrieval_tags import STOP_STRINGS, Action, find_action
+from tests.unit.config.run_configs import build
+
+WORDS = ["red", "green", "blue", "fox", "dog", "the", "of"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "cache"))
+
+
+def index_of(texts, folder, **changes):
+    return PassageIndex(texts, **{"k1": 1.5, "b": 0.75, "stopwords": None, "cache": folder, **changes})
+
+
+def bm25(texts, query, k1, b):
+    """Scores by the formula of Lucene, from scratch."""
+    documents = [re.findall(r"\w+", text.lower()) for text in texts]
+    mean_length = sum(map(len, documents)) / len(documents)
+    scores = []
+    for document in documents:
+        total = 0.0
+        for word in re.findall(r"\w+", query.lower()):
+            having = sum(word in other for other in documents)
+            idf = math.log(1 + (len(documents) - having + 0.5) / (having + 0.5))
+            count = document.count(word)
+            total += idf * count / (count + k1 * (1 - b + b * len(document) / mean_length))
+        scores.append(total)
+    return scores
+
+
+texts_strategy = st.lists(
+    st.lists(st.sampled_from(WORDS), min_size=1, max_size=5).map(" ".join), min_size=2, max_size=9
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(texts_strategy, st.lists(st.sampled_from([*WORDS, "unheard"]), max_size=3).map(" ".join), st.integers(1, 5))
+def test_the_ranking_is_that_of_the_formula_and_ties_go_by_number(tmp_path_factory, texts, query, k):
+    found = index_of(texts, tmp_path_factory.mktemp("index"), k1=1.2, b=0.5).search(query, k)
+    scores = bm25(texts, query, 1.2, 0.5)
+    matching = [number for number in range(len(texts)) if scores[number] > 0]
+    assert len(found) == min(k, len(matching))
+    assert set(found) <= set(matching)
+    for left, right in pairwise(found):
+        assert scores[left] > scores[right] - 1e-5
+        assert left < right or texts[left].split() != texts[right].split()
+    best_left_out = max((scores[number] for number in matching if number not in found), default=0.0)
+    assert all(scores[number] > best_left_out - 1e-5 for number in found)
+
+
+def test_equal_passages_come_in_their_order(tmp_path):
+    index = index_of(["blue dog", "red fox", "red fox", "red fox"], tmp_path)
+    assert index.search("FOX!", 2) == [1, 2]
+    assert index.search("cat", 2) == index.search("", 2) == []
+
+
+def test_an_index_is_made_once_and_mapped_and_another_for_other_settings(tmp_path):
+    index = index_of(["red fox", "dog"], tmp_path)
+    made = {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")}
+    assert index_of(["red fox", "dog"], tmp_path).folder == index.folder
+    assert {path: os.stat(path).st_mtime_ns for path in tmp_path.rglob("*")} == made
+    assert type(index._index.scores["data"]).__name__ == "memmap"
+    others = [
+        index_of(["red", "fox dog"], tmp_path).folder,
+        index_of(["red fox", "dog"], tmp_path, b=0.1).folder,
+        index_of(["red fox", "dog"], tmp_path, stopwords="en").folder,
+    ]
+    assert len({index.folder, *others}) == 4
+
+
+def test_common_words_are_left_out_on_request(tmp_path):
+    texts = ["the fox", "the dog"]
+    assert index_of(texts, tmp_path).search("the", 3) == [0, 1]
+    assert index_of(texts, tmp_path, stopwords="en").search("the", 3) == []
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv"])
+def test_a_corpus_from_a_file(tmp_path, suffix):
+    path = tmp_path / f"corpus{suffix}"
+    rows = [{"title": "a", "body": "red fox"}, {"title": "b", "body": "dog"}]
+    lines = [json.dumps(row) for row in rows] if suffix == ".jsonl" else ["title,body", "a,red fox", "b,dog"]
+    path.write_text("\n".join(lines) + "\n")
+    corpus = load_corpus(str(path), split="train", text_column="body", kwargs={})
+    assert list(corpus) == [corpus[0], corpus[1]] == ["red fox", "dog"]
+    with pytest.raises(ValueError, match=r"no column 'text' \(text_column\); its columns are: title, body"):
+        load_corpus(str(path), split="train", text_column="text", kwargs={})
+
+
+def test_a_corpus_that_is_not_there():
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        load_corpus("nowhere.jsonl", split="train", text_column="text", kwargs={})
+    with pytest.raises(ValueError, match="has no 'nothing'"):
+        load_corpus("nemo_rl.data.datasets.lookup:nothing", split="train", text_column="text", kwargs={})
+    with pytest.raises(ValueError, match="no module 'no_such'"):
+        load_corpus("no_such:corpus", split="train", text_column="text", kwargs={})
+
+
+@pytest.mark.parametrize(
+    ("turn", "action"),
+    [
+        ("let me see <retrieve> red fox </retrieve>", Action(query="red fox")),
+        ("<answer>9</answer><retrieve>x</retrieve>", Action(answer="9")),
+        ("<retrieve>x</retrieve><answer>9</answer>", Action(query="x")),
+        ("so \\boxed{1}, no: \\boxed{2}", Action(answer="2")),
+        ("<answer>cut of", Action()),
+    ],
+)
+def test_what_a_turn_asks_for(turn, action):
+    assert find_action(turn) == action
+
+
+def test_answers_are_compared_by_their_words():
+    assert score("The  Beatles!", "beatles", "exact_match") == 1.0
+    assert score("beatles band", "the beatles", "exact_match") == 0.0
+    assert score("beatles band", "the beatles", "f1") == pytest.approx(2 / 3)
+    assert score("", "x", "f1") == 0.0
+    assert mentions("The code is 482.", "482") and not mentions("The code is 4820.", "482")
+    with pytest.raises(ValueError, match="no right answer"):
+        accepted_answers([])
+
+
+def environment(**changes):
+    settings = {"dataset_name": "nemo_rl.data.datasets.lookup:corpus", "num_results": 2, "max_searches": 2}
+    return RetrievalEnvironment({**settings, **changes})
+
+
+def play(env, turns, truth):
+    """What happens after each turn of one conversation: (observation, reward, ended), and the whole log."""
+    log, state, told = [{"role": "user", "content": "?"}], {"ground_truth": truth}, []
+    for turn in turns:
+        log.append({"role": "assistant", "content": turn})
+        returned = env.step([log], [state])
+        assert returned.next_stop_strings == [STOP_STRINGS]
+        state = returned.metadata[0]
+        told.append((returned.observations[0]["content"], returned.rewards.item(), bool(returned.terminateds[0])))
+        finished = list(log)
+        log = [*log, returned.observations[0]]
+    return told, finished
+
+
+def test_an_episode_searches_reads_and_answers():
+    env = environment()
+    code = lookup.code_of("Lima", lookup.DEFAULT_SEED)
+    turns = ["<retrieve>code Lima</retrieve>", "<retrieve>Atlantis</retrieve>", "hm", "<retrieve>Oslo</retrieve>"]
+    told, log = play(env, [*turns, f"<answer>{code}.</answer>"], code)
+    accra = lookup.fact("Accra", lookup.code_of("Accra", lookup.DEFAULT_SEED))
+    assert told == [
+        (f"[1] The code of Lima is {code}.\n[2] {accra}", 0.0, False),
+        (NOTHING_FOUND, 0.0, False),
+        (NEITHER, 0.0, False),
+        (NO_SEARCHES_LEFT, 0.0, False),
+        ("right", 1.0, True),
+    ]
+    silent, other = play(env, ["<answer>1</answer>"], ["2", "3"])
+    assert silent == [("not right", 0.0, True)]
+    batch = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2), "message_log": [log, other]})
+    _, metrics = env.global_post_process_and_metrics(batch)
+    assert metrics == {
+        "correct_rate": 0.5,
+        "fraction_of_samples_properly_ended": 1.0,
+        "searches_per_sample": 1.0,
+        "hit_rate": 0.5,
+    }
+
+
+def test_what_is_shown_is_bounded():
+    env = environment(max_passage_characters=15, max_observation_characters=20)
+    (shown, _, _), *_ = play(env, ["<retrieve>code</retrieve>"], "1")[0]
+    assert shown == "[1] The code of Acc\n[2] The c"
+
+
+def test_f1_rewards_and_a_reward_between():
+    told, _ = play(environment(reward="f1"), ["<answer>red big fox</answer>"], "the red fox")
+    assert told == [("not right", pytest.approx(0.8), True)]
+
+
+def test_configuration():
+    assert OURS["retrieval"] is RetrievalEnvironmentConfig
+    with pytest.raises(ValueError, match="dataset_kwargs"):
+        RetrievalEnvironmentConfig(dataset_name="corpus.jsonl", dataset_kwargs={"seed": 1})
+    assert RetrievalEnvironmentConfig(dataset_name="my_corpus:rows", dataset_kwargs={"seed": 1}).num_actors == 1
+
+
+# -- the generated questions
+
+
+def lookup_section(**changes):
+    settings = {"dataset_name": "lookup", "processor": "retrieval_data_processor", "env_name": "retrieval"}
+    return DatasetConfig.model_validate({**settings, **changes})
+
+
+def test_questions_have_their_answers_in_the_corpus_and_splits_share_no_place():
+    facts = {row["text"] for row in lookup.corpus()}
+    rows, held_out = load_rows(lookup_section(split_validation_size=0.1, kwargs={"num_samples": 200}))
+    assert held_out is not None and len(rows) == 200
+    for row in [*rows, *held_out]:
+        place = row["problem"].removeprefix("What is the code of ").removesuffix("?")
+        assert lookup.fact(place, row["expected_answer"]) in facts
+    assert not {row["problem"] for row in rows} & {row["problem"] for row in held_out}
+    assert len(lookup.places_of("train")) + len(lookup.places_of("validation")) == len(lookup.PLACES)
+    with pytest.raises(ValueError, match="split must be one of"):
+        load_rows(lookup_section(split="test"))
+
+
+def test_the_processor_gives_answers_and_stop_strings():
+    process = find_processor("retrieval_data_processor")
+    tokenizer, spec = build_tiny_tokenizer(), TaskDataSpec("lookup", None, None)
+    datum = process({"problem": "Code of Lima?", "expected_answer": "482"}, spec, tokenizer, 99, 0)
+    assert datum["extra_env_info"] == {"ground_truth": "482"} and datum.get("stop_strings") == STOP_STRINGS
+    several = {"problem": "Who?", "expected_answer": "x", "answers": ["a", "b"]}
+    assert process(several, spec, tokenizer, 99, 0)["extra_env_info"] == {"ground_truth": ["a", "b"]}
+
+
+def test_demonstrations_are_answered_by_the_environment_as_they_say():
+    rng = random.Random(1)
+    for mistake in (0.0, 1.0):
+        user, search, found, answer = lookup.demonstrate(rng, mistake)
+        query = find_action(search["content"]).query
+        assert query is not None and query in found["content"]
+        said = find_action(answer["content"]).answer
+        assert said is not None and said in found["content"]
+        assert (query in user["content"]) or mistake
+
+
+def test_one_turn_is_refused_for_it_leaves_none_to_answer():
+    run = (
+        "data.train={dataset_name: lookup, env_name: retrieval, split_validation_size: 0.1}",
+        "+env.retrieval={type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'}",
+    )
+    with pytest.raises(ConfigError, match=r"max_rollout_turns: 1 leaves no turn .* set it to 5, for all searches"):
+        build(*run)
+    with pytest.raises(ConfigError, match=r"4 leaves no turn .* at least 5, or env.retrieval.max_searches=3"):
+        build(*run, "grpo.max_rollout_turns=4")
+    build(*run, "grpo.max_rollout_turns=5")

@@ -1,0 +1,327 @@
+"""Programs in the sandbox: what they may, what they may not, and that nothing of them is left."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.environments.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable, draw_uids
+from nemo_rl.environments.sandbox_limits import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
+from tests.unit.environments.hostile_programs import HOSTILE
+
+ROOT = str(Path(__file__).parents[3])
+MARK = f"hostile_{secrets.token_hex(8)}"
+LIMITS = SandboxLimits(wall_s=1.5, cpu_s=1, memory_bytes=1 << 28, disk_bytes=1 << 25, files=200)
+PLACES = ("/tmp", "/dev/shm", "/var/tmp", str(Path.home()), os.getcwd())
+
+
+def source(name: str) -> str:
+    return HOSTILE[name][0].replace("MARK", MARK).replace("HOME", str(Path.home()))
+
+
+def one(pool: SandboxPool, text: str, **more) -> SandboxResult:
+    return pool.run([Program(cells=[text], **more)])[0]
+
+
+def assert_contained(name: str, result: SandboxResult) -> None:
+    """It did not succeed, and what stopped it is said."""
+    expected = HOSTILE[name][1]
+    if expected is LimitHit.FORBIDDEN:  # a file may also not be there at all
+        assert result.limit is expected or result.error == "FileNotFoundError", (name, result)
+    elif expected in (LimitHit.CPU_TIME, LimitHit.WALL_TIME):  # a busy machine: neither memory nor CPU seconds in time
+        assert result.limit in (LimitHit.CPU_TIME, LimitHit.WALL_TIME, LimitHit.MEMORY, LimitHit.THREADS), (
+            name,
+            result,
+        )
+    else:
+        assert result.limit is expected, (name, result)
+    assert "made" not in result.stderr
+    assert not result.finished or name in ("directory without permissions", "deep directories")
+
+
+def processes_of(directory: str) -> list[int]:
+    """Processes started for a pool, and whatever they have forked: all have its directory in their command line."""
+    found = []
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                command = (path / "cmdline").read_bytes()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if directory.encode() in command:
+                found.append(int(path.name))
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    listing = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listing.read_text().split()] if listing.exists() else []
+
+
+def assert_nothing_left(pool: SandboxPool) -> None:
+    servers = pool.pids()
+    assert sorted(processes_of(pool.directory)) == sorted(servers)
+    assert [child for server in servers for child in children_of(server)] == []
+    assert [entry for place in PLACES for entry in Path(place).iterdir() if MARK in entry.name] == []
+    assert f"{0x5EED}" not in Path("/proc/sysvipc/shm").read_text()
+    assert {path.name for path in Path(pool.directory).rglob("*")} <= {"lock", "root", *map(str, range(8))}
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SandboxPool(4, LIMITS)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(pool: SandboxPool) -> dict[str, SandboxResult]:
+    results = pool.run([Program(cells=[source(name)]) for name in HOSTILE])
+    assert_nothing_left(pool)
+    return dict(zip(HOSTILE, results, strict=True))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_program_is_contained_and_named(name: str, outcomes: dict[str, SandboxResult]) -> None:
+    assert_contained(name, outcomes[name])
+    assert outcomes[name].duration_s < LIMITS.wall_s + 3
+
+
+def test_facts_of_the_wrong_types_count_as_not_said(outcomes: dict[str, SandboxResult]) -> None:
+    result = outcomes["facts of the wrong types, with the token"]
+    assert (result.exit_status, result.error, result.failed_cell) == (1, "", None)
+
+
+def test_sixty_hostile_programs_in_a_row_leave_nothing_behind(pool: SandboxPool) -> None:
+    quick = [name for name, (_, limit) in HOSTILE.items() if limit not in (LimitHit.WALL_TIME, LimitHit.CPU_TIME)]
+    servers = pool.pids()
+    pool.run([Program(cells=[source(quick[i % len(quick)])]) for i in range(60)])
+    assert pool.pids() == servers  # none had to be replaced
+    assert_nothing_left(pool)
+    assert one(pool, "print('alive')").stdout == "alive\n"
+
+
+@pytest.mark.slow
+def test_a_thousand_hostile_programs_leave_nothing_behind(pool: SandboxPool) -> None:
+    names = list(HOSTILE)
+    servers = pool.pids()
+    pool.run([Program(cells=[source(names[i % len(names)])]) for i in range(1000)])
+    assert pool.pids() == servers
+    assert_nothing_left(pool)
+
+
+def test_ordinary_programs_do_what_they_should(pool: SandboxPool) -> None:
+    assert one(pool, "print(int(input()) + int(input()))", stdin="5\n7\n").stdout == "12\n"
+    text = one(pool, "import threading\nt = threading.Thread(target=print, args=('hi',))\nt.start()").stdout
+    assert text == "hi\n"
+    assert one(pool, "import asyncio\nasync def f(): return 3\nprint(asyncio.run(f()))").stdout == "3\n"
+    files = "import shutil\nopen('a', 'w').write('x')\nshutil.copy('a', 'b')\nprint(open('b').read())"
+    assert one(pool, files).stdout == "x\n"
+    assert one(pool, "import atexit\natexit.register(print, 'bye')\nraise SystemExit(3)").exit_status == 3
+    assert one(pool, "import dataclasses, pickle\nclass A: pass\npickle.dumps(A())\nprint('ok')").stdout == "ok\n"
+    result = one(pool, "print('before')\n1 / 0")
+    assert (result.stdout, result.exit_status, result.error) == ("before\n", 1, "ZeroDivisionError")
+    assert result.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
+    assert "sandbox" not in result.stderr
+    assert one(pool, "def f(:").error == "SyntaxError"
+
+
+def test_no_two_servers_share_a_user() -> None:
+    drawn = [draw_uids()[0] for _ in range(100)]
+    assert len(set(drawn)) == 100
+    assert min(drawn) > 1_879_048_191 and max(drawn) < 2**31  # above those of containers
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become another user")
+def test_programs_of_different_servers_are_different_users() -> None:
+    pools = [SandboxPool(1, LIMITS) for _ in range(2)]
+    try:
+        users = {int(one(pool, "import os\nprint(os.getuid())").stdout) for pool in pools}
+        if users == {0}:
+            pytest.skip("no other user than root can read the interpreter here")
+        assert len(users) == 2 and 0 not in users
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def test_the_same_program_draws_the_same_numbers(pool: SandboxPool) -> None:
+    text = "import random\nprint(random.random(), hash('a'))"
+    assert len({result.stdout for result in pool.run([Program(cells=[text])] * 8)}) == 1
+
+
+def test_no_program_sees_the_files_or_the_environment_of_another(pool: SandboxPool, monkeypatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    one(pool, "import builtins, json\nopen('a', 'w').write('x')\nbuiltins.left = json.left = 1")
+    for _ in range(4):
+        result = one(
+            pool, "import os, builtins, json\nprint(os.listdir(), hasattr(builtins, 'left'), hasattr(json, 'left'))"
+        )
+        assert result.stdout == "[] False False\n"
+    assert "secret" not in one(pool, "import os\nprint(dict(os.environ))").stdout
+
+
+def test_output_up_to_the_limit_is_kept(pool: SandboxPool) -> None:
+    result = one(pool, "import sys\nsys.stdout.write('x' * 10**6)")
+    assert result.limit is LimitHit.OUTPUT
+    assert set(result.stdout) == {"x"} and len(result.stdout) == LIMITS.output_bytes
+
+
+def test_cells_share_names_and_only_the_last_one_speaks(pool: SandboxPool) -> None:
+    cells = ["print('silent')\nx = 5", "y = x + 2", "print(y)\nx * y"]
+    result = pool.run([Program(cells=cells, echo=True)])[0]
+    assert (result.stdout, result.finished) == ("7\n35\n", True)
+    assert pool.run([Program(cells=["x = 1", "1 / 0", "print(x)"])])[0].failed_cell == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "passes"),
+    [
+        ("def f(x): return x + 1", True),
+        ("def f(x): return x", False),
+        ("import os\nos._exit(0)", False),
+        ("raise SystemExit", False),
+        ("import sys\nsys.exit(0)", False),
+        ("import atexit, os\natexit.register(os._exit, 0)\ndef f(x): return x", False),
+        ("import os\nos.write(3, b'{\"finished\": true}\\n')\nos._exit(0)", False),
+    ],
+)
+def test_a_check_is_passed_by_running_to_its_end(pool: SandboxPool, program: str, passes: bool) -> None:
+    assert pool.run([Program(cells=[program], check="assert f(1) == 2")])[0].finished is passes
+
+
+def test_a_hung_program_costs_only_itself(pool: SandboxPool) -> None:
+    started = time.monotonic()
+    results = pool.run([Program(cells=["import time\ntime.sleep(60)"]), *[Program(cells=["print(1)"])] * 20])
+    assert time.monotonic() - started < LIMITS.wall_s + 2
+    assert [result.stdout for result in results[1:]] == ["1\n"] * 20
+
+
+@pytest.mark.parametrize(
+    ("mechanisms", "missing"),
+    [
+        (["seccomp", "user"], {"reads", "writes"}),
+        (["landlock", "namespaces"], {"processes"}),
+        ([], {"network", "processes", "reads", "signals", "writes"}),
+    ],
+)
+def test_a_machine_that_cannot_isolate_is_refused_by_name(mechanisms: list[str], missing: set[str]) -> None:
+    with pytest.raises(SandboxUnavailable) as refused:
+        SandboxPool(1, LIMITS, mechanisms=mechanisms)
+    named = str(refused.value).partition("allow_weaker: [")[2].rstrip("]").split(", ")
+    assert missing <= set(named) <= set(Guarantee)
+
+
+def test_what_is_waived_is_logged_and_processes_still_do_not_stay(caplog) -> None:
+    weaker = SandboxPool(1, LIMITS, mechanisms=["landlock"], allow_weaker=list(Guarantee))
+    try:
+        assert "does NOT guarantee" in caplog.text and "processes" in caplog.text
+        daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)"
+        assert one(weaker, daemon).exit_status == 0
+        assert_nothing_left(weaker)
+    finally:
+        weaker.close()
+
+
+@pytest.mark.parametrize("mechanisms", [["seccomp", "landlock"], ["seccomp", "namespaces"]])
+def test_each_way_to_confine_files_is_enough(mechanisms: list[str]) -> None:
+    names = [name for name, (text, limit) in HOSTILE.items() if limit is LimitHit.FORBIDDEN]
+    pool = SandboxPool(2, LIMITS, mechanisms=mechanisms)
+    try:
+        results = pool.run([Program(cells=[source(name)]) for name in names])
+        for name, result in zip(names, results, strict=True):
+            assert_contained(name, result)
+        assert_nothing_left(pool)
+    finally:
+        pool.close()
+
+
+AS_NOBODY = """
+import json, sys
+from dataclasses import asdict
+sys.path.insert(0, sys.argv[1])
+from nemo_rl.environments.sandbox import SandboxPool
+from nemo_rl.environments.sandbox_limits import Program, SandboxLimits
+pool = SandboxPool(1, SandboxLimits(wall_s=1.5, cpu_s=1))
+results = pool.run([Program(cells=[text]) for text in json.loads(sys.argv[2])])
+pool.close()
+print(json.dumps([asdict(result) for result in results]))
+"""
+
+
+def test_it_needs_no_root() -> None:
+    as_nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    names = ["fork bomb", "write outside", "socket", "signal to the parent", "passwords", "memory hog", "busy loop"]
+    arguments = [ROOT, json.dumps([source(name) for name in names])]
+    for python in (sys.executable, "/usr/bin/python3"):
+        try:
+            ran = subprocess.run(
+                [python, "-c", AS_NOBODY, *arguments], capture_output=True, text=True, cwd="/tmp", **as_nobody
+            )
+        except PermissionError:  # this user cannot read the interpreter
+            continue
+        assert ran.returncode == 0, ran.stderr
+        for name, facts in zip(names, json.loads(ran.stdout), strict=True):
+            limit = LimitHit(facts["limit"]) if facts["limit"] else None
+            assert_contained(name, SandboxResult(**{**facts, "limit": limit}))
+        return
+    pytest.skip("no interpreter here can be read by another user than root")
+
+
+def test_a_killed_server_is_replaced_and_its_program_dies_with_it(pool: SandboxPool) -> None:
+    small = SandboxPool(1, LIMITS)
+    try:
+        (server,) = small.pids()
+        os.kill(server, signal.SIGKILL)
+        assert one(small, "print(1)").stdout == "1\n"
+        assert small.pids() != [server]
+        assert_nothing_left(small)
+    finally:
+        small.close()
+    assert not Path(small.directory).exists()
+    assert processes_of(small.directory) == []
+
+
+ABANDONED = """
+import os, sys, threading, time
+sys.path.insert(0, sys.argv[1])
+from nemo_rl.environments.sandbox import SandboxPool
+from nemo_rl.environments.sandbox_limits import Program, SandboxLimits
+pool = SandboxPool(1, SandboxLimits(wall_s=60))
+program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])
+threading.Thread(target=pool.run, args=([program],)).start()
+time.sleep(0.3)
+print(pool.directory, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_killed_run_leaves_no_process_and_the_next_one_removes_its_directory(tmp_path, monkeypatch) -> None:
+    tmp_path.chmod(0o755)
+    run = subprocess.Popen(
+        [sys.executable, "-c", ABANDONED, ROOT],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert run.stdout is not None
+    directory = run.stdout.readline().strip()
+    assert len(processes_of(directory)) == 2  # the server and the program
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    deadline = time.monotonic() + 5
+    while processes_of(directory) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert processes_of(directory) == []
+    assert directory.startswith(f"{tmp_path}/{DIRECTORY_PREFIX}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    SandboxPool(1, LIMITS).close()
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,147 @@
+"""Episodes with tools."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.data.datasets import tool_arithmetic
+from nemo_rl.environments.config import OURS
+from nemo_rl.environments.tools.calls import ToolCall, find_calls, problem_of
+from nemo_rl.environments.tools.python_tools import PythonToolEnvironment
+from nemo_rl.environments.tools.tools import Tool, ToolError
+from nemo_rl.utils.tool_specs import TOOL_SPECS, function_spec
+
+
+def shout(arguments, state) -> str:
+    if not arguments["text"]:
+        raise ToolError("nothing to shout")
+    state["shouts"] = state.get("shouts", 0) + 1
+    return arguments["text"].upper() + "!" * state["shouts"]
+
+
+SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    made = PythonToolEnvironment(
+        {
+            "num_workers": 1,
+            "tools": ["calculator", "python", f"{__name__}:SHOUT"],
+            "sandbox": {"time_limit_s": 2.0, "cpu_limit_s": 1},
+        }
+    )
+    yield made
+    made.shutdown()
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def play(
+    environment: PythonToolEnvironment, turns: list[str], answer: str = "12"
+) -> tuple[list[str], list[float], list]:
+    metadata: list = [{"ground_truth": answer}]
+    seen, rewards, ends = [], [], []
+    for turn in turns:
+        result = environment.step(
+            [[{"role": "user", "content": "?"}, {"role": "assistant", "content": turn}]], metadata
+        )
+        metadata = json.loads(json.dumps(result.metadata))  # it travels, and holds nothing but data
+        seen.append(result.observations[0]["content"])
+        rewards.append(result.rewards.item())
+        ends.append(bool(result.terminateds[0]))
+    return seen, rewards, ends
+
+
+def test_an_episode_of_calls_and_an_answer(environment) -> None:
+    seen, rewards, ends = play(
+        environment,
+        [
+            call("calculator", expression="5+7"),
+            "Let me see.\n" + call("python", code="x = 5\nx + 7"),
+            call("python", code="print(x * 2)"),
+            call("shout", text="hey") + call("shout", text="ho"),
+            "It is \\boxed{12}.",
+        ],
+    )
+    assert seen[:4] == ["12", "12", "10", "[1] HEY!\n[2] HO!!"]
+    assert rewards == [0, 0, 0, 0, 1]
+    assert ends == [False, False, False, False, True]
+
+
+def test_a_wrong_answer_has_no_reward(environment) -> None:
+    assert play(environment, ["\\boxed{13}"])[1:] == ([0.0], [True])
+
+
+def test_what_is_wrong_with_a_call_is_told_and_the_episode_goes_on(environment) -> None:
+    seen, rewards, ends = play(
+        environment,
+        [
+            "<tool_call>{'name': 'calculator'}</tool_call>",
+            "<tool_call>[1]</tool_call>",
+            call("calculater", expression="1"),
+            call("calculator", expr="1"),
+            call("calculator", expression=3),
+            call("calculator", expression="import os"),
+            call("shout", text=""),
+            call("python", code="1 / 0"),
+            call("python", code="while True: pass"),
+            call("calculator", expression="1") * 6,
+        ],
+    )
+    expected = [
+        "is not JSON",
+        "names no tool",
+        "no tool 'calculater'; there are: calculator, python, shout",
+        "needs the argument 'expression'",
+        "must be of type string",
+        "not an expression",
+        "nothing to shout",
+        "ZeroDivisionError",
+        "seconds",
+        "only the first 4 calls",
+    ]
+    assert [part in text for part, text in zip(expected, seen, strict=True)] == [True] * len(expected)
+    assert not any(ends) and not any(rewards)
+
+
+def test_a_call_that_fails_is_not_remembered(environment) -> None:
+    turns = [call("python", code="x = 1"), call("python", code="x = 2\n1 / 0"), call("python", code="x")]
+    assert play(environment, turns)[0][2] == "1"
+
+
+def test_episodes_do_not_share_names(environment) -> None:
+    play(environment, [call("python", code="secret = 1")])
+    assert "NameError" in play(environment, [call("python", code="secret")])[0][0]
+
+
+def test_calls_are_found_in_several_styles() -> None:
+    assert find_calls("nothing") == []
+    assert find_calls('<tool_call>\n{"name": "a", "arguments": "{\\"b\\": 1}"}') == [ToolCall("a", {"b": 1})]
+    assert find_calls("```tool_code\nprint(1)\n```") == [ToolCall("python", {"code": "print(1)\n"})]
+    assert problem_of(find_calls('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>')[0], TOOL_SPECS)
+    assert problem_of(ToolCall("calculator", {"expression": "1", "more": "2"}), TOOL_SPECS) != ""
+
+
+def test_demonstrations_of_the_tiny_model_play_as_they_say(environment) -> None:
+    for mistake in (0.0, 1.0):
+        talk = tool_arithmetic.demonstrate(random.Random(1), mistake)
+        seen, rewards, ends = play(environment, [talk[1]["content"], talk[3]["content"]], str(eval(talk[0]["content"])))
+        assert seen[0] == talk[2]["content"]
+        assert (rewards, ends) == ([0.0, 1.0 - mistake], [False, True])
+
+
+def test_unknown_tools_are_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match="there is no tool 'calc'"):
+        OURS["python_tools"](tools=["calc"])
+    with pytest.raises(ValueError, match="no module 'nowhere'"):
+        PythonToolEnvironment({"tools": ["nowhere:TOOL"]})
+
+
+def test_the_tools_file_of_the_examples_says_what_the_tools_are() -> None:
+    path = Path(__file__).parents[4] / "examples" / "tools" / "python_tools.json"
+    assert json.loads(path.read_text()) == list(TOOL_SPECS.values())

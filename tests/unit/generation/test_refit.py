@@ -1,0 +1,116 @@
+"""Who is named when the group of a sync breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
+from nemo_rl.distributed.pack_layout import PackLayout, TensorMeta
+from nemo_rl.distributed.weight_transfer import RefitError
+from nemo_rl.models import refit
+from nemo_rl.models.refit import Refit
+
+LAYOUT = PackLayout.build([TensorMeta("w", "float32", (4,))], 1 << 20)
+
+
+def error(kind: type[WorkerError], worker: str, exception_type: str = "") -> WorkerError:
+    return kind(f"{worker} failed", worker=worker, rank=0, method="m", exception_type=exception_type)
+
+
+class Policy:
+    """Of one rank; `is_gone` once it has packed."""
+
+    def __init__(self, *, is_gone: bool = False, fails: WorkerError | None = None) -> None:
+        self.is_gone = is_gone
+        self.fails = fails
+
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"rank": 0, "layout_digest": "", "layout": LAYOUT.to_dict(), "endpoints": {}}]
+
+    def start_pack(self, bucket: int) -> int:
+        return bucket
+
+    def finish_pack(self, future: int) -> list[dict[str, Any]]:
+        if self.fails is not None:
+            raise self.fails
+        return [{"rank": 0, "digest": "", "fingerprints": b"", "gather_s": 0.0, "pack_s": 0.0}]
+
+    def check_health(self, timeout_s: float | None = None) -> None:
+        if self.is_gone:
+            raise error(WorkerDied, "policy-0")
+
+
+class Generation:
+    """Two engines that fail as they are told when a bucket is waited for; `dead` after that."""
+
+    name_prefix = "generation"
+    workers = ("a", "b")
+
+    def __init__(self, fails: WorkerError | None = None, dead: Sequence[int] = ()) -> None:
+        self.fails = fails
+        self.dead = dead
+        self.num_checks = 0
+
+    def init_weight_transfer(self, info: dict[str, Any]) -> None: ...
+
+    def start_weight_update(self, *, clear_cache: bool) -> None: ...
+
+    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[int]:
+        return []
+
+    def wait(self, futures: Sequence[Any]) -> None:
+        if self.fails is not None:
+            raise self.fails
+
+    def finish_weight_update(self, version: int) -> None: ...
+
+    def dead_workers(self) -> list[int]:
+        self.num_checks += 1
+        return list(self.dead)
+
+
+def synced(policy: Policy, generation: Generation) -> None:
+    accelerator = Accelerator(exclusive=False)
+    for tenant in ("refit", "generation"):
+        accelerator.register(tenant, lambda: None, lambda: None)
+    Refit(
+        policy,  # type: ignore[arg-type]
+        generation,  # type: ignore[arg-type]
+        accelerator,
+        transport="packed_collective",
+        wire_dtype="float32",
+    ).sync(1)
+
+
+def test_engines_that_miss_the_policy_are_not_blamed_for_its_death():
+    synced(Policy(), Generation())
+    with pytest.raises(WorkerDied) as raised:
+        synced(Policy(is_gone=True), Generation(error(WorkerError, "generation-1-0", "RefitError")))
+    assert raised.value.worker == "policy-0"
+
+
+def test_the_policy_that_misses_an_engine_is_not_blamed_for_its_death():
+    with pytest.raises(WorkerError) as raised:
+        synced(Policy(fails=error(WorkerError, "policy-0", "RefitError")), Generation(dead=[1]))
+    assert raised.value.worker == "generation-1-0" and raised.value.engine_died
+
+
+def test_who_answers_nothing_is_not_waited_for_a_second_time():
+    generation = Generation(error(WorkerHang, "generation-1-0"))
+    with pytest.raises(WorkerError) as raised:
+        synced(Policy(), generation)
+    assert raised.value.worker == "generation-1-0" and raised.value.engine_died
+    generation = Generation()
+    with pytest.raises(RefitError, match="policy-0 failed"):
+        synced(Policy(fails=error(WorkerHang, "policy-0")), generation)
+    assert generation.num_checks == 0
+
+
+def test_what_nobody_died_of_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(refit, "_DEATH_SEEN_S", 0.0)
+    with pytest.raises(RefitError, match="failed at bucket 0 of 1"):
+        synced(Policy(), Generation(error(WorkerError, "generation-0-0", "RefitError")))

@@ -1,0 +1,206 @@
+"""Refit by collective into real vLLM engines on resources of their own: several replicas, several ranks, a death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.collective_buffer import Rendezvous
+from nemo_rl.distributed.errors import WorkerError
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.weight_transfer import RefitError
+from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.refit import TENANT, Refit
+from nemo_rl.types import Completion, SamplingParams
+from tests.functional.test_faults import processes_below
+from tests.unit.generation.configs import generation_config
+from tests.unit.generation.test_refit_vllm import AdapterPolicy, OneRankPolicy, change, make_model
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[5, 6, 7, 8 + i] for i in range(4)]
+
+
+class LeavingPolicy(OneRankPolicy):
+    """As `DTensorPolicyWorker`: it leaves the group before it makes another."""
+
+    def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+        if "sender" in vars(self):
+            self.sender.close()
+        return super().prepare_refit(settings)
+
+    def check_health(self, timeout_s: float | None = None) -> None:
+        """It is this process."""
+
+
+class LeavingAdapterPolicy(LeavingPolicy, AdapterPolicy):
+    """The same with adapters."""
+
+
+@contextmanager
+def engines_apart(
+    directory: Path,
+    *,
+    replicas: int,
+    kind: type[LeavingPolicy] = LeavingPolicy,
+    recompute: bool = True,
+    axis: str = "tensor_parallel_size",
+    size: int = 1,
+    num_nodes: int = 1,
+) -> Iterator[tuple[Any, VllmGeneration, Refit]]:
+    from nemo_rl.data.tiny_model import build_tiny_tokenizer
+
+    policy = kind(make_model(directory, tied=True, dtype="float32"))
+    build_tiny_tokenizer().save_pretrained(directory)
+    accelerator = Accelerator(exclusive=False)
+    accelerator.register(TENANT, lambda: None, lambda: None)
+    config = generation_config()
+    vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", axis: size})
+    colocated = config.colocated.model_copy(update={"enabled": False})
+    config = config.model_copy(update={"vllm_cfg": vllm_cfg, "colocated": colocated})
+    name = f"apart-{replicas}-{vllm_cfg.engine_size}-{kind.__name__}"
+    per_node = replicas * vllm_cfg.engine_size // num_nodes
+    with RayVirtualCluster([per_node] * num_nodes, use_gpus=False, name=name) as cluster:
+        generation = VllmGeneration(
+            cluster,
+            config,
+            model=str(directory),
+            tokenizer=str(directory),
+            seed=0,
+            accelerator=accelerator,
+            timeout_s=120,
+        )
+        refit = Refit(
+            policy,  # type: ignore[arg-type]
+            generation,
+            accelerator,
+            transport="packed_collective",
+            wire_dtype="float32",
+            bucket_bytes=64 << 10,
+            rendezvous=Rendezvous(address="127.0.0.1", num_receivers=generation.num_engine_ranks, timeout_s=100),
+            recompute_kv_cache=recompute,
+        )
+        yield policy, generation, refit
+        policy.sender.close()
+        generation.shutdown()
+
+
+def differences(policy: OneRankPolicy, generation: VllmGeneration, version: int) -> list[float]:
+    """Of each replica the largest difference between its logprobs and the model's."""
+    return [_difference(policy, worker, version) for worker in generation.workers]
+
+
+def _difference(policy: OneRankPolicy, worker: Any, version: int) -> float:
+    sampling = SamplingParams(max_new_tokens=12, stop_token_ids=())
+    calls = [worker.call.remote("generate", prompt, sampling, seed) for seed, prompt in enumerate(PROMPTS)]
+    worst = 0.0
+    completions: list[Any] = ray.get(calls, timeout=60)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        assert completion.weight_version == version
+        expected = expected_logprobs(policy, prompt, completion)
+        worst = max(worst, float((expected - torch.tensor(completion.logprobs)).abs().max()))
+    return worst
+
+
+def expected_logprobs(policy: OneRankPolicy, prompt: list[int], completion: Completion) -> torch.Tensor:
+    """What the model says of the tokens of a completion."""
+    ids = torch.tensor([prompt + completion.token_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(policy.model(ids).logits[0, len(prompt) - 1 : -1].float(), dim=-1)
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def engine_process(generation: VllmGeneration, replica: int) -> int:
+    """The process of vLLM's engine, a child of the replica's worker."""
+    identity: Any = ray.get(generation.workers[replica].identity.remote(), timeout=10)
+    (engine,) = [pid for pid, (_, command) in processes_below(identity.pid).items() if "EngineCore" in command]
+    return engine
+
+
+def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None, tmp_path: Path) -> None:
+    with engines_apart(tmp_path, replicas=2) as (policy, generation, refit):
+        for version in (0, 1):
+            change(policy.model, version)
+            refit.sync(version)
+            assert max(differences(policy, generation, version)) < 1e-5
+
+        def kill(bucket: int, sender: Any) -> None:
+            if bucket == 2:
+                os.kill(engine_process(generation, 0), signal.SIGKILL)
+
+        policy.damage = kill
+        change(policy.model, 2)
+        with pytest.raises(WorkerError) as error:
+            refit.sync(2)
+        assert error.value.engine_died and error.value.worker.startswith("generation-0")
+        policy.damage = lambda bucket, sender: None
+        assert generation.dead_workers() == [0]
+        generation.restart_worker(0)
+        refit.sync(2)
+        assert max(differences(policy, generation, 2)) < 1e-5
+
+        def flip(bucket: int, sender: Any) -> None:
+            if bucket == 1:  # the bucket may be on its way already: what is announced of it is changed instead
+                policy.announce = lambda blob: bytes([blob[0] ^ 1]) + blob[1:]
+
+        finish = policy.finish_pack
+        policy.announce = lambda blob: blob
+        policy.damage = flip
+        policy.finish_pack = lambda packed: finish(
+            [{**part, "fingerprints": policy.announce(part["fingerprints"])} for part in packed]
+        )
+        with pytest.raises(RefitError, match=r"packed_collective, version 3, bucket 1: tensor '.+' .*not what the pol"):
+            refit.sync(3)
+        policy.damage, policy.announce = (lambda bucket, sender: None), lambda blob: blob
+        refit.sync(4)
+        assert max(differences(policy, generation, 4)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("axis", "num_nodes"),
+    [("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("pipeline_parallel_size", 2)],
+)
+def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, axis: str, num_nodes: int) -> None:
+    """Adapters too, which are sent alone after the first sync. The nodes are two groups of processes of this one."""
+    with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, axis=axis, size=2, num_nodes=num_nodes) as (
+        policy,
+        generation,
+        refit,
+    ):
+        policy.train(0)
+        everything = refit.sync(0)["bytes"]
+        policy.train(1)
+        assert refit.sync(1)["bytes"] < everything / 4
+        assert max(differences(policy, generation, 1)) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_request_under_way_goes_on_after_a_sync(ray_local: None, tmp_path: Path, recompute: bool) -> None:
+    """With the KV cache of the new weights, or with that of the old ones; a later request with the new ones alone."""
+    with engines_apart(tmp_path, replicas=1, recompute=recompute) as (policy, generation, refit):
+        refit.sync(0)
+        sampling = SamplingParams(max_new_tokens=100, stop_token_ids=())
+        worker = generation.workers[0]
+        calls = [worker.call.remote("generate", PROMPTS[0], sampling, seed) for seed in range(8)]
+        time.sleep(0.1)  # of the time that 100 steps take
+        change(policy.model, 1)
+        refit.sync(1)
+        completions: list[Any] = ray.get(calls, timeout=60)
+        assert {completion.weight_version for completion in completions} == {0}
+        whole = [completion for completion in completions if len(completion.token_ids) == 100]
+        assert whole, "all found the end-of-sequence token"
+        last = [
+            float((expected_logprobs(policy, PROMPTS[0], c) - torch.tensor(c.logprobs))[-20:].abs().max())
+            for c in whole
+        ]
+        assert (max(last) < 1e-5) if recompute else (min(last) > 1e-3), last
+        assert max(differences(policy, generation, 1)) < 1e-5

@@ -1,0 +1,92 @@
+"""What a vLLM replica keeps of weight updates, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.models.generation.vllm_worker import VllmWorker
+from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
+
+
+class Engine:
+    """Notes the cache salt of each request."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.salts: list[str] = []
+
+    async def finish_weight_update(self, version: str) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
+        self.salts.append(prompt["cache_salt"])
+        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(token_ids=[1])])
+
+
+class Worker(VllmWorker):
+    """The engine and what needs vLLM's types are replaced."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.weight_version = -1
+        self._num_updates = 0
+        self._engine: Any = engine
+        self._request_ids = iter(range(100))
+        self._admitted = asyncio.Semaphore(8)
+        self._sampling_allowed = asyncio.Event()
+        self._num_requests = self._num_prompt_tokens = self._num_generated_tokens = 0
+
+    def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
+        return None
+
+    def _completion(self, output: Any, weight_version: int) -> Any:
+        return SimpleNamespace(token_ids=output.token_ids, weight_version=weight_version)
+
+
+def test_kv_of_a_version_that_comes_again_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    exceptions = ModuleType("vllm.v1.engine.exceptions")
+    vars(exceptions)["EngineDeadError"] = RuntimeError
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
+
+    async def run() -> None:
+        engine = Engine()
+        worker = Worker(engine)
+        for version in (3, 4, 3):  # back to a checkpoint, whose next steps are others
+            await worker.finish_weight_update(version)
+            for _ in range(2):
+                completion = await worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0)
+                assert completion.weight_version == version
+        first, second, again = engine.salts[0::2]
+        assert engine.salts == [first, first, second, second, again, again]
+        assert len({first, second, again}) == 3
+
+    asyncio.run(run())
+
+
+def test_a_failure_that_nobody_foresaw_reaches_whoever_asked():
+    class Broken(Worker):
+        async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
+            raise KeyError("logprobs")
+
+    async def ask() -> list[GenerationAnswer]:
+        worker = Broken(Engine())
+        worker._name = "generation replica 0"
+        worker._serving, worker._answers, worker._has_answers = {}, defaultdict(list), defaultdict(asyncio.Event)
+        request = GenerationRequest(
+            request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=0
+        )
+        await worker.submit([request])
+        return await asyncio.wait_for(worker.drain(), 5)
+
+    [answer] = asyncio.run(ask())
+    assert (answer.request_id, answer.failure_type, answer.failure) == ("r", "KeyError", "KeyError('logprobs')")

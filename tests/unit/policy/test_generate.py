@@ -1,0 +1,234 @@
+"""Completions drawn from the trained model, against the plainest way to draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.generate import GenerationSettings, draw_tokens
+from nemo_rl.models.policy.generate_worker import GeneratingPolicyWorker
+from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.token_filter import filter_logits
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model
+from tests.worlds import run_world
+
+SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=30, top_p=0.9)
+FAMILIES = ["qwen2-tied", "llama", "gemma3", "mistral", "qwen3-moe", "gemma2"]
+MAX_MODEL_LEN = 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for family in FAMILIES[:-1]:
+        save_model(family, path / family)
+    save_gemma2(path / "gemma2")
+    return path
+
+
+def save_gemma2(path: Path) -> None:
+    """Its attention is its own, with soft caps and masks of transformers."""
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        sliding_window=6,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=8.0,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    model = Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+
+
+def decode(tokens: list[int]) -> str:
+    """Token 40 is "a", 41 is "b", and so on, so that text tells the tokens."""
+    return "".join(chr(57 + token) for token in tokens)
+
+
+def settings(**changes: Any) -> GenerationSettings:
+    values = {"max_model_len": MAX_MODEL_LEN, "max_batch_size": 8, "end_token_id": 1, "decode": decode}
+    return GenerationSettings(special_token_ids=frozenset({0, 1}), **{**values, **changes})
+
+
+def make_requests(
+    sampling: SamplingParams = SAMPLING, num_prompts: int = 3, num_each: int = 2
+) -> list[GenerationRequest]:
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(2, VOCAB, (3 + 5 * n,), generator=generator).tolist() for n in range(num_prompts)]
+    return [
+        GenerationRequest(request_id=f"{p}/{i}", prompt_token_ids=prompt, sampling=sampling, seed=100 * p + i)
+        for p, prompt in enumerate(prompts)
+        for i in range(num_each)
+    ]
+
+
+def make_worker(path: Path, how: GenerationSettings, **dtensor: Any) -> GeneratingPolicyWorker:
+    worker = GeneratingPolicyWorker(
+        policy_config(dtensor_cfg=DTensorConfig(**dtensor)),
+        PolicyWorkerSettings(
+            model_path=str(path),
+            sampling=SamplingParams(max_new_tokens=10, temperature=0.8),
+            use_gpu=False,
+            workers_per_node=8,
+            init_reference_model=False,
+            init_optimizer=True,
+            seed=0,
+        ),
+    )
+    worker.prepare_generation(how)
+    return worker
+
+
+def complete(worker: GeneratingPolicyWorker, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+    """Completions by request id."""
+    return {a.request_id: a.completion for a in worker.generate(requests, 7) if a.completion is not None}
+
+
+def generate(
+    path: Path,
+    requests: Sequence[GenerationRequest],
+    *,
+    world: int = 1,
+    how: GenerationSettings | None = None,
+    **dtensor: Any,
+) -> dict[str, Completion]:
+    """Completions by request id; data-parallel ranks take requests in turn."""
+    num_shares = world // dtensor.get("tensor_parallel_size", 1)
+
+    def rank_main(rank: int, _: int) -> dict[str, Completion]:
+        worker = make_worker(path, how or settings(), **dtensor)
+        return complete(worker, requests[worker.mesh.data_rank :: num_shares])
+
+    return {key: value for part in run_world(rank_main, world) for key, value in part.items()}
+
+
+def drawn_by_a_full_pass(model: Any, request: GenerationRequest, found: Completion) -> tuple[list[int], list[float]]:
+    """What follows the prompt and each beginning of `found`, from one pass without a cache, padding or neighbours."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    generator = torch.Generator().manual_seed(request.seed)
+    uniform = torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)[: len(found.token_ids)]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1].float()
+    if sampling.temperature == 0:
+        logprobs = logits.log_softmax(-1)
+        tokens = logprobs.argmax(-1)
+    else:
+        logits = logits / sampling.temperature
+        logprobs = filter_logits(logits, logits.argmax(-1), sampling.top_k, sampling.top_p).log_softmax(-1)
+        tokens = (logprobs.double().exp().cumsum(1) <= uniform[:, None]).sum(1)
+    return tokens.tolist(), logprobs.gather(1, tokens[:, None])[:, 0].tolist()
+
+
+def test_completions_are_those_of_full_passes_without_a_cache(models):
+    greedy = replace(SAMPLING, temperature=0.0, top_k=None, top_p=1.0)
+    requests = make_requests() + [
+        replace(request, request_id=f"greedy {request.request_id}") for request in make_requests(greedy, num_each=1)
+    ]
+
+    def rank_main(rank: int, _: int) -> dict[str, dict[str, Completion]]:
+        return {family: complete(make_worker(models / family, settings()), requests) for family in FAMILIES}
+
+    [found] = run_world(rank_main, 1)
+    for family in FAMILIES:
+        model = AutoModelForCausalLM.from_pretrained(
+            models / family, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        for request in requests:
+            completion = found[family][request.request_id]
+            tokens, logprobs = drawn_by_a_full_pass(model, request, completion)
+            room = min(request.sampling.max_new_tokens, MAX_MODEL_LEN - len(request.prompt_token_ids))
+            assert len(tokens) == room or tokens[-1] == 1, "ends early only with the end token"
+            assert 1 not in tokens[:-1]
+            assert completion.token_ids == tokens, family
+            assert completion.logprobs == pytest.approx(logprobs, abs=2e-5), family
+            assert completion.weight_version == 7
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_tokens_depend_on_neither_ranks_nor_batches_nor_order(models, tensor):
+    requests = make_requests(num_each=3)
+    alone = generate(models / "qwen2-tied", requests, how=settings(max_batch_size=1))
+    found = generate(models / "qwen2-tied", requests[::-1], world=2, tensor_parallel_size=tensor)
+    assert {key: completion.token_ids for key, completion in found.items()} == {
+        key: completion.token_ids for key, completion in alone.items()
+    }
+
+
+def test_what_ends_a_completion_is_its_last_token(models):
+    path = models / "llama"
+    [request] = make_requests(SamplingParams(max_new_tokens=12), num_prompts=1, num_each=1)
+    free = generate(path, [request])["0/0"]
+    assert free.stop_reason is StopReason.LENGTH and len(free.token_ids) == 12
+    fifth, text = free.token_ids[4], decode(free.token_ids[3:6])
+    assert fifth not in free.token_ids[:4] and 1 not in free.token_ids
+    asked = {
+        "token": replace(request.sampling, stop_token_ids=(0, fifth)),
+        "string": replace(request.sampling, stop_strings=("never there", text)),
+    }
+    found = generate(path, [replace(request, request_id=key, sampling=how) for key, how in asked.items()])
+    assert found["token"].token_ids == free.token_ids[:5]
+    assert found["string"].token_ids == free.token_ids[:6]
+    assert {completion.stop_reason for completion in found.values()} == {StopReason.STOP}
+    full = replace(request, prompt_token_ids=request.prompt_token_ids * 7)
+    assert len(generate(path, [full])["0/0"].token_ids) == MAX_MODEL_LEN - 21
+    end = generate(path, [request], how=settings(end_token_id=fifth))["0/0"]
+    assert end.token_ids == free.token_ids[:5] and end.stop_reason is StopReason.STOP
+
+
+def test_training_goes_on_as_if_nothing_had_been_generated(models):
+    def rank_main(rank: int, world: int, generates: bool) -> list[float]:
+        worker = make_worker(models / "qwen2-tied", settings())
+        norms = []
+        for _ in range(2):
+            if generates:
+                worker.generate(make_requests() if rank == 0 else [], 0)
+            load_step(worker, policy_config())
+            worker.compute(Logprobs(), "prev_logprobs")
+            worker.compute(Logprobs(), "reference_policy_logprobs")
+            norms += worker.train(ClippedPGLoss(LOSS), Logprobs()).grad_norms
+        if generates:  # with the weights of now
+            norms.append(sum(next(iter(complete(worker, make_requests()[:1]).values())).logprobs))
+        return norms
+
+    generating, plain = run_world(rank_main, 2, True), run_world(rank_main, 2, False)
+    assert generating[0][:-1] == plain[0]
+    before = sum(generate(models / "qwen2-tied", make_requests()[:1])["0/0"].logprobs)
+    assert generating[0][-1] != pytest.approx(before, abs=1e-3)
+
+
+def test_every_token_gets_its_share_of_the_random_numbers():
+    logits = torch.randn(700, generator=torch.Generator().manual_seed(3)) * 2
+    logits[5] = 7.0
+    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    for how in (SAMPLING, replace(SAMPLING, top_k=None, top_p=1.0), replace(SAMPLING, top_k=300, top_p=1.0)):
+        tokens, logprobs = draw_tokens(logits.repeat(4000, 1), how, uniform)
+        want = filter_logits(logits[None], torch.tensor([5]), how.top_k, how.top_p).softmax(-1)[0]
+        counts = torch.bincount(tokens, minlength=700) / 4000
+        assert (counts - want).abs().max() <= 1.01 / 4000
+        assert (logprobs - want[tokens].log()).abs().max() < 1e-5
+    edge = torch.tensor([0.0, 1.0 - 2**-53], dtype=torch.float64)
+    none = torch.full((2, 700), float("-inf"))
+    none[:, [300, 400]] = 0.0
+    assert draw_tokens(none, replace(SAMPLING, top_k=None, top_p=1.0), edge)[0].tolist() == [300, 400]

@@ -1,0 +1,81 @@
+"""Engine replicas without an engine, as `EngineClient` and `RolloutWorker` see them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray.exceptions import RayTaskError
+
+from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, StopReason
+
+
+def numbers(request: GenerationRequest) -> Completion:
+    """Two tokens that depend on prompt and seed alone."""
+    first = (sum(request.prompt_token_ids) + request.seed) % 90 + 10
+    return Completion(token_ids=[first, 3], logprobs=[-0.5, -0.1], stop_reason=StopReason.STOP, weight_version=0)
+
+
+class FakeReplica:
+    """Answers what `answers` says at once; None: never. `remote(...)` stands for the call of an actor."""
+
+    def __init__(self, answers: Callable[[GenerationRequest], Completion | None] = numbers) -> None:
+        self.answers = answers
+        self.asked: list[GenerationRequest] = []
+        self.under_way: set[str] = set()
+        self.aborted: list[str] = []
+        self.is_dead = False
+        self.is_silent = False  # like a stopped process
+        self._answers: list[GenerationAnswer] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def call(self) -> FakeReplica:
+        return self
+
+    def remote(self, method: str, *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._call(method, *args))
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        if self.is_silent:
+            await asyncio.Event().wait()
+        if self.is_dead:
+            raise _death(method)
+        return await getattr(self, method)(*args)
+
+    async def submit(self, requests: Sequence[GenerationRequest], asker: str = "") -> None:
+        self.asked += requests
+        for request in requests:
+            completion = self.answers(request)
+            if completion is None:
+                self.under_way.add(request.request_id)
+            else:
+                self._answers.append(GenerationAnswer(request_id=request.request_id, completion=completion))
+        self._wake.set()
+
+    async def drain(self, asker: str = "") -> list[GenerationAnswer]:
+        while not self._answers:
+            await self._wake.wait()
+            self._wake.clear()
+            if self.is_dead:
+                raise _death("drain")
+        answers, self._answers = self._answers, []
+        return answers
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        self.under_way.difference_update(request_ids)
+
+    async def check_health(self) -> None: ...
+
+    def die(self) -> None:
+        self.is_dead = True
+        self._wake.set()
+
+
+def _death(method: str) -> RayTaskError:
+    """As it arrives from an actor."""
+    cause = WorkerCallError("generation-0-0", 0, method, "EngineDied", "the engine is gone", "")
+    return RayTaskError(method, "", cause)

@@ -1,0 +1,82 @@
+"""Groups and steps to record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from nemo_rl.rollouts.record import StepIndex, write_step
+from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
+
+
+def turn(generated: int, reward: float, generation_s: float = 1.0) -> TurnMeta:
+    return TurnMeta(
+        num_generated_tokens=generated,
+        num_env_tokens=0,
+        reward=reward,
+        stop_reason=StopReason.STOP,
+        weight_version=0,
+        generation_s=generation_s,
+        env_s=0.25,
+    )
+
+
+def sample(
+    sample_id: str, reward: float, *, status: SampleStatus = SampleStatus.COMPLETED, generated: int = 3
+) -> Sample:
+    """Two prompt tokens, then sampled ones that get less likely."""
+    length = 2 + generated
+    return Sample(
+        meta=SampleMeta(
+            sample_id=sample_id,
+            status=status,
+            length=length,
+            num_prompt_tokens=2,
+            num_generated_tokens=generated,
+            num_turns=1,
+            reward=reward,
+            weight_version=0,
+            failure="the environment was out" if status is SampleStatus.FAILED else None,
+            turns=[turn(generated, reward)],
+        ),
+        token_ids=np.arange(length, dtype=np.int64) + 65,
+        token_mask=np.array([False, False] + [True] * generated),
+        generation_logprobs=np.array([0.0, 0.0] + [0.0 - 2.0 * n for n in range(generated)], dtype=np.float32),
+        messages=[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": f"answer of {sample_id}"}],
+    )
+
+
+def group(group_id: str, *rewards: float | None) -> RolloutGroup:
+    """A sample per reward; None: it failed."""
+    samples = [
+        sample(
+            f"{group_id}/{i}",
+            reward or 0.0,
+            status=SampleStatus.FAILED if reward is None else SampleStatus.COMPLETED,
+            generated=i + 1,
+        )
+        for i, reward in enumerate(rewards)
+    ]
+    return RolloutGroup(group_id=group_id, prompt_id=group_id.rpartition("/")[2], samples=samples)
+
+
+def index(step: int, groups: list[RolloutGroup], per_batch: int = 2) -> StepIndex:
+    return StepIndex(
+        step=step,
+        weight_version=step - 1,
+        seed=42,
+        config_digest="digest",
+        identity={"policy.model": {"name": "tiny"}},
+        groups_per_batch=per_batch,
+        group_ids=[group.group_id for group in groups],
+        trained={group.group_id: [0.5] * len(group.samples) for group in groups[:1]},
+        environment_metrics={"math/correct": 0.5, "math/of_nothing": float("nan")},
+    )
+
+
+def record(root: Path, *steps: int, keep: int | None = None) -> None:
+    """Each step has two groups, the first of which was trained."""
+    for step in steps:
+        groups = [group(f"{step}/0/d:0", 1.0, 0.0), group(f"{step}/1/d:1", 0.0, None, 0.0)]
+        write_step(root, index(step, groups), groups, ["math", "chat"], keep)

@@ -1,0 +1,282 @@
+"""The OpenAI-compatible server over a made-up engine, as OpenAI's own client sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp.test_utils import TestServer
+
+from nemo_rl.data.served_chat import ServedChat
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.environments.tools.calls import find_calls
+from nemo_rl.rollouts.engine_client import RequestFailed
+from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIApp, Served
+from nemo_rl.types import Completion, SamplingParams, StopReason
+
+TOKENIZER = build_tiny_tokenizer()
+EOS: Any = TOKENIZER.eos_token_id
+# The tokenizer's own template, with tools and calls.
+TEMPLATE = (
+    "{%- if tools -%}{{- '<|system|>' + tools | tojson + '<eos>' -}}{%- endif -%}"
+    "{%- for m in messages -%}{{- '<|' + m.role + '|>' + m.content -}}"
+    "{%- for call in m.tool_calls or [] -%}{{- 'CALL' + call.function | tojson -}}{%- endfor -%}"
+    "{{- '<eos>' -}}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name":   "add", "arguments": {"a": 1}}\n</tool_call>'
+HELLO: Any = [{"role": "user", "content": "1+2"}]
+
+
+def tokens(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def decode(token_ids: Sequence[int]) -> str:
+    return str(TOKENIZER.decode(list(token_ids), skip_special_tokens=True))
+
+
+class Engine:
+    """Says `text` and ends; notes what it was asked. `wait`: for ever."""
+
+    def __init__(self, text: str = "3") -> None:
+        self.text = text
+        self.asked: list[tuple[list[int], SamplingParams, int]] = []
+        self.version = 0
+        self.failure: Exception | None = None
+        self.wait = False
+        self.num_cancelled = 0
+
+    async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        self.asked.append((list(prompt_token_ids), sampling, seed))
+        if self.failure is not None:
+            raise self.failure
+        if self.wait:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+        # Characters one by one: the tokenizer would choose other tokens for the same text.
+        said = [token for character in self.text for token in tokens(character)] + [EOS]
+        said = said[: sampling.max_new_tokens]
+        return Completion(
+            token_ids=said,
+            logprobs=[-0.5] * len(said),
+            stop_reason=StopReason.STOP if said[-1] == EOS else StopReason.LENGTH,
+            weight_version=self.version,
+        )
+
+
+def with_server(
+    engine: Engine, use: Callable[[openai.AsyncOpenAI, OpenAIApp], Awaitable[None]], token: str = "secret"
+) -> None:
+    """Run `use` with a client of a server on loopback."""
+
+    async def main() -> None:
+        TOKENIZER.chat_template = TEMPLATE
+        app = OpenAIApp(
+            Served(
+                model="tiny",
+                sampling=SamplingParams(max_new_tokens=100, stop_token_ids=(EOS,)),
+                generate=engine,
+                generation_failures=(RequestFailed,),
+                chat=ServedChat(TOKENIZER, {}),
+                calls_of=find_calls,
+                encode=tokens,
+                decode=decode,
+                vocab_size=len(TOKENIZER),
+                max_model_len=400,
+            ),
+            "secret",
+        )
+        async with TestServer(app.app) as server:
+            client = openai.AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key=token, max_retries=0)
+            async with client:
+                await use(client, app)
+
+    asyncio.run(main())
+
+
+def test_a_second_turn_begins_with_the_tokens_of_the_first():
+    engine = Engine("12+34")
+    assert len(tokens("12+34")) <= 5
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        first: Any = await client.chat.completions.create(model="any", messages=HELLO, seed=7, temperature=0.5)
+        assert first.prompt_token_ids == tokens("<|user|>1+2<eos><|assistant|>")
+        choice = first.choices[0]
+        assert choice.message.content == "12+34" and choice.finish_reason == "stop" and first.weight_version == 0
+        assert first.usage.total_tokens == len(first.prompt_token_ids) + len(choice.token_ids)
+        engine.version = 3
+        messages: Any = [*HELLO, choice.message.model_dump(), {"role": "user", "content": "and?"}]
+        second: Any = await client.chat.completions.create(model="any", messages=messages)
+        before = first.prompt_token_ids + choice.token_ids
+        assert second.prompt_token_ids == before + tokens("<|user|>and?<eos><|assistant|>")
+        assert second.retokenized_turns == 0 and second.weight_version == 3
+        foreign: Any = [*HELLO, {"role": "assistant", "content": "not mine"}, {"role": "user", "content": "and?"}]
+        third: Any = await client.chat.completions.create(model="any", messages=foreign)
+        assert third.retokenized_turns == 1
+
+    with_server(engine, use)
+    assert engine.asked[0][1].temperature == 0.5 and engine.asked[0][2] == 7
+    assert engine.asked[1][0][: len(engine.asked[0][0])] == engine.asked[0][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        more: dict[str, Any] = {"model": "any", "tools": TOOLS, "stream": stream}
+        first: Any = await client.chat.completions.create(messages=HELLO, **more)
+        if stream:
+            chunks = [chunk async for chunk in first]
+            assert len(chunks) == 1
+            first, choice = chunks[0], chunks[0].choices[0]
+            message = choice.delta
+        else:
+            choice = first.choices[0]
+            message = choice.message
+        assert choice.finish_reason == "tool_calls" and message.content is None
+        [call] = message.tool_calls
+        assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 1}
+        sent = {"role": "assistant", "content": None, "tool_calls": [call.model_dump(exclude={"index"})]}
+        messages = [*HELLO, sent, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
+        more["stream"] = False
+        second: Any = await client.chat.completions.create(messages=messages, **more)
+        before = first.prompt_token_ids + choice.token_ids
+        assert second.prompt_token_ids == before + tokens("<|tool|>3<eos><|assistant|>")
+        assert second.retokenized_turns == 0
+        sent["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'  # is not what was said
+        third: Any = await client.chat.completions.create(messages=messages, **more)
+        assert third.retokenized_turns == 1
+
+    with_server(Engine(CALL), use)
+
+
+@pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call"])
+def test_what_is_no_call_stays_text(text: str):
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        answer: Any = await client.chat.completions.create(model="any", messages=HELLO, tools=TOOLS)
+        assert answer.choices[0].message.content == text and not answer.choices[0].message.tool_calls
+
+    with_server(Engine(text), use)
+
+
+def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        answer: Any = await client.chat.completions.create(model="any", messages=HELLO, stop="=", logprobs=True)
+        choice = answer.choices[0]
+        assert choice.message.content == "1" and decode(choice.token_ids) == "1=2"
+        assert "".join(token.token for token in choice.logprobs.content) == "1=2"
+        assert choice.logprobs.content[0].bytes == [49] and choice.token_logprobs == [-0.5] * 4
+        cut: Any = await client.chat.completions.create(model="any", messages=HELLO, max_tokens=2)
+        assert cut.choices[0].finish_reason == "length" and cut.choices[0].logprobs is None
+
+    with_server(Engine("1=2"), use)
+
+
+def test_completions_of_text_and_of_tokens():
+    engine = Engine("ab")
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        of_text: Any = await client.completions.create(model="any", prompt="1+2", n=2, seed=5, logprobs=0)
+        of_tokens: Any = await client.completions.create(model="any", prompt=tokens("1+2"), seed=5)
+        assert of_text.choices[1].text == of_tokens.choices[0].text == "ab"
+        assert of_text.choices[0].logprobs.tokens[:2] == ["a", "b"]
+        assert of_text.choices[0].logprobs.token_logprobs == [-0.5] * 3
+        stream = await client.completions.create(model="any", prompt="1+2", stream=True)
+        assert [chunk.choices[0].text async for chunk in stream] == ["ab"]
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+
+    with_server(engine, use)
+    assert [seed for _, _, seed in engine.asked[:3]] == [5, 6, 5] and engine.asked[0][0] == engine.asked[2][0]
+
+
+@pytest.mark.parametrize(
+    ("request_body", "named"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"guided_json": {}}}, "guided_json"),
+        ({"top_logprobs": 4}, "top_logprobs"),
+        ({"temperature": -1}, "temperature"),
+        ({"n": 10_000}, "n must"),
+        ({"stop": ""}, "stop"),
+        ({"messages": [{"role": "assistant", "content": "I"}]}, "last message"),
+        ({"messages": [{"role": "user", "content": "1" * 500}]}, "max_model_len"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of texts"),
+        ({"tools": [{"name": "add"}]}, "a tool must be"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(request_body: dict[str, Any], named: str):
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        with pytest.raises(openai.BadRequestError, match=named):
+            await client.chat.completions.create(**{"model": "any", "messages": HELLO, **request_body})
+
+    with_server(Engine(), use)
+
+
+def test_what_asks_for_nothing_is_accepted():
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        await client.chat.completions.create(
+            model="any", messages=HELLO, frequency_penalty=0, user="me", response_format={"type": "text"}
+        )
+
+    with_server(Engine(), use)
+
+
+def test_who_has_no_token_gets_nothing():
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        with pytest.raises(openai.AuthenticationError):
+            await client.chat.completions.create(model="any", messages=HELLO)
+        with pytest.raises(openai.AuthenticationError):
+            await client.models.list()
+
+    engine = Engine()
+    with_server(engine, use, token="secreT")
+    assert not engine.asked
+
+
+def test_failures_have_the_form_that_clients_know():
+    engine = Engine()
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        engine.failure = RequestFailed("the engine said no")
+        with pytest.raises(openai.InternalServerError, match="the engine said no") as caught:
+            await client.chat.completions.create(model="any", messages=HELLO)
+        assert caught.value.status_code == 503
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="any", input="x")
+        with pytest.raises(openai.APIStatusError) as too_large:
+            await client.completions.create(model="any", prompt="1" * (MAX_BODY_BYTES + 1))
+        assert too_large.value.status_code == 413
+        async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
+            for body in (b"{", b"[]", b"\xff", b"[" * 100_000):
+                async with session.post(f"{client.base_url}chat/completions", data=body) as answer:
+                    assert answer.status == 400 and (await answer.json())["error"]["message"]
+
+    with_server(engine, use)
+
+
+def test_requests_under_way_are_told_that_the_run_has_ended():
+    engine = Engine()
+
+    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+        engine.wait = True
+        waiting = asyncio.create_task(client.chat.completions.create(model="any", messages=HELLO, n=3))
+        while len(engine.asked) < 3:
+            await asyncio.sleep(0.01)
+        app.close()
+        for request in (waiting, client.chat.completions.create(model="any", messages=HELLO)):
+            with pytest.raises(openai.InternalServerError, match="the run has ended"):
+                await request
+
+    with_server(engine, use)
+    assert engine.num_cancelled >= 3

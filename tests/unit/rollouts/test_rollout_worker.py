@@ -1,0 +1,185 @@
+"""Groups played by a rollout worker whose engines are slow, die or are given up. No Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nemo_rl.models.generation.interfaces import EngineDied
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import GroupKeeper, GroupRequest, RolloutWorker, RolloutWorkerSettings
+from nemo_rl.types import DatumSpec, GenerationRequest, Prompt, RolloutGroup, SampleStatus, SamplingParams
+from tests.unit.rollouts.engines import FakeReplica, numbers
+
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    terminated: bool
+    reward: float = 1.0
+    metadata: Any = None
+    next_stop_strings: None = None
+    answer: None = None
+
+    @property
+    def observation(self) -> dict[str, str]:
+        return {"role": "environment", "content": "go on"}
+
+
+class Game:
+    name = "game"
+
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> Outcome:
+        return Outcome(sum(message["role"] == "assistant" for message in message_log) == TURNS)
+
+    async def metrics(self, samples: Any) -> dict[str, float]:
+        return {}
+
+
+class Keeper:
+    """Keeps groups in its own memory."""
+
+    def __init__(self) -> None:
+        self.groups: list[RolloutGroup] = []
+
+    @property
+    def keep(self) -> Keeper:
+        return self
+
+    async def remote(self, group: RolloutGroup) -> list[Any]:
+        self.groups.append(group)
+        return [None]
+
+
+def process(prompt: Prompt) -> DatumSpec:
+    message = {"role": "user", "content": "?", "token_ids": [1, prompt.idx + 2]}
+    return DatumSpec(message_log=[message], length=2, extra_env_info=None, loss_multiplier=1.0, idx=prompt.idx)
+
+
+def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[RolloutWorker, Keeper]:
+    settings = RolloutWorkerSettings(
+        process=process,
+        decode=lambda ids: " ".join(map(str, ids)),
+        render=lambda observation, sampled: [4],
+        connect_environments=lambda: {"t": Game()},
+        limits=EpisodeLimits(max_turns=5, max_total_tokens=100, timeout_s=timeout_s),
+        run_seed=1,
+    )
+    keeper = Keeper()
+    return RolloutWorker(settings, replicas, keeper), keeper
+
+
+def group(number: int = 0, num_generations: int = 4) -> GroupRequest:
+    return GroupRequest(
+        group_id=f"g{number}",
+        prompt=Prompt(prompt_id=f"t:{number}", row={}, idx=number, task_name="t"),
+        num_generations=num_generations,
+        sampling=SamplingParams(max_new_tokens=8),
+        seed_step=0,
+    )
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 5))
+
+
+def tokens(keeper: Keeper) -> dict[str, list[int]]:
+    return {sample.sample_id: sample.token_ids.tolist() for group in keeper.groups for sample in group.samples}
+
+
+async def undisturbed(numbers_of_groups: Sequence[int]) -> dict[str, list[int]]:
+    playing, keeper = worker(FakeReplica())
+    await asyncio.gather(*(playing.collect(group(n)) for n in numbers_of_groups))
+    return tokens(keeper)
+
+
+def last_turn_of(num_generations: int) -> Any:
+    """Answers all but the last turns, and those no more than that: 2 tokens of prompt, 3 more each turn."""
+    return lambda request: None if len(request.prompt_token_ids) == 2 + 3 * (TURNS - 1) else numbers(request)
+
+
+def test_an_engine_that_dies_is_told_of_and_costs_no_turn():
+    async def test() -> None:
+        old = FakeReplica(last_turn_of(4))
+        playing, keeper = worker(old)
+        first = asyncio.create_task(playing.collect(group()))
+        while len(old.under_way) < 4:
+            await asyncio.sleep(0)
+        old.die()
+        with pytest.raises(EngineDied, match="generation worker 0: the engine is gone"):
+            await first
+        with pytest.raises(EngineDied):  # until it is replaced
+            await playing.collect(group(1))
+        new = FakeReplica()
+        await playing.set_generation_workers([new])
+        handles = await asyncio.gather(playing.collect(group()), playing.collect(group(1)))
+        assert [handle.group_id for handle in handles] == ["g0", "g1"]
+        assert [sample.num_turns for sample in handles[0].samples] == [TURNS] * 4
+        again = [request for request in new.asked if request.prompt_token_ids[1] == 2]
+        assert [len(request.prompt_token_ids) for request in again] == [8] * 4, "the last turns alone"
+        assert tokens(keeper) == await undisturbed([0, 1])
+
+    run(test())
+
+
+def test_an_episode_over_its_time_has_no_reward_and_leaves_the_engine():
+    def slow_for_one(request: GenerationRequest) -> Any:
+        return None if request.seed == seeds[0] else numbers(request)
+
+    seeds: list[int] = []
+
+    async def test() -> None:
+        probe = FakeReplica()
+        await worker(probe)[0].collect(group())
+        seeds.append(probe.asked[0].seed)  # the first turn of the first sample
+        replica = FakeReplica(slow_for_one)
+        playing, _ = worker(replica, timeout_s=0.1)
+        handle = await playing.collect(group())
+        late, *others = handle.samples
+        assert late.status is SampleStatus.TIMED_OUT and not late.has_reward
+        assert late.failure == "episode g0/0 was not over after 0.1 s"
+        assert all(sample.status is SampleStatus.COMPLETED and sample.reward == TURNS for sample in others)
+        await asyncio.sleep(0.01)
+        assert not replica.under_way and len(replica.aborted) == 1
+
+    run(test())
+
+
+def test_what_is_abandoned_leaves_the_engine():
+    async def test() -> None:
+        replica = FakeReplica(lambda request: None)
+        playing, _ = worker(replica)
+        first = asyncio.create_task(playing.collect(group()))
+        while len(replica.under_way) < 4:
+            await asyncio.sleep(0)
+        await playing.abandon()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        await asyncio.sleep(0.01)
+        assert not replica.under_way
+        replica.answers = numbers
+        assert (await playing.collect(group())).group_id == "g0", "the same group may be asked for anew"
+
+    run(test())
+
+
+class Ref:
+    """A reference with an id."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def hex(self) -> str:
+        return self.name
+
+
+def test_a_group_that_was_played_again_is_not_forgotten_for_the_first():
+    keeper = GroupKeeper()
+    keeper.groups = {"a": Ref("second"), "b": Ref("only")}  # type: ignore[dict-item]
+    asyncio.run(keeper.forget([("a", "first"), ("b", "only"), ("c", "unknown")]))
+    assert list(keeper.groups) == ["a"]

@@ -1,0 +1,124 @@
+"""docs/adding-an-environment.md, as it is written: its files, commands and output."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.metric_names import TASK
+from nemo_rl.config.loader import load_config
+from nemo_rl.data.processing import PromptProcessor
+from nemo_rl.data.setup import setup_data
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
+from nemo_rl.environments.client import StepRefused, split_return
+from nemo_rl.environments.interfaces import EnvironmentReturn
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/adding-an-environment.md").read_text()
+
+
+def files() -> dict[str, str]:
+    """Name -> text; blocks of the same file follow one another."""
+    found: dict[str, str] = {}
+    for name, body in re.findall(r"<!-- (\w+\.\w+) -->\n```\w+\n(.*?)^```", PAGE, re.M | re.S):
+        found[name] = found.get(name, "") + ("\n\n" if name in found else "") + body
+    return found
+
+
+def commands() -> list[list[str]]:
+    return [shlex.split(line) for line in PAGE.splitlines() if line.startswith("uv run --extra cpu ")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Iterator[Path]:
+    """A folder with the files of the page, as the root of the repository is for its reader."""
+    for name, text in files().items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    sys.path.insert(0, str(tmp_path))
+    yield tmp_path
+    sys.path.remove(str(tmp_path))
+    sys.modules.pop("second_chance", None)
+
+
+def test_the_page_has_its_files_and_commands():
+    assert set(files()) == {"second_chance.py", "try_second_chance.py", "second_chance.yaml"}
+    assert [words[4] for words in commands()] == [
+        "python",
+        "examples/run_grpo.py",
+        "examples/preview_data.py",
+        "examples/run_grpo.py",
+    ]
+
+
+def test_the_episode_by_hand_goes_as_the_page_says(folder, capsys):
+    exec(compile(files()["try_second_chance.py"], "try_second_chance.py", "exec"), {})
+    told = re.search(r"^prints\n\n```text\n(.*?)```", PAGE, re.M | re.S)
+    assert told is not None
+    assert capsys.readouterr().out == told[1]
+
+
+def test_the_table_of_fields_is_that_of_the_interface():
+    rows = re.findall(r"^\| `(\w+)` \|", PAGE.split("## Try it")[0], re.M)
+    assert tuple(rows) == EnvironmentReturn._fields
+
+
+def test_dataset_processor_and_configuration_fit_together(folder):
+    config = load_config(GRPOMasterConfig, folder / "second_chance.yaml", ["policy.tokenizer.name=tiny:arithmetic"])
+    setup = setup_data(config.data, config.env)
+    assert setup.validation is not None
+    process = PromptProcessor(setup.tasks, build_tiny_tokenizer(), config.data.max_input_seq_length)
+    datum = process(setup.train[0])
+    metadata = datum["extra_env_info"]
+    assert metadata is not None and set(metadata) == {"problem", "answer", "tries"} and metadata["tries"] == 0
+    assert datum["message_log"][0]["content"].count(metadata["problem"]) == 1
+    trained = {setup.train[i].row["problem"] for i in range(len(setup.train))}
+    held_out = {setup.validation[i].row["problem"] for i in range(len(setup.validation))}
+    assert len(trained) + len(held_out) == 100 and not trained & held_out
+    assert f"(sample 12/3/{setup.train[41].prompt_id}/0)" in PAGE
+
+
+def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(folder):
+    [block] = [body for body in re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S) if "weight" in body]
+    piece = yaml.safe_load(block)
+    (folder / "piece.yaml").write_text(f"defaults: second_chance.yaml\n{block}")
+    config = load_config(GRPOMasterConfig, folder / "piece.yaml", ["+env.math.type=math"])
+    assert [dataset.weight for dataset in config.data.train] == [3.0, 1.0] and len(piece["data"]["train"]) == 2
+    named = PAGE.split("metrics, e.g. ")[1].split(" in training;")[0]
+    assert {*TASK, "num_samples"} <= set(re.findall(r"`(\w+)`", named))
+    assert "arithmetic/reward" in config.train_metrics
+
+
+def test_a_matrix_of_rewards_is_refused_as_the_page_says():
+    observations = [{"role": "user", "content": ""}] * 2
+    wrong = EnvironmentReturn(observations, [{}, {}], [None, None], torch.ones(2, 3), torch.ones(2))
+    with pytest.raises(StepRefused, match="type: composite"):
+        split_return(wrong, 2, "second_chance")
+
+
+@pytest.mark.slow
+def test_the_run_of_the_page_learns(folder, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for words in commands():
+        given = [sys.executable, *(word for word in words[4:] if word != "python")]
+        done = subprocess.run(given, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [metrics] = folder.rglob("metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [row for row in rows if "train/reward" in row]
+    assert len(steps) == 20
+    assert {"train/second_chance/second_tries", "train/avg_turns_per_sample"} <= set(steps[0])
+    first, last = (sum(row["train/reward"] for row in part) / 3 for part in (steps[:3], steps[-3:]))
+    assert last > first + 0.1

@@ -1,0 +1,172 @@
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl.utils.sliding_puzzle import (
+    OPPOSITE,
+    TILE_MOVES,
+    Board,
+    is_solvable,
+    is_solved,
+    move,
+    moves,
+    parse_grid,
+    play,
+    reachable,
+    read_action,
+    render,
+    rows_and_columns,
+    shuffled,
+    solve,
+    solved_board,
+)
+
+SIZES = st.tuples(st.integers(2, 5), st.integers(2, 5))
+
+
+@st.composite
+def boards(draw: st.DrawFn) -> Board:
+    rows, columns = draw(SIZES)
+    return shuffled(rows, columns, draw(st.integers(1, 40)), random.Random(draw(st.integers(0, 2**32))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(boards())
+def test_every_move_is_taken_back_by_its_opposite_and_moves_one_tile(board):
+    for direction, after in moves(board).items():
+        assert move(after, OPPOSITE[direction]) == board
+        changed = [
+            (a, b)
+            for row, row_after in zip(board, after, strict=True)
+            for a, b in zip(row, row_after, strict=True)
+            if a != b
+        ]
+        assert len(changed) == 2 and changed[0] == changed[1][::-1] and 0 in changed[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(boards())
+def test_shuffled_boards_can_be_solved_and_are_not_and_exchanging_two_tiles_makes_them_impossible(board):
+    assert is_solvable(board) and not is_solved(board)
+    assert parse_grid([list(row) for row in board]) == board
+    swapped = tuple(tuple({1: 2, 2: 1}.get(tile, tile) for tile in row) for row in board)
+    assert not is_solvable(swapped)
+    with pytest.raises(ValueError, match="exchange two"):
+        parse_grid(swapped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(boards())
+def test_a_slide_is_the_move_of_its_tile_and_every_other_tile_stays(board):
+    neighbours = {after[r][c] for after in moves(board).values() for r, c in [find(board, 0)]}
+    for tile in range(1, len(board) * len(board[0])):
+        after, wrong = play(board, f"<action>slide {tile}</action>")
+        assert (wrong is None) == (tile in neighbours) == (find(after, 0) == find(board, tile))
+
+
+def find(board: Board, tile: int) -> tuple[int, int]:
+    return next((r, c) for r, row in enumerate(board) for c, value in enumerate(row) if value == tile)
+
+
+def test_the_direction_is_that_of_the_tile():
+    board = ((1, 2), (0, 3))
+    assert moves(board) == {"down": ((0, 2), (1, 3)), "left": ((1, 2), (3, 0))}
+    assert is_solved(move(board, "left") or board)
+    assert move(board, "up") is None
+
+
+@pytest.mark.parametrize(("rows", "columns", "boards_there", "longest"), [(2, 2, 12, 6), (2, 3, 360, 21)])
+def test_the_solver_knows_every_board_and_no_way_is_longer_than_needed(rows, columns, boards_there, longest):
+    everything = reachable(rows, columns)
+    lengths = {board: len(solve(board)) for board in everything}
+    assert len(everything) == boards_there and max(lengths.values()) == longest
+    for board, length in lengths.items():
+        neighbours = [lengths[after] for after in moves(board).values()]
+        assert length == (0 if is_solved(board) else 1 + min(neighbours))
+        after = board
+        for direction in solve(board):
+            after = moves(after)[direction]
+        assert is_solved(after)
+
+
+def test_larger_boards_and_impossible_ones_are_not_searched():
+    with pytest.raises(ValueError, match="up to 9 squares"):
+        solve(solved_board(4, 4))
+    with pytest.raises(ValueError, match="up to 9 squares"):
+        reachable(2, 5)
+    with pytest.raises(ValueError, match="no moves solve"):
+        solve(((2, 1), (3, 0)))
+
+
+def test_a_shuffle_that_comes_round_goes_one_move_on():
+    assert len(solve(shuffled(2, 2, 12, random.Random(0)))) == 1
+    assert len(solve(shuffled(2, 2, 6, random.Random(0)))) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("<action>up</action>", "up"),
+        ("I think.\n<action>\n Slide   3 \n</action>", "slide 3"),
+        ("<action> I mean <action>left</action>", "left"),
+        ("<action>left</action> or <action>up</action>", "left"),
+        ("<action></action>", ""),
+        ("</action><action>up</action>", "up"),
+        ("<action>up", None),
+        ("up</action>", None),
+        ("", None),
+    ],
+)
+def test_an_action_is_what_stands_before_the_first_end(text, action):
+    assert read_action(text) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("up", "No action found. Write one like <action>down</action>. Possible now: down, left."),
+        ("<action>up</action>", "No tile can move up. Possible now: down, left."),
+        ("<action>jump</action>", "Unknown action. Write up, down, left, right or slide N. Possible now: down, left."),
+        ("<action>slide 2</action>", "Tile 2 is not beside the empty square. Possible now: down, left."),
+        ("<action>slide 0</action>", "Tile 0 is not beside the empty square. Possible now: down, left."),
+        (
+            "<action>slide -1</action>",
+            "Unknown action. Write up, down, left, right or slide N. Possible now: down, left.",
+        ),
+    ],
+)
+def test_an_action_that_cannot_be_done_leaves_the_board_and_says_what_can(text, wrong):
+    board = ((1, 2), (0, 3))
+    assert play(board, text) == (board, wrong)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet=st.sampled_from("<>/action up1\n"), max_size=60))
+def test_no_text_breaks_the_game(text):
+    board, _ = play(((1, 2), (0, 3)), text)
+    assert board in reachable(2, 2)
+
+
+def test_boards_are_drawn_with_their_columns_below_each_other():
+    assert render(((1, 2), (0, 3))) == "1 2\n_ 3"
+    lines = render(solved_board(4, 4)).split("\n")
+    assert lines[0] == " 1  2  3  4" and lines[3] == "13 14 15  _"
+
+
+@pytest.mark.parametrize("size", [1, [2], [1, 3], [2, 2, 2]])
+def test_sizes_that_are_none(size):
+    with pytest.raises(ValueError, match="size of a sliding puzzle"):
+        rows_and_columns(size)
+    assert rows_and_columns(3) == (3, 3) and rows_and_columns([2, 3]) == (2, 3)
+
+
+@pytest.mark.parametrize("grid", [[[1, 0]], [[1, 2], [3]], [[1, 2], [3, 3]], [[1, 2], [3, 4]], []])
+def test_grids_that_are_no_boards(grid):
+    with pytest.raises(ValueError, match="no board"):
+        parse_grid(grid)
+
+
+def test_every_direction_has_an_opposite():
+    assert all((-dr, -dc) == TILE_MOVES[OPPOSITE[direction]] for direction, (dr, dc) in TILE_MOVES.items())
