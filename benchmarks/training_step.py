@@ -34,9 +34,10 @@ from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import (
     BatchPlan,
     GroupHandle,

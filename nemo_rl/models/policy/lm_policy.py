@@ -15,12 +15,12 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor_policy_worker import PolicyWorkerSettings
 from nemo_rl.models.policy.flops import peak_flops
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import StateWrite
 

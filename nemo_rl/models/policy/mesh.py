@@ -70,6 +70,10 @@ class ParallelMesh:
         return self.world["pipeline_parallel"].get_local_rank()
 
     @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        return self.pipeline.get_group() if self.pipeline is not None else None
+
+    @property
     def is_first_of_data_rank(self) -> bool:
         """Whether this is the first of the ranks that work on the same samples."""
         axes = (self.tensor, self.context, self.pipeline)

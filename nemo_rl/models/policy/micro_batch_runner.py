@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.logprobs import LogprobModel
@@ -70,3 +71,10 @@ class SequentialRunner:
             yield present
             if self.clear_cache_every is not None and (number + 1) % self.clear_cache_every == 0:
                 torch.cuda.empty_cache()
+
+
+def from_last_stage(values: dict[str, float], pipeline: dist.ProcessGroup) -> dict[str, float]:
+    """What the last pipeline rank knows, such as metrics of the loss, on all pipeline ranks. Collective."""
+    carrier = [values]
+    dist.broadcast_object_list(carrier, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    return carrier[0]

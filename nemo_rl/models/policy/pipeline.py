@@ -490,11 +490,3 @@ def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
     yield
     for block in blocks:
         block.set_reshard_after_forward(True, recurse=False)
-
-
-def from_last_stage(values: dict[str, float], pipeline: DeviceMesh) -> dict[str, float]:
-    """What the last pipeline rank knows, such as metrics of the loss, on all pipeline ranks. Collective."""
-    carrier = [values]
-    group = pipeline.get_group()
-    dist.broadcast_object_list(carrier, src=dist.get_global_rank(group, pipeline.size() - 1), group=group)
-    return carrier[0]

@@ -15,9 +15,10 @@ from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 

@@ -35,13 +35,13 @@ from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
 from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.micro_batch_runner import from_last_stage
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.pipeline import (
     HandOver,
     PipelineRunner,
     PipelineStageModel,
     check_pipeline,
-    from_last_stage,
     layers_of_stages,
     split,
 )
@@ -341,7 +341,7 @@ def test_messages_are_freed_during_the_step():
 def test_values_of_the_last_rank_reach_all():
     def rank_main(rank: int, world: int) -> dict[str, float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "dp_shard"))
-        return from_last_stage({"loss": float(rank)} if rank >= 2 else {}, mesh["pipeline_parallel"])
+        return from_last_stage({"loss": float(rank)} if rank >= 2 else {}, mesh["pipeline_parallel"].get_group())
 
     assert run_world(rank_main, 4) == [{"loss": 2.0}, {"loss": 3.0}] * 2
 
