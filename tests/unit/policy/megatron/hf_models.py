@@ -1,0 +1,80 @@
+"""Small random models of every architecture that has a mapping to Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB = 61  # odd: a rank's rows are padded
+NUM_EXPERTS = 4
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+}
+_GROUPED: dict[str, Any] = _SHAPE | {"num_key_value_heads": 2}
+_MOE: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_LATENT: dict[str, Any] = {
+    **_SHAPE,
+    **_MOE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": NUM_EXPERTS,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": lambda: LlamaConfig(**_GROUPED),
+    "mistral": lambda: MistralConfig(**_GROUPED),
+    "qwen2-tied": lambda: Qwen2Config(**_GROUPED | {"tie_word_embeddings": True}),
+    "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_GROUPED, **_MOE, head_dim=16, num_experts=NUM_EXPERTS, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=NUM_EXPERTS),
+    "deepseek_v2": lambda: DeepseekV2Config(**_LATENT, q_lora_rank=None, n_shared_experts=2),
+    "deepseek_v3": lambda: DeepseekV3Config(**_LATENT, q_lora_rank=16, n_shared_experts=1),
+}
+DENSE = [name for name, make in CONFIGS.items() if name in ("llama", "mistral", "qwen2-tied", "qwen3")]
+MOE = [name for name in CONFIGS if name not in DENSE]
+
+
+def random_model(name: str, *, seed: int = 0) -> PreTrainedModel:
+    """In float32, with norms and biases of their own, so that nothing hides behind 0 or 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.2)
+    return model

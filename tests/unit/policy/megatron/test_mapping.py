@@ -1,0 +1,162 @@
+"""Hugging Face tensors and their parts on Megatron's ranks, without Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, LlamaConfig
+
+from nemo_rl.models.policy.megatron.mapping import MappedTensor, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.shard_layout import ShardPlace, padded_vocabulary
+from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, random_model
+
+IMPLEMENTATIONS = ["local", "transformer_engine"]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory) -> dict[str, dict[str, torch.Tensor]]:
+    """Family -> tensors by their name on disk."""
+    tensors = {}
+    for name in CONFIGS:
+        directory = tmp_path_factory.mktemp(name)
+        random_model(name).save_pretrained(directory)
+        tensors[name] = load_file(directory / "model.safetensors")
+    return tensors
+
+
+def mapped(name: str, implementation: Any = "local") -> WeightMap:
+    return weight_map(CONFIGS[name](), implementation=implementation)
+
+
+def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
+    return mapping.held(ShardPlace(**place))[name]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_names_and_shapes_are_those_on_disk(stored, name, implementation):
+    mapping = mapped(name, implementation)
+    mapping.check_names(stored[name])
+    assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
+    assert len(mapping.hf_tensors) == len(stored[name])
+    names = [entry.template.format(expert=entry.expert) for entry in mapping.entries]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
+    for entry in mapped(name, implementation).entries:
+        sources = [stored[name][source.name] for source in entry.sources]
+        shards = [entry.cut(sources, rank, size) for rank in range(size)]
+        assert all(tuple(shard.shape) == entry.shard_shape(size) for shard in shards)
+        for source, joined in zip(sources, entry.join(shards), strict=True):
+            assert torch.equal(source, joined), entry.template
+
+
+def test_query_key_and_value_of_a_group_lie_together(stored):
+    tensors, at = stored["qwen2-tied"], "model.layers.1.self_attn."
+    for kind in ("weight", "bias"):
+        entry = entry_of(mapped("qwen2-tied"), f"decoder.layers.1.self_attention.linear_qkv.{kind}")
+        q, k, v = (tensors[f"{at}{x}_proj.{kind}"] for x in "qkv")
+        heads = {"q": q.unflatten(0, (4, 8)), "k": k.unflatten(0, (2, 8)), "v": v.unflatten(0, (2, 8))}
+        groups = [torch.cat([heads["q"][2 * g], heads["q"][2 * g + 1], heads["k"][g], heads["v"][g]]) for g in range(2)]
+        assert torch.equal(entry.cut([q, k, v], 0, 1), torch.cat(groups))
+        assert torch.equal(entry.cut([q, k, v], 1, 2), groups[1])
+        assert torch.equal(entry.cut([q, k, v], 3, 4), groups[1][16:])  # more ranks than groups
+
+
+def test_a_rank_holds_its_gate_rows_then_its_up_rows(stored):
+    entry = entry_of(mapped("llama"), "decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = (stored["llama"][f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+    assert torch.equal(entry.cut([gate, up], 1, 2), torch.cat([gate[24:], up[24:]]))
+
+
+def test_tokens_are_padded_with_zero_rows(stored):
+    entry = entry_of(mapped("llama"), "embedding.word_embeddings.weight")
+    embedding = stored["llama"]["model.embed_tokens.weight"]
+    last = entry.cut([embedding], 3, 4)
+    assert padded_vocabulary(VOCAB, 4) == 64
+    assert torch.equal(last[:13], embedding[48:])
+    assert torch.count_nonzero(last[13:]) == 0
+
+
+@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize(
+    ("implementation", "ours"),
+    [
+        ("local", "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"),
+        ("transformer_engine", "decoder.layers.1.mlp.experts.linear_fc1.weight1"),
+    ],
+)
+def test_experts_are_numbered_per_rank(name, implementation, ours):
+    gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
+    entry = entry_of(mapped(name, implementation), ours, ep_rank=1, ep_size=2)
+    assert entry.expert == 3
+    assert entry.sources[0].name == f"model.layers.1.{gate}.weight"
+
+
+def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
+    layer = "decoder.layers.0."
+    fused = mapped("qwen3_moe", "transformer_engine").held(ShardPlace())
+    assert layer + "self_attention.linear_qkv.layer_norm_weight" in fused
+    assert layer + "mlp.linear_fc1.layer_norm_weight" in fused
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in fused  # in front of the router and the experts
+    latent = mapped("deepseek_v3", "transformer_engine").held(ShardPlace())
+    assert layer + "input_layernorm.weight" in latent
+    assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
+    assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
+
+
+def test_a_tied_output_layer_is_the_embedding():
+    held = mapped("qwen2-tied").held(ShardPlace())
+    assert held["output_layer.weight"].sources[0].name == "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_fused_on_disk_are_found(name):
+    model = random_model(name)
+    state = model.state_dict()
+    mapping = mapped(name)
+    located = mapping.locate(state)
+    for tensor in mapping.hf_tensors:
+        place = located[tensor.name]
+        assert tuple(state[place.name].shape) == place.shape
+        entry = next(entry for entry in mapping.entries if tensor in entry.sources)
+        piece = next(p for p in entry.pieces(0, 1) if entry.sources[p.source] == tensor)
+        assert state[place.name][place.index(piece)].shape[piece.dim] == piece.length
+
+
+def test_names_that_do_not_match_are_told_on_either_side(stored):
+    names = set(stored["llama"]) - {"model.norm.weight"} | {"model.layers.0.mlp.gate_proj.weight_scale_inv"}
+    with pytest.raises(ValueError, match=r"missing are model\.norm\.weight; unknown are .*gate_proj\.weight_scale_inv"):
+        mapped("llama").check_names(names)
+
+
+def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(stored):
+    mapped("qwen2-tied").check_names(name.removeprefix("model.") for name in stored["qwen2-tied"])
+    mapped("qwen2-tied").check_names({*stored["qwen2-tied"], "lm_head.weight"})
+    mapped("deepseek_v3").check_names({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
+    with pytest.raises(ValueError, match=r"unknown are model\.layers\.2\.eh_proj"):
+        mapped("llama").check_names({*stored["llama"], "model.layers.2.eh_proj.weight"})
+
+
+def test_an_unknown_architecture_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"'gpt2' has no mapping .* known are deepseek_v2, .*adding-a-model\.md"):
+        weight_map(GPT2Config(), implementation="local")
+
+
+def test_settings_without_a_mapping_are_refused_by_name():
+    with pytest.raises(ValueError, match="attention_bias: True of a llama model"):
+        weight_map(LlamaConfig(attention_bias=True), implementation="local")
+
+
+def test_sizes_that_do_not_divide_are_told():
+    with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
+        entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
+    with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):
+        mapped("mixtral").held(ShardPlace(ep_size=3))

@@ -1,0 +1,204 @@
+"""Megatron parameters filled from checkpoints and exported again, without Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from nemo_rl.distributed.exported_tensor import ExportedTensor
+from nemo_rl.models.policy.export import export_weights as export_of_transformers
+from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
+from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron.weights import load_weights
+from nemo_rl.models.policy.megatron.weights_export import ExportGroups, export_weights
+from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
+from tests.worlds import run_world
+
+TP2 = [ShardPlace(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
+ETP2 = [ShardPlace(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for rank in range(2)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> dict[str, Path]:
+    """Family -> directory."""
+    directories = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
+    for name, directory in directories.items():
+        random_model(name).save_pretrained(directory)
+    return directories
+
+
+def mapped(directory: Path) -> WeightMap:
+    return weight_map(AutoConfig.from_pretrained(directory), implementation="local")
+
+
+def empty_parameters(mapping: WeightMap, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+    """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
+    parameters = {}
+    for name, entry in mapping.held(place).items():
+        is_last = name.startswith(("decoder.layers.1", "decoder.final", "output"))
+        if stage is None and name == "output_layer.weight" and mapping.is_tied:
+            continue
+        if stage is None or is_last == (stage == 1):
+            parameters[name] = torch.full(entry.shard_shape(entry.rank_and_size(place)[1]), 7.0)
+    return parameters
+
+
+def loaded(directory: Path, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+    mapping = mapped(directory)
+    parameters = empty_parameters(mapping, place, stage)
+    load_weights(parameters, mapping, place, str(directory))
+    return parameters
+
+
+def on_disk(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def assert_is_cut_of(directory: Path, place: ShardPlace, parameters: dict[str, torch.Tensor]) -> None:
+    tensors, entries = on_disk(directory), mapped(directory).held(place)
+    for name, parameter in parameters.items():
+        sources = [tensors[source.name] for source in entries[name].sources]
+        assert torch.equal(parameter, entries[name].cut(sources, *entries[name].rank_and_size(place))), name
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("place", [ShardPlace(), *TP2, *ETP2])
+def test_a_rank_reads_its_part(saved, name, place):
+    assert_is_cut_of(saved[name], place, loaded(saved[name], place))
+
+
+def test_a_tied_output_layer_on_a_stage_of_its_own_is_read_from_the_embedding(saved):
+    parameters = loaded(saved["qwen2-tied"], TP2[1], stage=1)
+    embedding = on_disk(saved["qwen2-tied"])["model.embed_tokens.weight"]
+    assert torch.equal(parameters["output_layer.weight"][:30], embedding[31:])
+    assert torch.count_nonzero(parameters["output_layer.weight"][30:]) == 0
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts_fused_on_disk_are_read(saved, tmp_path, name):
+    model = random_model(name)
+    model.config.save_pretrained(tmp_path)
+    save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    want = loaded(saved[name], TP2[1])
+    got = loaded(tmp_path, TP2[1])
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[key], want[key]) for key in want)
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "mixtral"])
+def test_a_checkpoint_that_is_not_safetensors_is_sent_around(saved, tmp_path, name):
+    model = random_model(name)
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for rank, got in enumerate(run_world(lambda rank, world: loaded(tmp_path, TP2[rank]), 2)):
+        assert_is_cut_of(saved[name], TP2[rank], got)
+
+
+def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
+    config = AutoConfig.from_pretrained(saved["llama"])
+    config.intermediate_size = 32
+    config.save_pretrained(tmp_path)
+    save_file(on_disk(saved["llama"]), tmp_path / "model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"gate_proj.weight has shape \(48, 32\), the model's config.json says \(32, 32"
+    ):
+        loaded(tmp_path, ShardPlace())
+
+
+# -- export
+
+
+def gathered(tensors: list[ExportedTensor], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    whole = {}
+    for tensor in tensors:
+        whole[tensor.name] = tensor.gather(None if tensor.keeps_dtype else dtype)
+        assert tuple(whole[tensor.name].shape) == tensor.shape
+        assert whole[tensor.name].is_contiguous()
+    assert len(whole) == len(tensors)
+    return whole
+
+
+def layouts() -> Iterator[tuple[list[ShardPlace], list[int | None], ExportGroups]]:
+    """(places, stages, groups) of both ranks of a world of two."""
+    world = dist.new_group([0, 1])
+    assert isinstance(world, dist.ProcessGroup)
+    yield TP2, [None, None], ExportGroups(tp=world, ep=world)
+    yield ETP2, [None, None], ExportGroups(tp=world, etp=world)
+    yield [ShardPlace(), ShardPlace()], [0, 1], ExportGroups(pp=world)
+    alone = [ShardPlace(ep_rank=rank, ep_size=2) for rank in range(2)]
+    yield alone, [None, None], ExportGroups(ep=world)
+
+
+def test_exported_tensors_are_those_on_disk_whatever_the_layout(saved):
+    def on_rank(rank: int, world_size: int) -> None:
+        for places, stages, groups in layouts():
+            for directory in saved.values():
+                parameters = loaded(directory, places[rank], stages[rank])
+                tensors = export_weights(parameters, mapped(directory), groups, torch.device("cpu"))
+                want = on_disk(directory)
+                for dtype in (None, torch.bfloat16):
+                    got = gathered(tensors, dtype)
+                    assert got.keys() == want.keys()
+                    for name, tensor in got.items():
+                        keeps = dtype is None or name.endswith("e_score_correction_bias")
+                        assert torch.equal(tensor, want[name] if keeps else want[name].to(torch.bfloat16)), name
+
+    run_world(on_rank, 2)
+
+
+@pytest.mark.slow
+def test_exported_tensors_of_two_stages_of_two_ranks(saved):
+    """The ranks of a stage share the experts, or each expert."""
+
+    def on_rank(rank: int, world_size: int) -> None:
+        stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        across, along = stages[rank // 2], pipelines[rank % 2]
+        assert isinstance(across, dist.ProcessGroup)
+        assert isinstance(along, dist.ProcessGroup)
+        for places, groups in (
+            (TP2, ExportGroups(tp=across, ep=across, pp=along)),
+            (ETP2, ExportGroups(tp=across, etp=across, pp=along)),
+        ):
+            for directory in saved.values():
+                parameters = loaded(directory, places[rank % 2], rank // 2)
+                got = gathered(export_weights(parameters, mapped(directory), groups, torch.device("cpu")))
+                want = on_disk(directory)
+                assert got.keys() == want.keys()
+                assert all(torch.equal(got[name], want[name]) for name in want)
+
+    run_world(on_rank, 4)
+
+
+def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
+    def on_rank(rank: int, world_size: int) -> None:
+        mesh = ParallelMesh("cpu", ParallelSizes())
+        for name, directory in saved.items():
+            theirs = export_of_transformers([random_model(name)], mesh, torch.device("cpu"))
+            ours = export_weights(
+                loaded(directory, ShardPlace()), mapped(directory), ExportGroups(), torch.device("cpu")
+            )
+            assert {t.name: (t.shape, t.dtype, t.keeps_dtype) for t in ours} == {
+                t.name: (t.shape, t.dtype, t.keeps_dtype) for t in theirs
+            }
+            want = gathered(theirs)
+            assert all(torch.equal(tensor, want[key]) for key, tensor in gathered(ours).items())
+
+    run_world(on_rank, 1)
+
+
+def test_what_is_gathered_is_not_the_parameter(saved):
+    parameters = loaded(saved["llama"], ShardPlace())
+    got = gathered(export_weights(parameters, mapped(saved["llama"]), ExportGroups(), torch.device("cpu")))
+    for parameter in parameters.values():
+        parameter.zero_()
+    want = on_disk(saved["llama"])
+    assert all(torch.equal(got[name], want[name]) for name in want)
