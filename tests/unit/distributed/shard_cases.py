@@ -1,0 +1,91 @@
+"""Models cut over ranks at random, for the tests of plans and of their execution."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nemo_rl.distributed.pack_layout import TensorMeta
+from nemo_rl.distributed.shard_plan import ShardPlan, build_plan
+from nemo_rl.distributed.shard_tables import Shards
+
+DTYPES = ("float32", "bfloat16", "uint8", "int64")
+
+
+@dataclass
+class Case:
+    metas: list[TensorMeta]
+    sources: Shards
+    wants: Shards
+    nodes: list[int]
+    version: int = 0  # of the values
+
+    def plan(self, bucket_bytes: int, send_bytes: int | None = None) -> ShardPlan:
+        return build_plan(
+            self.metas, self.sources, self.wants, nodes=self.nodes, bucket_bytes=bucket_bytes, send_bytes=send_bytes
+        )
+
+    def value(self, tensor: int) -> torch.Tensor:
+        """The whole tensor: bytes that depend on tensor, place and version."""
+        meta = self.metas[tensor]
+        values = (torch.arange(meta.nbytes) * 31 + tensor * 7 + self.version) % 251
+        return values.to(torch.uint8).view(meta.torch_dtype).view(meta.shape)
+
+    def shards(self, rank: int) -> dict[int, torch.Tensor]:
+        """What `rank` holds; parts cut on an inner dimension are strided views."""
+        held = {}
+        for row in np.flatnonzero(self.sources.rank == rank).tolist():
+            tensor, dim = int(self.sources.tensor[row]), int(self.sources.dim[row])
+            lo, hi = int(self.sources.lo[row]), int(self.sources.hi[row])
+            value = self.value(tensor)
+            held[tensor] = value.narrow(dim, lo, hi - lo) if value.dim() else value
+        return held
+
+    def wanted_bytes(self, rank: int) -> list[torch.Tensor]:
+        """Of everything `rank` wants, in its order: the bytes (uint8)."""
+        parts = []
+        for row in np.flatnonzero(self.wants.rank == rank).tolist():
+            value = self.value(int(self.wants.tensor[row]))
+            lo, hi = int(self.wants.lo[row]), int(self.wants.hi[row])
+            if value.dim():
+                value = value.narrow(int(self.wants.dim[row]), lo, hi - lo)
+            parts.append(value.contiguous().view(-1).view(torch.uint8))
+        return parts
+
+
+def shards_of(rows: list[tuple[int, int, int, int, int]]) -> Shards:
+    """From rows (rank, tensor, dim, lo, hi)."""
+    columns = np.array(rows, dtype=np.int64).reshape(len(rows), 5).T
+    return Shards(*columns)
+
+
+def random_case(seed: int, world: int = 6, num_tensors: int = 40) -> Case:
+    """Tensors of every shape, cut on any dimension into equal and unequal parts with replicas; wants of all kinds."""
+    draw = random.Random(seed)
+    metas, sources, wants = [], [], []
+    for tensor in range(num_tensors):
+        shape = tuple(draw.choice((1, 2, 3, 4, 6, 12, 25)) for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3))))
+        if draw.random() < 0.05:
+            shape = (0, *shape)
+        metas.append(TensorMeta(f"layers.{tensor}", draw.choice(DTYPES), shape))
+        dim = draw.randrange(len(shape)) if shape else 0
+        full = shape[dim] if shape else 1
+        cuts = draw.choice([n for n in (1, 1, 2, 3, 4) if n <= world])
+        bounds = sorted({0, full, *(full * i // cuts for i in range(1, cuts))}) if full else [0, 0]
+        parts = list(itertools.pairwise(bounds))
+        for number, rank in enumerate(draw.sample(range(world), draw.randrange(len(parts), world + 1))):
+            sources.append((rank, tensor, dim, *parts[number % len(parts)]))
+    for rank in range(world - 1):  # the last one only sends
+        for tensor in draw.sample(range(num_tensors), draw.randrange(num_tensors)):
+            shape = metas[tensor].shape
+            dim = draw.randrange(len(shape)) if shape else 0
+            full = shape[dim] if shape else 1
+            lo = draw.randrange(full) if full and draw.random() < 0.3 else 0
+            hi = draw.randrange(lo, full) + 1 if full and draw.random() < 0.3 else full
+            wants.append((rank, tensor, dim, lo, hi))
+    draw.shuffle(sources)
+    return Case(metas, shards_of(sources), shards_of(wants), [rank // 2 for rank in range(world)])

@@ -1,0 +1,170 @@
+"""Plans of shards: what they promise, on layouts drawn at random, and what they refuse."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from nemo_rl.distributed.pack_layout import PackLayout, TensorMeta
+from nemo_rl.distributed.shard_plan import _boxes_of_range, build_plan, first_layer
+from nemo_rl.distributed.shard_tables import Shards
+from tests.unit.distributed.shard_cases import Case, random_case, shards_of
+
+
+def replicated(num_ranks: int, nodes: list[int], wanting: list[int]) -> Case:
+    """Two tensors of 64 bytes that the first `num_ranks` ranks hold, and `wanting` want."""
+    metas = [TensorMeta("a", "uint8", (64,)), TensorMeta("b", "uint8", (64,))]
+    held = [(rank, tensor, 0, 0, 64) for rank in range(num_ranks) for tensor in range(2)]
+    return Case(metas, shards_of(held), shards_of([(r, t, 0, 0, 64) for r in wanting for t in range(2)]), nodes)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_source_sends_a_receiver_two_messages_for_a_bucket(seed):
+    plan = random_case(seed).plan(512)
+    triples = np.stack([plan.bucket, plan.source, plan.receiver], axis=1)
+    assert len(np.unique(triples, axis=0)) == len(triples)
+    assert plan.messages_per_bucket().sum() == (plan.source != plan.receiver).sum()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_receivers_get_what_they_want_and_nothing_else(seed):
+    plan = random_case(seed).plan(512)
+    assert plan.received_bytes().tolist() == [plan.layout(rank).total_bytes for rank in range(plan.world_size)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_everything_lies_in_buckets_as_the_layout_says(seed):
+    """Every move stays within the piece of its tensor; the bytes themselves are compared in test_shard_exchange."""
+    plan = random_case(seed).plan(256)
+    for rank in range(plan.world_size):
+        mine = plan.for_rank(rank)
+        numbers = {meta.name: index for index, meta in enumerate(mine.layout.tensors)}
+        received = [list(moves) for moves in mine.within]
+        for bucket, rounds in enumerate(mine.rounds):
+            received[bucket] += [move for one in rounds for message in one.receives for move in message.moves]
+        for bucket, moves in enumerate(received):
+            pieces = {piece.tensor: piece for piece in mine.layout.buckets[bucket]} if moves else {}
+            for move in moves:
+                piece = pieces[numbers[plan.tensors[move.tensor].name]]
+                itemsize = plan.tensors[move.tensor].torch_dtype.itemsize
+                far = sum((n - 1) * stride for n, stride in zip(move.size, move.strides, strict=True))
+                assert piece.offset <= move.offset
+                assert move.offset + (far + 1) * itemsize <= piece.offset + piece.nbytes
+
+
+@pytest.mark.parametrize("limit", [200, 250, 300])
+def test_a_rank_sends_no_more_at_once_than_it_may(limit):
+    case = random_case(3)
+    plan = case.plan(128, limit)
+    assert 0 < plan.peak_send_bytes() <= limit
+    assert max(plan.for_rank(rank).send_bytes for rank in range(plan.world_size)) == plan.peak_send_bytes()
+    assert plan.num_rounds.sum() > case.plan(128, 10**6).num_rounds.sum()
+
+
+def test_without_room_for_two_each_bucket_goes_by_itself():
+    plan = replicated(1, [0, 0, 0, 0], [1, 2, 3]).plan(128, 1)
+    assert plan.num_rounds.tolist() == [3]
+
+
+def test_what_a_rank_has_it_takes_from_itself():
+    plan = replicated(3, [0, 0, 0], [0, 1, 2]).plan(128)
+    assert (plan.source == plan.receiver).all()
+    assert plan.transferred_bytes().sum() == 0
+
+
+def test_a_replica_on_the_same_node_comes_before_others():
+    plan = replicated(2, [0, 1, 1, 0], [2, 3]).plan(128)
+    assert dict(zip(plan.receiver.tolist(), plan.source.tolist(), strict=True)) == {2: 1, 3: 0}
+
+
+def test_replicas_share_the_load():
+    plan = replicated(4, [0] * 12, list(range(4, 12))).plan(128)
+    assert np.bincount(plan.source).tolist() == [2, 2, 2, 2]
+
+
+def test_a_receiver_takes_all_from_one_of_equal_replicas():
+    plan = replicated(4, [0] * 5, [4]).plan(64)
+    assert len(plan.source) == 2 and len(set(plan.source.tolist())) == 1
+
+
+def test_equal_for_any_order_of_the_sources():
+    case = random_case(1)
+    shuffled = np.random.default_rng(0).permutation(len(case.sources.rank))
+    again = replace(case, sources=Shards(*(getattr(case.sources, f.name)[shuffled] for f in fields(Shards))))
+    first, second = case.plan(512), again.plan(512)
+    for field in fields(first):
+        if isinstance(value := getattr(first, field.name), np.ndarray):
+            assert np.array_equal(value, getattr(second, field.name)), field.name
+
+
+def test_buckets_are_those_of_the_layout():
+    """A tensor is placed by arithmetic over all receivers; `PackLayout` places one after the other."""
+    sizes = [100, 64, 1, 700, 0, 64, 64, 64, 3, 256, 257, 0, 1000, 30]
+    metas = [TensorMeta(f"{i}", "uint8", (size,)) for i, size in enumerate(sizes)]
+    everything = Shards.whole(metas, np.zeros(len(metas), dtype=np.int64), np.arange(len(metas)))
+    plan = build_plan(metas, everything, everything, nodes=[0], bucket_bytes=250)
+    moves = [(bucket, move.tensor, move.offset) for bucket, ms in enumerate(plan.for_rank(0).within) for move in ms]
+    layout = PackLayout.build(metas, 250)
+    pieces = [(b, p.tensor, p.offset) for b, ps in enumerate(layout.buckets) for p in ps if p.nbytes]
+    assert sorted(moves) == sorted(pieces)
+
+
+@pytest.mark.parametrize("shape", [[24], [4, 6], [2, 3, 4]])
+def test_a_range_of_elements_as_boxes(shape):
+    numbers = np.arange(24).reshape(shape)
+    for start in range(25):
+        for stop in range(start, 25):
+            boxes = _boxes_of_range(shape, start, stop)
+            found = [numbers[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))].reshape(-1) for lo, hi in boxes]
+            assert np.concatenate([*found, np.empty(0, dtype=int)]).tolist() == list(range(start, stop))
+            assert len(boxes) <= 2 * len(shape) - 1
+
+
+@pytest.mark.parametrize(
+    ("sources", "wants", "message"),
+    [
+        ([(0, 0, 0, 0, 4)], [], r"m.w \[8, 4\]: the parts .* 0 to 4 of dimension 0"),
+        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], [], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
+        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], [], "2 to 4 of dimension 1"),
+        ([(0, 0, 0, 0, 9)], [], "m.w: 0 to 9 of dimension 0 is held, which has 8"),
+        ([(0, 0, 0, 0, 8)], [(1, 0, 1, 3, 5)], "m.w: 3 to 5 of dimension 1 is wanted, which has 4"),
+        ([(0, 0, 0, 0, 8)], [(1, 1, 0, 0, 2)], "no rank holds m.b"),
+        ([(0, 0, 0, 0, 8)], [(1, 0, 0, 0, 2), (1, 0, 0, 2, 4)], "rank 1 wants two parts of m.w"),
+        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], [], "rank 0 holds two parts of m.w"),
+        ([(0, 7, 0, 0, 8)], [], "tensor number 7 is held; there are 2"),
+        ([(0, 0, 5, 0, 8)], [], "held of a dimension that no tensor has"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(sources, wants, message):
+    metas = [TensorMeta("m.w", "float32", (8, 4)), TensorMeta("m.b", "float32", (2,))]
+    with pytest.raises(ValueError, match=message):
+        Case(metas, shards_of(sources), shards_of(wants), [0] * 4).plan(128)
+
+
+def test_adapters_are_refused():
+    metas = [TensorMeta("m.lora_A", "float32", (2, 4), adapts="m.w")]
+    with pytest.raises(ValueError, match="merge them"):
+        Case(metas, shards_of([(0, 0, 0, 0, 2)]), shards_of([]), [0]).plan(128)
+
+
+def test_receivers_that_follow_one_another_begin_in_different_stages():
+    begins = [first_layer(rank, 64) // 16 for rank in range(64)]
+    assert all(len(set(begins[i : i + 4])) >= 3 for i in range(60))
+    assert np.bincount(begins).tolist() == pytest.approx([16] * 4, abs=1)
+
+
+@pytest.mark.slow
+def test_the_plan_of_90_000_tensors_and_64_ranks_takes_seconds():
+    metas = [TensorMeta(f"layers.{i // 1536}.experts.{i // 6 % 256}.{i % 6}", "uint8", (64, 64)) for i in range(90_000)]
+    number = np.arange(len(metas))
+    layer, expert = number // 1536, number // 6 % 256
+    sources = Shards.whole(metas, layer * 4 // 59 * 16 + expert // 16, number)
+    wants = Shards.whole(metas, expert // 4, number)
+    started = time.perf_counter()
+    plan = build_plan(metas, sources, wants, nodes=[rank // 8 for rank in range(64)], bucket_bytes=1 << 20)
+    assert time.perf_counter() - started < 5
+    assert plan.messages_per_bucket().max() == 2  # a bucket may begin in one stage and end in the next
+    assert plan.received_bytes().sum() == sum(meta.nbytes for meta in metas)
