@@ -9,7 +9,8 @@ those of its modules do. Hugging Face names are those of checkpoints on disk and
 per expert.
 
 Two module implementations give the same tensors different names: "local" (plain torch modules) and
-"transformer_engine" (norms fused into the linear layer behind them, the experts of a rank in one grouped layer).
+"transformer_engine" (norms fused into the linear layer behind them; the experts of a rank in one grouped layer if asked
+for).
 """
 
 from __future__ import annotations
@@ -200,12 +201,16 @@ class WeightMap:
         return located
 
 
-def weight_map(hf_config: Any, *, implementation: Implementation) -> WeightMap:
-    """The mapping of a model with this configuration of transformers.
+def weight_map(hf_config: Any, *, implementation: Implementation, grouped_experts: bool = False) -> WeightMap:
+    """The mapping of a model with this configuration of transformers. `grouped_experts`: Megatron's moe_grouped_gemm.
 
     Raises:
         ValueError: the architecture, or a setting of it, has no mapping.
     """
+    if grouped_experts and implementation == "local":
+        raise ValueError(
+            "policy.megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
+        )
     family = _FAMILIES.get(hf_config.model_type)
     if family is None:
         raise ValueError(
@@ -214,7 +219,7 @@ def weight_map(hf_config: Any, *, implementation: Implementation) -> WeightMap:
             "(docs/adding-a-model.md), or train it with policy.dtensor_cfg"
         )
     family.refuse(hf_config)
-    tables = _Tables(hf_config, family, implementation)
+    tables = _Tables(hf_config, family, fuses_norms=implementation == "transformer_engine", is_grouped=grouped_experts)
     extra = r"rotary_emb\.inv_freq$"
     if hf_config.tie_word_embeddings:
         extra += r"|^lm_head\.weight$"
@@ -319,11 +324,11 @@ _FAMILIES = {
 class _Tables:
     """The entries of one model."""
 
-    def __init__(self, hf_config: Any, family: _Family, implementation: Implementation) -> None:
+    def __init__(self, hf_config: Any, family: _Family, *, fuses_norms: bool, is_grouped: bool) -> None:
         self.config = hf_config
         self.family = family
-        self.fuses_norms = implementation == "transformer_engine"
-        self.is_grouped = implementation == "transformer_engine"
+        self.fuses_norms = fuses_norms
+        self.is_grouped = is_grouped
 
     def all(self) -> Iterator[MappedTensor]:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)

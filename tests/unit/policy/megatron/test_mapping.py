@@ -58,6 +58,47 @@ def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
             assert torch.equal(source, joined), entry.template
 
 
+@pytest.mark.parametrize(
+    ("name", "ours", "theirs"),
+    [
+        ("llama", "{}input_layernorm.weight", ["{}input_layernorm.weight"]),
+        ("llama", "{}pre_mlp_layernorm.weight", ["{}post_attention_layernorm.weight"]),
+        ("llama", "{}mlp.linear_fc1.weight", ["{}mlp.gate_proj.weight", "{}mlp.up_proj.weight"]),
+        ("llama", "decoder.final_layernorm.weight", ["model.norm.weight"]),
+        ("llama", "embedding.word_embeddings.weight", ["model.embed_tokens.weight"]),
+        ("llama", "output_layer.weight", ["lm_head.weight"]),
+        ("qwen2-tied", "{}self_attention.linear_qkv.bias", [f"{{}}self_attn.{x}_proj.bias" for x in "qkv"]),
+        ("qwen3", "{}self_attention.q_layernorm.weight", ["{}self_attn.q_norm.weight"]),
+        ("qwen3", "{}self_attention.k_layernorm.weight", ["{}self_attn.k_norm.weight"]),
+        ("mixtral", "{}mlp.router.weight", ["{}block_sparse_moe.gate.weight"]),
+        (
+            "mixtral",
+            "{}mlp.experts.local_experts.2.linear_fc1.weight",
+            ["{}block_sparse_moe.experts.2.w1.weight", "{}block_sparse_moe.experts.2.w3.weight"],
+        ),
+        ("mixtral", "{}mlp.experts.local_experts.2.linear_fc2.weight", ["{}block_sparse_moe.experts.2.w2.weight"]),
+        ("deepseek_v2", "{}self_attention.linear_q_proj.weight", ["{}self_attn.q_proj.weight"]),
+        ("deepseek_v3", "{}self_attention.linear_q_down_proj.weight", ["{}self_attn.q_a_proj.weight"]),
+        ("deepseek_v3", "{}self_attention.kv_layernorm.weight", ["{}self_attn.kv_a_layernorm.weight"]),
+        ("deepseek_v3", "{}mlp.router.expert_bias", ["{}mlp.gate.e_score_correction_bias"]),
+        (
+            "deepseek_v3",
+            "{}mlp.shared_experts.linear_fc1.weight",
+            ["{}mlp.shared_experts.gate_proj.weight", "{}mlp.shared_experts.up_proj.weight"],
+        ),
+    ],
+)
+def test_what_a_megatron_tensor_is_made_of(name, ours, theirs):
+    entry = entry_of(mapped(name), ours.format("decoder.layers.1."))
+    assert [source.name for source in entry.sources] == [source.format("model.layers.1.") for source in theirs]
+
+
+def test_a_rank_holds_its_columns_of_an_output_projection(stored):
+    entry = entry_of(mapped("llama"), "decoder.layers.1.self_attention.linear_proj.weight")
+    output = stored["llama"]["model.layers.1.self_attn.o_proj.weight"]
+    assert torch.equal(entry.cut([output], 1, 2), output[:, 16:])
+
+
 def test_query_key_and_value_of_a_group_lie_together(stored):
     tensors, at = stored["qwen2-tied"], "model.layers.1.self_attn."
     for kind in ("weight", "bias"):
@@ -87,17 +128,23 @@ def test_tokens_are_padded_with_zero_rows(stored):
 
 @pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize(
-    ("implementation", "ours"),
+    ("is_grouped", "ours"),
     [
-        ("local", "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"),
-        ("transformer_engine", "decoder.layers.1.mlp.experts.linear_fc1.weight1"),
+        (False, "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"),
+        (True, "decoder.layers.1.mlp.experts.linear_fc1.weight1"),
     ],
 )
-def test_experts_are_numbered_per_rank(name, implementation, ours):
+def test_experts_are_numbered_per_rank(name, is_grouped, ours):
+    mapping = weight_map(CONFIGS[name](), implementation="transformer_engine", grouped_experts=is_grouped)
     gate = "block_sparse_moe.experts.3.w1" if name == "mixtral" else "mlp.experts.3.gate_proj"
-    entry = entry_of(mapped(name, implementation), ours, ep_rank=1, ep_size=2)
+    entry = entry_of(mapping, ours, ep_rank=1, ep_size=2)
     assert entry.expert == 3
     assert entry.sources[0].name == f"model.layers.1.{gate}.weight"
+
+
+def test_grouped_experts_need_transformer_engine():
+    with pytest.raises(ValueError, match="moe_grouped_gemm=true needs Transformer Engine"):
+        weight_map(CONFIGS["mixtral"](), implementation="local", grouped_experts=True)
 
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
