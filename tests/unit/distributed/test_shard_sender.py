@@ -1,0 +1,207 @@
+"""Weights from shards into the buffers that engines read, over gloo: the receivers are those of a real refit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.exported_tensor import exported
+from nemo_rl.distributed.pack_layout import PackLayout, Segment
+from nemo_rl.distributed.shard_exchange import ShardExchange
+from nemo_rl.distributed.shard_sender import ExportedShard, ShardSender
+from nemo_rl.distributed.transfer_buffers import SharedMemoryBuffer
+from nemo_rl.distributed.weight_transfer import RefitError, WeightReceiver, WeightSender
+from tests.worlds import run_world
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "embed": (40, 12),
+    "norm": (12,),
+    **{f"experts.{expert}.{part}": (6, 12) for expert in range(8) for part in ("up", "down")},
+    "count": (3,),
+    "head": (40, 12),
+}
+KEPT = "norm"  # in its own dtype
+
+
+def values(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    drawn = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+    return {**drawn, "count": torch.arange(3) + version}
+
+
+class Policy:
+    """Four ranks: two stages (embed; norm, head) of two, which cut dense tensors and share experts."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.version = rank, 1
+
+    def shards(self) -> list[ExportedShard]:
+        held = []
+        for name, shape in SHAPES.items():
+            whole = (0, 0, shape[0])
+            if name.startswith("experts"):
+                if int(name.split(".")[1]) // 2 == self.rank:
+                    held.append(self.shard(name, *whole))
+            elif name in ("embed", "head"):
+                if (name == "head") == (self.rank >= 2):
+                    dim, part = (0, 20) if name == "embed" else (1, 6)
+                    held.append(self.shard(name, dim, self.rank % 2 * part, (self.rank % 2 + 1) * part))
+            elif self.rank >= 2:
+                held.append(self.shard(name, *whole))
+        return held
+
+    def shard(self, name: str, dim: int, start: int, stop: int) -> ExportedShard:
+        return ExportedShard(
+            name=name,
+            dtype=torch.int64 if name == "count" else torch.float64,
+            dim=dim,
+            start=start,
+            stop=stop,
+            local=lambda: values(self.version)[name].narrow(dim, start, stop - start),
+            keeps_dtype=name == KEPT,
+        )
+
+    def sender(self, **options: Any) -> ShardSender:
+        settings = {"transport": "packed_shm", "wire_dtype": "float32", "bucket_bytes": 700, "local_rank": self.rank}
+        return ShardSender(list(SHAPES.items()), self.shards(), device=CPU, rank=self.rank, **{**settings, **options})
+
+
+def sync(sender: ShardSender | WeightSender, num_buckets: int, layout: PackLayout, buffer: Any) -> dict[str, Any]:
+    """A whole sync into a receiver at this rank's own buffer; the tensors that it holds then."""
+    receiver = WeightReceiver(layout, "packed_shm", buffer)
+    own = {meta.name: torch.zeros(meta.shape, dtype=meta.torch_dtype) for meta in layout.tensors}
+    receiver.begin(1, targets=[[Segment(tuple(t.shape), t.stride(), 0, t)] for t in own.values()], load=None)
+    for bucket in range(num_buckets):
+        result = sender.pack(bucket)
+        if bucket < len(layout.buckets):
+            receiver.receive(bucket, result["fingerprints"])
+    receiver.finish()
+    return own
+
+
+def expected(names: Any, version: int) -> dict[str, torch.Tensor]:
+    return {n: t if n in (KEPT, "count") else t.float() for n, t in values(version).items() if n in names}
+
+
+def same_as_gathering(rank: int, world_size: int) -> bool:
+    """Into the buffer of rank 0, as one engine that wants everything."""
+    policy = Policy(rank)
+    sender = policy.sender()
+    description = sender.describe()
+    assert ("endpoints" in description) == (rank == 0)
+    whole = WeightSender(
+        [exported(name, lambda name=name: values(policy.version)[name], keeps_dtype=name == KEPT) for name in SHAPES],
+        device=CPU,
+        rank=rank,
+        local_rank=rank,
+        transport="packed_shm",
+        wire_dtype="float32",
+        bucket_bytes=700,
+    )
+    assert sender.layout == whole.layout and description["layout_digest"] == whole.describe()["layout_digest"]
+    for policy.version in (1, 2):
+        for bucket in range(len(whole.layout.buckets)):
+            ours, theirs = sender.pack(bucket), whole.pack(bucket)
+            assert ours.keys() == theirs.keys()
+            assert rank > 0 or ours["fingerprints"] == theirs["fingerprints"]
+    if rank == 0:
+        buffer = SharedMemoryBuffer.attach(next(iter(description["endpoints"].values())))
+        received = sync(sender, sender.num_buckets, sender.layout, buffer)
+        torch.testing.assert_close(received, expected(SHAPES, 2), rtol=0, atol=0)
+    else:
+        for bucket in range(sender.num_buckets):
+            sender.pack(bucket)
+    return True
+
+
+def test_what_is_sent_is_what_gathering_whole_tensors_sends():
+    assert all(run_world(same_as_gathering, 4))
+
+
+class OnItsOwn(ShardSender):
+    """Every rank hands its fingerprints to its own receiver."""
+
+    def pack(self, bucket: int) -> dict[str, Any]:
+        result = super().pack(bucket)
+        if bucket < len(self.layout.buckets):
+            half = self._buffer.bytes[self.layout.half_offset(bucket) :][: self.layout.bucket_bytes]
+            result["fingerprints"] = np.array(self._fingerprints(bucket, half), dtype=np.uint64).tobytes()
+        return result
+
+
+def own_experts(rank: int, world_size: int) -> tuple[int, int]:
+    policy = Policy(rank)
+    turned = (rank + 1) % 4
+    wanted = [n for n in SHAPES if not n.startswith("experts") or int(n.split(".")[1]) % 4 == turned]
+    sender = OnItsOwn(
+        list(SHAPES.items()),
+        policy.shards(),
+        device=CPU,
+        rank=rank,
+        local_rank=0,
+        transport="packed_shm",
+        wire_dtype="float32",
+        bucket_bytes=700,
+        wanted=wanted,
+    )
+    assert [meta.name for meta in sender.metadata()] == wanted
+    endpoint = next(iter(sender.describe()["endpoints"].values()))
+    received = sync(sender, sender.num_buckets, sender.layout, SharedMemoryBuffer.attach(endpoint))
+    torch.testing.assert_close(received, expected(wanted, 1), rtol=0, atol=0)
+    return sender.layout.total_bytes, sender.num_buckets
+
+
+def test_receivers_with_experts_of_their_own_get_no_others():
+    everything = 40 * 12 * 4 * 2 + 12 * 8 + 3 * 8 + 16 * 6 * 12 * 4
+    for received, _ in run_world(own_experts, 4):
+        assert received == everything - 12 * 6 * 12 * 4
+
+
+class Damaging(ShardExchange):
+    def pack(self, one: Any, into: torch.Tensor) -> None:
+        super().pack(one, into)
+        into[:1] ^= 1
+
+
+def damaged(rank: int, world_size: int) -> str:
+    sender = Policy(rank).sender()
+    if rank == 3:
+        sender._exchange.__class__ = Damaging
+    said = ""
+    for bucket in range(sender.num_buckets):
+        try:
+            sender.pack(bucket)
+        except RefitError as error:
+            said = said or str(error)
+    return said
+
+
+def test_damage_between_ranks_names_both():
+    said = run_world(damaged, 4)
+    assert said[1:] == ["", "", ""]
+    assert said[0].startswith("packed_shm, bucket ") and "rank 0 did not get what rank 3 sent it" in said[0]
+
+
+def incomplete(rank: int, world_size: int) -> None:
+    policy = Policy(rank)
+    shards = [shard for shard in policy.shards() if not (rank == 1 and shard.name.startswith("experts"))]
+    with pytest.raises(ValueError, match=r"no rank holds 4 of the tensors: experts\.2\.up"):
+        ShardSender(
+            list(SHAPES.items()),
+            shards,
+            device=CPU,
+            rank=rank,
+            local_rank=rank,
+            transport="packed_shm",
+            wire_dtype="float32",
+        )
+    dist.barrier()
+
+
+def test_what_no_rank_holds_is_named():
+    run_world(incomplete, 4)
