@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -123,32 +122,11 @@ def test_what_is_sent_is_what_gathering_whole_tensors_sends():
     assert all(run_world(same_as_gathering, 4))
 
 
-class OnItsOwn(ShardSender):
-    """Every rank hands its fingerprints to its own receiver."""
-
-    def pack(self, bucket: int) -> dict[str, Any]:
-        result = super().pack(bucket)
-        if bucket < len(self.layout.buckets):
-            half = self._buffer.bytes[self.layout.half_offset(bucket) :][: self.layout.bucket_bytes]
-            result["fingerprints"] = np.array(self._fingerprints(bucket, half), dtype=np.uint64).tobytes()
-        return result
-
-
 def own_experts(rank: int, world_size: int) -> tuple[int, int]:
     policy = Policy(rank)
     turned = (rank + 1) % 4
     wanted = [n for n in SHAPES if not n.startswith("experts") or int(n.split(".")[1]) % 4 == turned]
-    sender = OnItsOwn(
-        list(SHAPES.items()),
-        policy.shards(),
-        device=CPU,
-        rank=rank,
-        local_rank=0,
-        transport="packed_shm",
-        wire_dtype="float32",
-        bucket_bytes=700,
-        wanted=wanted,
-    )
+    sender = policy.sender(local_rank=0, wanted=wanted)
     assert [meta.name for meta in sender.metadata()] == wanted
     endpoint = next(iter(sender.describe()["endpoints"].values()))
     received = sync(sender, sender.num_buckets, sender.layout, SharedMemoryBuffer.attach(endpoint))
