@@ -54,7 +54,7 @@ _LATENT: dict[str, Any] = {
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GROUPED),
     "mistral": lambda: MistralConfig(**_GROUPED),
-    "qwen2-tied": lambda: Qwen2Config(**_GROUPED | {"tie_word_embeddings": True}),
+    "qwen2-tied": lambda: Qwen2Config(**{**_GROUPED, "tie_word_embeddings": True}),
     "qwen3": lambda: Qwen3Config(**_GROUPED, head_dim=16),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **_GROUPED, **_MOE, head_dim=16, num_experts=NUM_EXPERTS, mlp_only_layers=[0], norm_topk_prob=True
