@@ -21,7 +21,7 @@ from nemo_rl.environments.python_tools_config import PythonToolsEnvironmentConfi
 from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
 from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes, layout_problems
+from nemo_rl.models.policy.training_layout import training_problems, training_sizes
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config import ClippedPGLossConfig, GRPOMasterConfig
@@ -82,9 +82,9 @@ def check_rollout_batches(cfg: RolloutMasterConfig, policy: PolicyConfig, key: s
 
 def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | None:
     """Ranks that hold different samples; None where the layout does not fit the cluster (`check_layout` says why)."""
-    if list(layout_problems(policy.dtensor_cfg, cluster.num_workers)):
+    if list(training_problems(policy, cluster.num_workers)):
         return None
-    return ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers).data_parallel
+    return training_sizes(policy, cluster.num_workers).data_parallel
 
 
 def check_batch_size(
@@ -101,7 +101,7 @@ def check_batch_size(
     for problem, message in check_batching(
         policy,
         num_ranks=num_ranks,
-        micro_batch_multiple=policy.dtensor_cfg.micro_batch_multiple,
+        micro_batch_multiple=policy.backend_cfg.micro_batch_multiple,
         sequences_per_sample=sequences_per_sample,
         key=key,
     ):
@@ -116,8 +116,8 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
             f"packed sequences lie end to end; set it to null, or {key}.sequence_packing.enabled=false and "
             f"{key}.dynamic_batching.enabled=true",
         )
-    for problem, message in layout_problems(policy.dtensor_cfg, cluster.num_workers):
-        yield f"{key}.dtensor_cfg.{problem}", message
+    for problem, message in training_problems(policy, cluster.num_workers):
+        yield f"{key}.{problem}", message
 
 
 def check_engines(cfg: RolloutMasterConfig) -> Problems:

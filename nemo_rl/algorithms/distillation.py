@@ -83,7 +83,7 @@ class DistillationTrainer(RolloutTrainer):
             num_ranks=self.policy.data_parallel_size,
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,
-            micro_batch_multiple=self.config.policy.dtensor_cfg.micro_batch_multiple,
+            micro_batch_multiple=self.config.policy.backend_cfg.micro_batch_multiple,
         )
         return self.load_plan(plan)
 
@@ -139,7 +139,7 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
         ]
     if not mine:
         return None, set()
-    multiple = teacher.config.dtensor_cfg.micro_batch_multiple
+    multiple = teacher.config.backend_cfg.micro_batch_multiple
     missing = -len(mine) % (teacher.policy.data_parallel_size * multiple)
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(

@@ -179,8 +179,8 @@ class DistillationMasterConfig(RolloutMasterConfig):
         for problem, message in check_budgets(model.config, key=model.key, is_trained=False):
             yield f"{model.key}.{problem}", message
         num_ranks = data_parallel_size(model.config, model.cluster)
-        if num_ranks is not None and samples % (num_ranks * model.config.dtensor_cfg.micro_batch_multiple):
-            multiple = num_ranks * model.config.dtensor_cfg.micro_batch_multiple
+        if num_ranks is not None and samples % (num_ranks * model.config.backend_cfg.micro_batch_multiple):
+            multiple = num_ranks * model.config.backend_cfg.micro_batch_multiple
             yield (
                 "distillation.num_prompts_per_step",
                 f"the {samples} samples of a step cannot be shared by the {num_ranks} data ranks of {model.key}; make "

@@ -37,7 +37,7 @@ class GRPOTrainer(RolloutTrainer):
             or grpo.seq_logprob_error_threshold is not None
             or config.loss_fn.use_kl_in_reward
             # The forward pass of training drops out adapter inputs, the one that sampled did not.
-            or config.policy.dtensor_cfg.lora_cfg.dropout > 0
+            or config.policy.adapters.dropout > 0
         )
 
     def step(self) -> None:
@@ -83,7 +83,7 @@ class GRPOTrainer(RolloutTrainer):
             num_ranks=self.policy.data_parallel_size,
             global_batch_size=self.config.policy.train_global_batch_size,
             batching=self.batching,
-            micro_batch_multiple=self.config.policy.dtensor_cfg.micro_batch_multiple,
+            micro_batch_multiple=self.config.policy.backend_cfg.micro_batch_multiple,
         )
         return self.load_plan(plan)
 

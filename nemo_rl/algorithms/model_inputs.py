@@ -12,9 +12,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from nemo_rl.algorithms.preflight import check_metric_name, check_optimizer
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.layout_checks import check_layout
+from nemo_rl.models.policy.megatron_checks import check_megatron
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.tokenizer import get_tokenizer
@@ -62,7 +63,7 @@ def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str)
     tokenizer_path = resolve_model(policy.tokenizer.name)
     tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(policy, model, tokenizer)
-    check_layout(policy, model)
+    check_model_layout(policy, model)
     if key == "policy":  # metrics of experts are the policy's
         check_metric_name(checkpointing, model)
     check_optimizer(policy)
@@ -76,21 +77,32 @@ def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str)
     )
 
 
+def check_model_layout(policy: PolicyConfig, model: PretrainedConfig) -> None:
+    """Whether the backend that trains can cut the model as asked. ValueError with what would work."""
+    if policy.megatron_cfg.enabled:
+        check_megatron(policy, model)
+    else:
+        check_layout(policy, model)
+
+
 def _identity(
     policy: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, key: str
 ) -> dict[str, Any]:
-    lora_cfg = policy.dtensor_cfg.lora_cfg
+    lora_cfg = policy.adapters
     adapters = {
         "enabled": True,
         "dim": lora_cfg.dim,
         "alpha": lora_cfg.alpha,
-        "target_modules": "all" if lora_cfg.match_all_linear else sorted(lora_cfg.target_modules),
+        "target_modules": sorted(lora_cfg.target_modules) or "all",
         "exclude_modules": sorted(lora_cfg.exclude_modules),
-        "adapter_path": lora_cfg.adapter_path,
     }
+    if isinstance(lora_cfg, LoRAConfig):
+        adapters["adapter_path"] = lora_cfg.adapter_path
     return {
         f"{key}.model": {"name": policy.model_name, "config_hash": digest(model.to_json_string())},
-        f"{key}.dtensor_cfg.lora_cfg": adapters if lora_cfg.enabled else {},
+        f"{key}.{policy.backend_key}.{'peft' if policy.megatron_cfg.enabled else 'lora_cfg'}": (
+            adapters if lora_cfg.enabled else {}
+        ),
         f"{key}.tokenizer": {
             "vocabulary_hash": digest(repr(sorted(tokenizer.get_vocab().items()))),
             "chat_template_hash": digest(str(tokenizer.chat_template)),

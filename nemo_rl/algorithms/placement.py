@@ -17,6 +17,7 @@ from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from nemo_rl.models.policy.training_layout import training_sizes
 
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 LABEL_WIDTH = 19
@@ -46,7 +47,7 @@ def _labelled(title: str, rows: dict[str, str]) -> list[str]:
 def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     """The same of a run that learns from rows."""
     policy, cluster = cfg.policy, cfg.cluster
-    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers).data_parallel
+    num_ranks = training_sizes(policy, cluster.num_workers).data_parallel
     what = "rows" if cfg.sequences_per_row == 1 else "pairs"
     batch = policy.train_global_batch_size
     rows = {
@@ -69,7 +70,7 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
     policy = cfg.policy
-    num_ranks = ParallelSizes.of(policy.dtensor_cfg, cfg.training_cluster.num_workers).data_parallel
+    num_ranks = training_sizes(policy, cfg.training_cluster.num_workers).data_parallel
     samples = cfg.rollout.num_samples_per_step
     per_rank = policy.train_global_batch_size // num_ranks
     rows = {
@@ -108,8 +109,8 @@ def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per
     else:
         size = policy.train_micro_batch_size
         text = f"{per_rank // size} of {size} {what}; for logprobs alone of {policy.logprob_batch_size}"
-    if policy.dtensor_cfg.context_parallel_size > 1:
-        text += f"; each cut over {policy.dtensor_cfg.context_parallel_size} context ranks"
+    if policy.backend_cfg.context_parallel_size > 1:
+        text += f"; each cut over {policy.backend_cfg.context_parallel_size} context ranks"
     return text
 
 
@@ -129,7 +130,7 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
     for model in cfg.further_models:
-        sizes = ParallelSizes.of(model.config.dtensor_cfg, model.cluster.num_workers)
+        sizes = training_sizes(model.config, model.cluster.num_workers)
         where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing
         rows[model.key] = f"{_model_on_ranks(model.config, sizes)}, {where}"
     return _labelled(f"layout on {_where(cfg.cluster)}:", rows)
@@ -144,15 +145,14 @@ def _where(cluster: ClusterConfig) -> str:
 
 
 def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]:
-    settings = policy.dtensor_cfg
-    sizes = ParallelSizes.of(settings, cluster.num_workers)
+    lora = policy.adapters
+    sizes = training_sizes(policy, cluster.num_workers)
     rows = {
         "policy": _model_on_ranks(policy, sizes),
         "parameters": sizes.describe_shards(),
     }
-    if settings.lora_cfg.enabled:
-        lora = settings.lora_cfg
-        layers = "all linear layers" if lora.match_all_linear else ", ".join(lora.target_modules)
+    if lora.enabled:
+        layers = ", ".join(lora.target_modules) or "all linear layers"
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
     return rows
 
@@ -191,7 +191,7 @@ def _rank_lines(
 
 def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
     """Each rank of a model, with its place on every axis."""
-    sizes = ParallelSizes.of(policy.dtensor_cfg, cluster.num_workers)
+    sizes = training_sizes(policy, cluster.num_workers)
     texts = []
     for rank in range(cluster.num_workers):
         place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())

@@ -112,5 +112,5 @@ def _planned(
         num_ranks=policy.data_parallel_size,
         global_batch_size=config.train_global_batch_size,
         batching=batching,
-        micro_batch_multiple=config.dtensor_cfg.micro_batch_multiple,
+        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
     )

@@ -36,6 +36,7 @@ from nemo_rl.environments.tools.tools import import_tool
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lora import apply_lora
+from nemo_rl.models.policy.megatron_checks import check_megatron_checkpoint
 from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.parallelize import build_on_meta
@@ -112,7 +113,10 @@ def check_reward_models(config: RolloutMasterConfig, data: DataSetup, process: P
 
 
 def check_optimizer(policy: PolicyConfig) -> None:
-    """Whether optimizer and scheduler can be made, on one small parameter."""
+    """Whether optimizer and scheduler can be made, on one small parameter. Megatron's are what its section says."""
+    if policy.megatron_cfg.enabled:
+        return
+    assert policy.optimizer is not None
     optimizer = build_optimizer(policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(policy.scheduler, optimizer)
 
@@ -214,6 +218,9 @@ def check_saved_weights(
     weights = latest / folder / "weights"
     if not weights.is_dir():
         raise CheckpointError(f"{latest} holds no {folder}/weights")
+    if policy.megatron_cfg.enabled:
+        check_megatron_checkpoint(latest / folder, policy, model)
+        return
     lora_cfg = policy.dtensor_cfg.lora_cfg
     hf = build_on_meta(copy.deepcopy(model), torch.float32)
     if lora_cfg.enabled:

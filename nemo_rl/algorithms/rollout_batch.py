@@ -184,7 +184,7 @@ def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[
 
 def _chunks(policy: PolicyConfig) -> int:
     """Equal chunks into which context parallelism cuts every sequence."""
-    size = policy.dtensor_cfg.context_parallel_size
+    size = policy.backend_cfg.context_parallel_size
     return 2 * size if size > 1 else 1
 
 

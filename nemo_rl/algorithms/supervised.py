@@ -110,7 +110,7 @@ class SupervisedTrainer(PolicyTrainer):
             batch,
             num_ranks=self.policy.data_parallel_size,
             batching=self.batching,
-            micro_batch_multiple=self.run.policy.dtensor_cfg.micro_batch_multiple,
+            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
         )
         self.record("train", packing_metrics(plan, self.batching))
         with self.phase("data_processing"):
@@ -145,7 +145,7 @@ class SupervisedTrainer(PolicyTrainer):
             "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
             "average_token_imbalance": token_imbalance(plan),
         }
-        is_frozen = self.run.policy.dtensor_cfg.lora_cfg.enabled
+        is_frozen = self.run.policy.adapters.enabled
         train_flops = self.flops.train(lengths, is_frozen=is_frozen)
         throughput |= flops_metrics(train_flops, training, workers, self.policy.peak_flops)
         self.record("performance", throughput)
@@ -183,7 +183,7 @@ class SupervisedTrainer(PolicyTrainer):
             handles,
             num_ranks=self.policy.data_parallel_size,
             batching=self._validation_batching(),
-            micro_batch_multiple=self.run.policy.dtensor_cfg.micro_batch_multiple,
+            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
         )
         self.policy.load(plan)
         self.score(handles, plan)

@@ -208,7 +208,7 @@ def _reference_sums(
         plan_examples,
         num_ranks=policy.data_parallel_size,
         batching=trainer.batching,
-        micro_batch_multiple=config.policy.dtensor_cfg.micro_batch_multiple,
+        micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
     )
     batches = _every_batch(inputs.data, running, config.policy.train_global_batch_size)
     sums = ReferenceSums.compute(policy, batches, plan)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.models.policy.optimizer_state import (
@@ -228,15 +228,20 @@ class AsyncSaver:
 # -- Hugging Face model directories
 
 
-def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
-    """Rank 0 writes config.json and, for a model that generates, generation_config.json."""
+def save_config(config: PretrainedConfig, directory: Path) -> None:
+    """Rank 0 writes config.json."""
     if not _is_first():
         return
     directory.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(hf.config)
+    config = copy.deepcopy(config)
     config.use_cache = True  # off while training; whoever loads the model generates with it
     config.save_pretrained(directory)
-    if hf.can_generate():
+
+
+def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
+    """Rank 0 writes config.json and, for a model that generates, generation_config.json."""
+    save_config(hf.config, directory)
+    if _is_first() and hf.can_generate():
         assert hf.generation_config is not None
         hf.generation_config.save_pretrained(directory)
 
@@ -247,8 +252,13 @@ def save_consolidated(tensors: Iterable[ExportedTensor], hf: PreTrainedModel, di
     Collective over all ranks, which list the same tensors in the same order; rank 0 writes. `hf` gives the
     configuration.
     """
-    whole = ((tensor.name, tensor.gather(None)) for tensor in tensors)
     save_model_files(hf, directory)
+    save_consolidated_tensors(tensors, directory)
+
+
+def save_consolidated_tensors(tensors: Iterable[ExportedTensor], directory: Path) -> None:
+    """The weights of a Hugging Face model directory, gathered one at a time. Collective; rank 0 writes."""
+    whole = ((tensor.name, tensor.gather(None)) for tensor in tensors)
     if _is_first():
         write_safetensors(whole, directory)
     else:

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
 
 
 def _as_list(value: Any) -> Any:
@@ -139,7 +140,7 @@ class DTensorConfig(StrictModel):
     """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism over one device mesh."""
 
     enabled: bool = True
-    """Train with PyTorch; the only backend so far."""
+    """Train with PyTorch; false when `policy.megatron_cfg.enabled` is true."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every layer's matrices."""
@@ -204,8 +205,6 @@ class DTensorConfig(StrictModel):
         return self.pipeline_parallel_size if self.pipeline.schedule == "interleaved_1f1b" else 1
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if not self.enabled:
-            yield "enabled", "no training backend is left; set policy.dtensor_cfg.enabled=true"
         if self.sequence_parallel and self.tensor_parallel_size == 1:
             yield (
                 "sequence_parallel",
@@ -331,8 +330,8 @@ class PolicyConfig(StrictModel):
     nonfinite_action: Literal["stop", "skip"] = "stop"
     """When a loss or a gradient is not finite: end the run or skip the optimizer step. The samples are written down."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """The optimizer."""
+    optimizer: OptimizerConfig | None = OptimizerConfig()
+    """The optimizer; null with Megatron, which has `megatron_cfg.optimizer`."""
 
     scheduler: Annotated[list[SchedulerConfig], BeforeValidator(_as_list)] = Field(default_factory=list)
     """Learning-rate schedulers in order, and one item `{milestones: [...]}` if there are several; empty: constant."""
@@ -346,11 +345,13 @@ class PolicyConfig(StrictModel):
     dtensor_cfg: DTensorConfig = DTensorConfig()
     """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism."""
 
+    megatron_cfg: MegatronConfig = MegatronConfig()
+    """Training with Megatron Core, when `megatron_cfg.enabled`; `dtensor_cfg.enabled` must be false then."""
+
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """A head with one number per sequence or token in place of the language model's."""
 
     not_yet: ClassVar = (
-        NotYet("megatron_cfg", switched_off),
         NotYet("draft", switched_off),
         NotYet("router_replay", switched_off),
         NotYet("pretrained_checkpoint", one_of({}, None)),
@@ -361,13 +362,61 @@ class PolicyConfig(StrictModel):
         NotYet("activation_checkpointing_enabled", one_of(False, None)),
     )
 
+    @property
+    def backend_cfg(self) -> DTensorConfig | MegatronConfig:
+        """The section of the backend that trains."""
+        return self.megatron_cfg if self.megatron_cfg.enabled else self.dtensor_cfg
+
+    @property
+    def backend_key(self) -> str:
+        """The name of that section."""
+        return "megatron_cfg" if self.megatron_cfg.enabled else "dtensor_cfg"
+
+    @property
+    def adapters(self) -> LoRAConfig | MegatronPeftConfig:
+        """The low-rank adapters of the backend that trains."""
+        return self.megatron_cfg.peft if self.megatron_cfg.enabled else self.dtensor_cfg.lora_cfg
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from self._check_scheduler()
+        yield from self._check_backend()
         if self.dynamic_batching.enabled and self.sequence_packing.enabled:
             yield (
                 "dynamic_batching.enabled",
                 "excludes policy.sequence_packing.enabled: both fill micro-batches by tokens",
             )
+
+    def _check_backend(self) -> Iterator[tuple[str, str]]:
+        megatron = self.megatron_cfg
+        if megatron.enabled and self.dtensor_cfg.enabled:
+            yield (
+                "megatron_cfg.enabled",
+                "excludes policy.dtensor_cfg.enabled=true; set one of them to false",
+            )
+        if not megatron.enabled and not self.dtensor_cfg.enabled:
+            yield "dtensor_cfg.enabled", "no training backend is left; set it or policy.megatron_cfg.enabled to true"
+        if not megatron.enabled and self.optimizer is None:
+            yield "optimizer", "null leaves training with PyTorch without an optimizer; give a name and kwargs"
+        if not megatron.enabled:
+            return
+        bf16 = megatron.optimizer.bf16
+        if bf16 is not None and bf16 != (self.precision == "bfloat16"):
+            yield (
+                "megatron_cfg.optimizer.bf16",
+                f"does not fit policy.precision={self.precision}; set it to null",
+            )
+        if megatron.pipeline_dtype not in (None, self.precision):
+            yield "megatron_cfg.pipeline_dtype", f"must be policy.precision={self.precision}; set it to null"
+        clip = megatron.optimizer.clip_grad
+        if clip is not None and clip != self.max_grad_norm:
+            yield (
+                "megatron_cfg.optimizer.clip_grad",
+                f"is not policy.max_grad_norm={self.max_grad_norm}; set it to null",
+            )
+        if self.scheduler:
+            yield "scheduler", "is for training with PyTorch; use policy.megatron_cfg.scheduler and set this to null"
+        if self.padding_free is False:
+            yield "padding_free", "Megatron always trains on sequences laid end to end; set it to null"
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)

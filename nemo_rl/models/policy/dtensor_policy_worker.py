@@ -64,6 +64,7 @@ class DTensorPolicyWorker(PolicyWorker):
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
+            assert config.optimizer is not None
             self.optimizer = build_optimizer(config.optimizer, trainable(self.stages))
             self.scheduler = build_scheduler(config.scheduler, self.optimizer)
         self.reference = self._reference_policy() if settings.init_reference_model else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.lm_policy import Policy
 
@@ -15,7 +15,9 @@ from nemo_rl.models.policy.lm_policy import Policy
 class GeneratingPolicy(Policy):
     """`prepare_generation`, then whoever holds `generating_workers` calls `generate` on all of them at once."""
 
-    worker_class_fqn = "nemo_rl.models.policy.generate_worker.GeneratingPolicyWorker"
+    @staticmethod
+    def worker_class_fqn(config: PolicyConfig) -> str:
+        return "nemo_rl.models.policy.generate_worker.GeneratingPolicyWorker"
 
     @property
     def generating_workers(self) -> list[Any]:

@@ -19,12 +19,15 @@ from nemo_rl.models.policy.flops import peak_flops
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.microbatches import RowKey, keys_of
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.training_layout import training_sizes
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint_save import StateWrite
 
-WORKER = "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker"
+WORKERS = {
+    "dtensor_cfg": "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker",
+    "megatron_cfg": "nemo_rl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
+}
 # Threads that spin while they wait for one another slow each other down twenty times where something else runs too;
 # threads that sleep at once halve the speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
@@ -45,12 +48,15 @@ class WorkersWrite:
 
 
 class Policy(PolicyInterface):
-    """A policy on the bundles of `cluster`, one worker each, arranged by `policy.dtensor_cfg`.
+    """A policy on the bundles of `cluster`, one worker each, arranged and trained as its backend's section says.
 
     `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as `name_prefix`.
     """
 
-    worker_class_fqn = WORKER
+    @staticmethod
+    def worker_class_fqn(config: PolicyConfig) -> str:
+        """The class of the workers."""
+        return WORKERS[config.backend_key]
 
     def __init__(
         self,
@@ -89,13 +95,14 @@ class Policy(PolicyInterface):
         self._folder = checkpoint_folder
         self._name_prefix = self.tenant = name_prefix
         self._plan: BatchPlan | None = None
-        self.sizes = ParallelSizes.of(config.dtensor_cfg, cluster.world_size())
+        self.sizes = training_sizes(config, cluster.world_size())
+        host_environment = {} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(self.worker_class_fqn, config, settings),
+            RayWorkerBuilder(self.worker_class_fqn(config), config, settings),
             name_prefix=name_prefix,
-            env_vars=({} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()) | config.dtensor_cfg.env_vars,
+            env_vars=host_environment | (config.backend_cfg.env_vars or {}),
             timeout_s=timeout_s,
             sharding=self.sizes.sharding(),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,11 +94,16 @@ def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[st
     """(key of `policy.dtensor_cfg`, what would work) when the sizes do not fit `world_size` ranks."""
     model_parallel = config.model_parallel_size
     if world_size % model_parallel:
-        yield _not_dividing(config, world_size)
+        sizes = {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "context_parallel_size": config.context_parallel_size,
+            "pipeline_parallel_size": config.pipeline_parallel_size,
+        }
+        yield not_dividing(sizes, world_size)
         return
     data_parallel = world_size // model_parallel
     if data_parallel % config.dp_replicate_size:
-        works = _divisors(data_parallel)
+        works = divisor_list(data_parallel)
         yield (
             "dp_replicate_size",
             f"{config.dp_replicate_size} does not divide the {data_parallel} data-parallel ranks; these would: {works}",
@@ -108,27 +114,24 @@ def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[st
         yield (
             "expert_parallel_size",
             f"{config.expert_parallel_size} does not divide the {shards} ranks that shard the parameters (data x "
-            f"context parallel); these would: {_divisors(shards)}",
+            f"context parallel); these would: {divisor_list(shards)}",
         )
 
 
-def _not_dividing(config: DTensorConfig, world_size: int) -> tuple[str, str]:
-    sizes = {
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "context_parallel_size": config.context_parallel_size,
-        "pipeline_parallel_size": config.pipeline_parallel_size,
-    }
+def not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
+    """(the key of `sizes` to change, what would work) when their product does not divide the ranks."""
     used = {key: size for key, size in sizes.items() if size > 1}
     key = max(used, key=lambda key: used[key])
-    works = _divisors(world_size)
+    works = divisor_list(world_size)
     if len(used) == 1:
         return key, f"{used[key]} does not divide the {world_size} training ranks; these would: {works}"
     product = " x ".join(f"{name}={size}" for name, size in used.items())
     return key, (
-        f"{product} = {config.model_parallel_size} does not divide the {world_size} training ranks; the product may be "
+        f"{product} = {math.prod(used.values())} does not divide the {world_size} training ranks; the product may be "
         f"{works}"
     )
 
 
-def _divisors(number: int) -> str:
+def divisor_list(number: int) -> str:
+    """`1, 2, 3, 6`."""
     return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)

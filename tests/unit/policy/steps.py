@@ -126,7 +126,7 @@ def load_step(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
         num_ranks=worker.mesh.sizes.data_parallel,
         global_batch_size=config.train_global_batch_size,
         batching=Batching.of(config, quadratic_weight=0.001),
-        micro_batch_multiple=config.dtensor_cfg.micro_batch_multiple,
+        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
     )
     worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 

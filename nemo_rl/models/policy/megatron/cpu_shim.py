@@ -1,0 +1,215 @@
+"""Megatron Core on a machine without a GPU: what it asks of `torch.cuda` is answered by the host.
+
+Megatron's modules get a stand-in for `torch` in their own namespace, in which CUDA's streams and events do nothing and
+"cuda" devices are the CPU; the real torch stays as it is. Three gaps of megatron-core 0.16 without Transformer Engine
+are closed here too. Installed only where there is no GPU, and said in the log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import pkgutil
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like", "zeros_like", "ones_like", "rand")
+_PACKAGES = (
+    "parallel_state", "utils", "timers", "rerun_state_machine", "num_microbatches_calculator", "fp8_utils",
+    "tensor_parallel", "transformer", "models.gpt", "models.common", "pipeline_parallel", "distributed", "optimizer",
+    "dist_checkpointing", "fusions",
+)  # fmt: skip
+_NOT_IMPORTED = ("fsdp", "cuda_graphs", "bert", "mamba", "kitchen", "fine_grained", "combined_1f1b", "fused_a2a")
+_installed = False
+
+
+class _Event:
+    """Everything before it has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, *args: Any) -> None: ...
+    def wait(self, *args: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 0.0
+
+
+class _Stream(contextlib.AbstractContextManager["_Stream"]):
+    """There is one queue, and it is this one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def wait_stream(self, other: _Stream) -> None: ...
+    def wait_event(self, event: _Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return event or _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class _StandIn(types.ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, real: types.ModuleType, replaced: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__["_real"] = real
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return made
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _cuda() -> _StandIn:
+    stream = _Stream()
+    replaced: dict[str, Any] = dict.fromkeys(
+        ("synchronize", "empty_cache", "set_device", "nvtx_range_push", "reset_peak_memory_stats"), _nothing
+    )
+    replaced |= {
+        "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "manual_seed": torch.manual_seed,
+        "get_rng_state": lambda device="cuda": torch.get_rng_state(),
+        "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
+        "memory_allocated": lambda *args: 0,
+        "Stream": _Stream,
+        "Event": _Event,
+        "current_stream": lambda *args: stream,
+        "default_stream": lambda *args: stream,
+        "stream": lambda given: contextlib.nullcontext(),
+    }
+    return _StandIn(torch.cuda, replaced)
+
+
+def install() -> None:
+    """Make Megatron run on the host. Once per process; a no-op afterwards.
+
+    Raises:
+        RuntimeError: there is a GPU, where nothing must be replaced.
+    """
+    global _installed
+    if _installed:
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("this machine has a GPU: Megatron runs on it as it is, without stand-ins for torch.cuda")
+    _installed = True
+    logger.info("no GPU: Megatron Core runs on the CPU, with host stand-ins for torch.cuda (megatron/cpu_shim.py)")
+    factories = {name: _on_host(getattr(torch, name)) for name in _FACTORIES}
+    stand_in = _StandIn(torch, {"cuda": _cuda(), **factories})
+    for module in _megatron_modules():
+        if module.__dict__.get("torch") is torch:
+            module.__dict__["torch"] = stand_in
+    _replace_tensor_methods()
+    _close_gaps()
+
+
+def _megatron_modules() -> list[types.ModuleType]:
+    import megatron.core
+
+    modules = []
+    for name in _PACKAGES:
+        module = importlib.import_module(f"megatron.core.{name}")
+        modules.append(module)
+        for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}."):
+            if not any(part in found.name for part in _NOT_IMPORTED):
+                with contextlib.suppress(ImportError):  # modules of optional packages
+                    modules.append(importlib.import_module(found.name))
+    return [*modules, megatron.core]
+
+
+def _is_megatron(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).startswith("megatron.")
+
+
+def _replace_tensor_methods() -> None:
+    to_cuda, type_of = torch.Tensor.cuda, torch.Tensor.type
+
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self if _is_megatron(sys._getframe(1)) else to_cuda(self, *args, **kwargs)
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None and _is_megatron(sys._getframe(1)):  # compared with the names of CUDA's types
+            return type_of(self).replace("torch.", "torch.cuda.", 1)
+        return type_of(self) if dtype is None else type_of(self, dtype, *args, **kwargs)
+
+    torch.Tensor.cuda = cuda
+    torch.Tensor.type = type_
+
+
+def _close_gaps() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # Undefined without Transformer Engine, and asked for by name.
+    moe_utils.__dict__.setdefault("te_general_gemm", None)
+    # Split sizes are numbers for gloo; upstream leaves the tensor world for CUDA tensors alone.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+    )
+    fresh_state = DistributedOptimizer.state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
+
+    def state_dict(self: Any) -> Any:
+        _fill_states(self.optimizer)
+        return fresh_state(self)
+
+    DistributedOptimizer.state_dict = state_dict
+
+
+def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """In place of the distributed optimizer's method, which would share one `step` tensor among all parameters."""
+    group, order = self.model_param_group_index_map[model_param]
+    main = self.optimizer.param_groups[group]["params"][order]
+    state = self.optimizer.state[main]
+    with torch.no_grad():
+        main.copy_(tensors["param"])
+        for name in state:
+            if name == "step":
+                state[name] = state[name].clone()
+            elif name in tensors:
+                state[name].copy_(tensors[name])
+
+
+def _fill_states(optimizer: torch.optim.Optimizer) -> None:
+    """Give a torch Adam that has taken no step the state it would have: the saved form needs it."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if "betas" in group and "step" not in optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }

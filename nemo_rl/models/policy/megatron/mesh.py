@@ -1,0 +1,82 @@
+"""Megatron's process groups behind the names that the rest of a worker knows them by."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state as megatron_state
+from megatron.core import tensor_parallel
+
+from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron.weights_export import ExportGroups
+from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron_sizes import MegatronSizes
+
+parallel_state: Any = megatron_state  # whose types say int | None of what is there
+
+
+class MegatronMesh:
+    """This rank's place in Megatron's groups, which construction makes. A `WorkerPlace`. Collective.
+
+    Attributes:
+        data_group: the ranks that hold different samples and are otherwise at this rank's place.
+        pipeline_group: the ranks that hold the stages; None where there is one.
+        context_group, tensor_group: likewise.
+    """
+
+    def __init__(self, config: MegatronConfig, seed: int, *, timeout_s: float = 3600.0) -> None:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            distributed_timeout_minutes=int(timedelta(seconds=timeout_s).total_seconds() // 60),
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.sizes = MegatronSizes.of_megatron(config, dist.get_world_size())
+        self.data_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
+        self.tensor_group = _spread(parallel_state.get_tensor_model_parallel_group())
+        self.context_group = _spread(parallel_state.get_context_parallel_group())
+        self.pipeline_group = _spread(parallel_state.get_pipeline_model_parallel_group())
+
+    @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this is the first of the ranks that work on the same samples."""
+        groups = (self.tensor_group, self.context_group, self.pipeline_group)
+        return all(group is None or group.rank() == 0 for group in groups)
+
+    @property
+    def data_rank(self) -> int:
+        return self.data_group.rank()
+
+    @property
+    def context_rank(self) -> int:
+        return 0 if self.context_group is None else self.context_group.rank()
+
+    def shard_place(self) -> ShardPlace:
+        """Which part of every parameter this rank holds."""
+        return ShardPlace(
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+            ep_rank=parallel_state.get_expert_model_parallel_rank(),
+            ep_size=parallel_state.get_expert_model_parallel_world_size(),
+            etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
+    def export_groups(self) -> ExportGroups:
+        """The groups that whole tensors are gathered over."""
+        return ExportGroups(
+            tp=self.tensor_group,
+            ep=_spread(parallel_state.get_expert_model_parallel_group()),
+            etp=_spread(parallel_state.get_expert_tensor_parallel_group()),
+            pp=self.pipeline_group,
+        )
+
+
+def _spread(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    return group if group.size() > 1 else None

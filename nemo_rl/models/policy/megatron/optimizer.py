@@ -1,0 +1,80 @@
+"""Megatron's optimizers and schedules from `policy.megatron_cfg`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.transformer_config import DTYPES
+
+
+def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """The optimizer of `policy.megatron_cfg.optimizer` over the stages of this rank."""
+    settings, ddp = policy.megatron_cfg.optimizer, policy.megatron_cfg.distributed_data_parallel_config
+    config = OptimizerConfig(
+        optimizer=settings.optimizer,
+        lr=settings.lr,
+        min_lr=settings.lr if settings.min_lr is None else settings.min_lr,
+        weight_decay=settings.weight_decay,
+        bf16=policy.precision == "bfloat16",
+        params_dtype=DTYPES[policy.precision],
+        adam_beta1=settings.adam_beta1,
+        adam_beta2=settings.adam_beta2,
+        adam_eps=settings.adam_eps,
+        sgd_momentum=settings.sgd_momentum,
+        use_distributed_optimizer=settings.use_distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
+        clip_grad=policy.max_grad_norm or 0.0,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The schedule of `policy.megatron_cfg.scheduler`, at its beginning."""
+    settings, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
+    start, end = (
+        rates.weight_decay if value is None else value
+        for value in (settings.start_weight_decay, settings.end_weight_decay)
+    )
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=settings.lr_warmup_init,
+        max_lr=rates.lr,
+        min_lr=rates.lr if rates.min_lr is None else rates.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters,
+        lr_decay_steps=settings.lr_decay_iters,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=start,
+        end_wd=end,
+        wd_incr_steps=settings.lr_decay_iters,
+        wd_incr_style=settings.weight_decay_incr_style,
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=False,
+    )
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, max_norm: float | None) -> float:
+    """Make the gradients ready and clip them; returns their norm over all ranks, not finite if one of them is not."""
+    if optimizer.prepare_grads():
+        return float("inf")
+    norm: Any = optimizer.get_grad_norm()
+    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+    for part in parts:
+        parameters: Any = part.get_parameters()
+        if max_norm is not None and parameters:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=max_norm,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    return float(norm)

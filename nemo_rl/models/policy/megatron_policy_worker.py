@@ -1,0 +1,137 @@
+"""A rank that trains with Megatron Core: the stages of the model it holds, and their optimizer.
+
+A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+from megatron.core import parallel_state
+
+from nemo_rl.distributed.exported_tensor import ExportedTensor
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat, save_config, save_consolidated_tensors
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
+from nemo_rl.models.policy.megatron.mapping import weight_map
+from nemo_rl.models.policy.megatron.mesh import MegatronMesh
+from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
+from nemo_rl.models.policy.megatron.optimizer import build_optimizer, build_scheduler, clip_gradients
+from nemo_rl.models.policy.megatron.reference import SwappedMegatronReference
+from nemo_rl.models.policy.megatron.runner import MegatronRunner
+from nemo_rl.models.policy.megatron.transformer_config import transformer_config
+from nemo_rl.models.policy.megatron.weights import load_weights
+from nemo_rl.models.policy.megatron.weights_export import export_weights
+from nemo_rl.models.policy.parallelize import load_config
+from nemo_rl.models.policy.policy_worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.utils.seeds import seed_everything
+
+
+class MegatronPolicyWorker(PolicyWorker):
+    """See the module and `PolicyWorker`."""
+
+    mesh: MegatronMesh
+
+    def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
+        super().__init__(config, settings, threads=not settings.use_gpu)
+        if not settings.use_gpu:
+            cpu_shim.install()
+        self.megatron = config.megatron_cfg
+        self.mesh = MegatronMesh(self.megatron, settings.seed)
+        seed_everything(settings.seed + self.rank // self.megatron.tensor_model_parallel_size)
+        self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
+        use_te = self.megatron.transformer_impl == "transformer_engine"
+        self.transformer = transformer_config(self.hf_config, config, use_transformer_engine=use_te)
+        self.stages = build_stages(
+            self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
+        )
+        self.weight_map = weight_map(self.hf_config, implementation="transformer_engine" if use_te else "local")
+        self.parameters = parameters_by_name(self.stages)
+        mark_shards(self.parameters, self.weight_map, self.mesh.shard_place())
+        load_weights(self.parameters, self.weight_map, self.mesh.shard_place(), settings.model_path)
+        self.chunks = wrap(self.stages, self.transformer, self.megatron)
+        self.parameters = parameters_by_name(self.stages)
+        self.layout = self._row_layout()
+        self.runner = MegatronRunner(self.chunks, self.transformer, self.mesh, self.device)
+        self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
+        self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
+        self.reference = SwappedMegatronReference(self.parameters) if settings.init_reference_model else None
+
+    def _row_layout(self) -> RowLayout:
+        multiples = [self.config.make_sequence_length_divisible_by]
+        if self.megatron.sequence_parallel:
+            multiples.append(self.megatron.tensor_model_parallel_size)
+        if self.megatron.context_parallel_size > 1:
+            multiples.append(2)  # padding at the end is a sequence, and has two chunks on every rank
+        return RowLayout(
+            padding_free=True,
+            divisible_by=math.lcm(*multiples),
+            context_size=self.megatron.context_parallel_size,
+            context_rank=self.mesh.context_rank,
+            context_group=self.mesh.context_group,
+        )
+
+    # -- optimizer steps
+
+    def _clip(self) -> float:
+        assert self.optimizer is not None
+        return clip_gradients(self.optimizer, self.config.max_grad_norm)
+
+    def _learning_rate(self) -> float:
+        assert self.optimizer is not None
+        return self.optimizer.param_groups[0]["lr"]
+
+    def _take_step(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.step_with_ready_grads()
+
+    def _step_scheduler(self) -> None:
+        assert self.scheduler is not None
+        self.scheduler.step(1)
+
+    def _zero_gradients(self) -> None:
+        assert self.optimizer is not None
+        self.optimizer.zero_grad()
+
+    def _training_mode(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _model_metrics(self) -> dict[str, float]:
+        return {}
+
+    # -- checkpoints
+
+    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+        checkpoint.save(directory, self.stages, self.optimizer if save_optimizer else None, self.scheduler)
+
+    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+        raise NotImplementedError
+
+    def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
+        save_config(self.hf_config, directory)
+        if save_consolidated:
+            consolidated = directory / "weights" / "consolidated"
+            save_config(self.hf_config, consolidated)
+            save_consolidated_tensors(self._export(), consolidated)
+
+    def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
+        checkpoint.load(directory, self.stages, self.optimizer if load_optimizer else None, self.scheduler)
+
+    # -- refit and residency
+
+    def _export(self) -> list[ExportedTensor]:
+        return export_weights(self.parameters, self.weight_map, self.mesh.export_groups(), self.device)
+
+    def offload(self) -> None:
+        assert not self.settings.use_gpu
+
+    def onload(self, *, with_optimizer: bool) -> None:
+        assert not self.settings.use_gpu
+
+    def shutdown(self) -> None:
+        """Free transfer buffers and leave the process groups."""
+        parallel_state.destroy_model_parallel()
+        super().shutdown()
