@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from typing import Any
 
 from megatron.core import parallel_state
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
+from nemo_rl.distributed.shard_sender import ShardSender
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
@@ -24,6 +26,7 @@ from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.megatron.weights_export import export_weights
+from nemo_rl.models.policy.megatron.weights_shards import held_shards
 from nemo_rl.models.policy.parallelize import load_config
 from nemo_rl.models.policy.policy_worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.row_layout import RowLayout
@@ -124,6 +127,12 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _export(self) -> list[ExportedTensor]:
         return export_weights(self.parameters, self.weight_map, self.mesh.export_groups(), self.device)
+
+    def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
+        """Shards go straight into the buffers; nothing is gathered."""
+        tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
+        shards = held_shards(self.parameters, self.weight_map, self.mesh.shard_place(), self.device)
+        return ShardSender(tensors, shards, **settings)
 
     def offload(self) -> None:
         assert not self.settings.use_gpu

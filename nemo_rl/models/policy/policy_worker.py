@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.distributed.exported_tensor import ExportedTensor
+from nemo_rl.distributed.shard_sender import ShardSender
 from nemo_rl.distributed.weight_transfer import WeightSender
 from nemo_rl.models.policy import loss_metrics
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
@@ -118,7 +119,7 @@ class PolicyWorker(ABC):
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
-        self.sender: WeightSender | None = None
+        self.sender: WeightSender | ShardSender | None = None
         self.saver: StateSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
@@ -424,14 +425,12 @@ class PolicyWorker(ABC):
         """Build the sender in place of the one before; returns its layout and buffer handles."""
         if self.sender is not None:
             self.sender.close()
-        self.sender = WeightSender(
-            self._export(),
-            device=self.device,
-            rank=self.rank,
-            local_rank=int(os.environ["LOCAL_RANK"]),
-            **settings,
-        )
+        place = {"device": self.device, "rank": self.rank, "local_rank": int(os.environ["LOCAL_RANK"])}
+        self.sender = self._new_sender({**place, **settings})
         return self.sender.describe()
+
+    def _new_sender(self, settings: dict[str, Any]) -> WeightSender | ShardSender:
+        return WeightSender(self._export(), **settings)
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
