@@ -77,6 +77,9 @@ class StrictModel(BaseModel):
 
     not_yet: ClassVar[tuple[NotYet, ...]] = ()
 
+    ignored_when_off: ClassVar[bool] = False
+    """While `enabled` of this section is not true, keys not supported yet, here and below, are dropped in silence."""
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         """Yield (key relative to this section, message) for every combination of values that cannot work."""
         yield from ()

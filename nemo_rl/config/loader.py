@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.base import CrossCheckError, NotYet
+from nemo_rl.config.base import CrossCheckError, NotYet, StrictModel, anything
 from nemo_rl.config.errors import ConfigError, KeyPath, Problem, dotted, unknown_key
 from nemo_rl.config.schema import Section, fill_defaults, gaps, known_keys, sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
@@ -155,14 +156,18 @@ def _resolve_leaf(tree: SourcedTree, entry: str, holder: Any, path: KeyPath, pro
 def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
     """Drop neutral keys of what is not supported yet from the tree; report the others."""
     problems = []
+    off: list[KeyPath] = []
     for section in list(sections(model, tree.values)):
+        if issubclass(section.model, StrictModel) and section.model.ignored_when_off:
+            off += [section.path] * (section.values.get("enabled") is not True)
+        is_off = any(section.path[: len(path)] == path for path in off)
         for gap in gaps(section.model):
             *parents, name = gap.key.split(".")
             holder: Any = section.values
             for parent in parents:
                 holder = holder.get(parent) if isinstance(holder, dict) else None
             if isinstance(holder, dict) and name in holder:
-                problem = _judge(section, gap, holder, name, tree)
+                problem = _judge(section, replace(gap, neutral=anything) if is_off else gap, holder, name, tree)
                 if problem is not None:
                     problems.append(problem)
     return problems

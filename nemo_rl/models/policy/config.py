@@ -413,6 +413,8 @@ class PolicyConfig(StrictModel):
                 "megatron_cfg.optimizer.clip_grad",
                 f"is not policy.max_grad_norm={self.max_grad_norm}; set it to null",
             )
+        if self.optimizer not in (None, OptimizerConfig()):
+            yield "optimizer", "is for training with PyTorch; use policy.megatron_cfg.optimizer and set this to null"
         if self.scheduler:
             yield "scheduler", "is for training with PyTorch; use policy.megatron_cfg.scheduler and set this to null"
         if self.padding_free is False:

@@ -78,7 +78,8 @@ class MegatronOptimizerConfig(StrictModel):
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Part of the parameters whose optimizer state is on the host."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
         if self.fp16:
             yield "fp16", "float16 is not supported; set fp16=false and policy.precision=bfloat16"
         if self.min_lr is not None and self.min_lr > self.lr:
@@ -117,7 +118,8 @@ class MegatronSchedulerConfig(StrictModel):
     lr_warmup_init: float = Field(default=0.0, ge=0)
     """Learning rate at the beginning of the warm-up."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
         if self.lr_warmup_iters >= self.lr_decay_iters:
             yield "lr_warmup_iters", f"{self.lr_warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
         if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
@@ -145,7 +147,8 @@ class MegatronDDPConfig(StrictModel):
         NotYet("average_in_collective", anything, harmless=True),
     )
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
         if self.overlap_param_gather and not self.overlap_grad_reduce:
             yield "overlap_param_gather", "comes with overlapped reduction; set overlap_grad_reduce=true too"
 
@@ -238,7 +241,7 @@ class MegatronConfig(StrictModel):
     sequence_parallel: bool = False
     """Between the matrices, split activations over the tensor-parallel ranks by position."""
 
-    pipeline_dtype: Literal["float32", "bfloat16"] | None = None
+    pipeline_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of what stages hand over; null: `policy.precision`."""
 
     activation_checkpointing: bool = False
@@ -319,6 +322,8 @@ class MegatronConfig(StrictModel):
     env_vars: dict[str, str] | None = None
     """Environment variables of the policy workers."""
 
+    ignored_when_off: ClassVar = True
+
     not_yet: ClassVar = (
         NotYet("converter_type", anything, harmless=True),
         NotYet("train_iters", anything, harmless=True),
@@ -333,6 +338,9 @@ class MegatronConfig(StrictModel):
         NotYet("use_fused_weighted_squared_relu", one_of(False, None)),
         NotYet("model_overrides", one_of({}, None)),
         NotYet("cuda_graph_impl", one_of(None, "none")),
+        NotYet("cuda_graph_modules", anything),
+        NotYet("cuda_graph_warmup_steps", anything),
+        NotYet("checkpoint", one_of({}, None), harmless=True),
         NotYet("fine_grained_activation_offloading", one_of(False, None)),
         NotYet("offload_modules", one_of([], None)),
         NotYet("use_gloo_process_groups", anything, harmless=True),
@@ -372,3 +380,11 @@ class MegatronConfig(StrictModel):
             yield "moe_router_load_balancing_type", "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
         if self.moe_router_bias_update_rate > 0 and self.freeze_moe_router:
             yield "freeze_moe_router", "moe_router_bias_update_rate changes the routers; set this to false"
+        nested = {
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "distributed_data_parallel_config": self.distributed_data_parallel_config,
+        }
+        for section, values in nested.items():
+            for key, message in values.problems():
+                yield f"{section}.{key}", message

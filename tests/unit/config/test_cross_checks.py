@@ -363,7 +363,7 @@ def test_the_minimal_run_is_fine() -> None:
             "either a name (and kwargs) or milestones",
         ),
         (("policy.scheduler=[{name: a.B},{milestones: [5]}]",), "policy.scheduler", "at least two schedulers"),
-        (("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled", "set policy.dtensor_cfg.enabled=true"),
+        (("policy.dtensor_cfg.enabled=false",), "policy.dtensor_cfg.enabled", "no training backend is left"),
         (("policy.generation.top_k=-1",), None, ""),
         (("policy.generation.top_k=0",), "policy.generation.top_k", "greater than or equal to 1"),
     ],

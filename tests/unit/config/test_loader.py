@@ -199,7 +199,7 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         config = load_config(GRPOMasterConfig, V0_6)
     assert config.policy.make_sequence_length_divisible_by == 1
-    assert config.policy.optimizer.kwargs["eps"] == 1e-8
+    assert config.policy.optimizer is not None and config.policy.optimizer.kwargs["eps"] == 1e-8
     assert config.data.train[0].seed == 42
     assert list(config.env) == ["math"]
     notices = [record.getMessage() for record in caplog.records]
@@ -211,7 +211,6 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
 @pytest.mark.parametrize(
     "override",
     [
-        "policy.megatron_cfg.enabled=true",
         "policy.draft.enabled=true",
         "policy.router_replay.enabled=true",
         "policy.sequence_packing.fuse_loss=true",
@@ -234,9 +233,32 @@ def test_what_is_not_supported_yet_is_refused_by_name(override: str, base: str) 
 
 
 def test_a_section_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
-    text = V0_6.read_text().replace("megatron_cfg:\n    enabled: false", "megatron_cfg:\n    enabled: true")
-    line = text[: text.index("megatron_cfg:")].count("\n") + 2
-    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.megatron_cfg.enabled=true"
+    text = V0_6.read_text().replace("draft:\n    enabled: false", "draft:\n    enabled: true")
+    line = text[: text.index("draft:")].count("\n") + 2
+    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.draft.enabled=true"
+
+
+def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
+    pytorch_off = ["policy.dtensor_cfg.enabled=false", "policy.optimizer=null", "policy.scheduler=null"]
+    on = ["policy.megatron_cfg.enabled=true", *pytorch_off]
+    with pytest.raises(ConfigError) as error:
+        load_config(GRPOMasterConfig, V0_6, on)
+    assert "policy.megatron_cfg.scheduler.weight_decay_incr_style: constant needs equal" in str(error.value)
+    decays = [f"policy.megatron_cfg.scheduler.{end}_weight_decay=0.01" for end in ("start", "end")]
+    config = load_config(GRPOMasterConfig, V0_6, [*on, *decays])
+    assert config.policy.megatron_cfg.pipeline_dtype == config.policy.precision == "bfloat16"
+
+
+def test_gaps_of_megatron_are_refused_only_where_it_trains() -> None:
+    gaps = [
+        "+policy.megatron_cfg.mtp_num_layers=1",
+        "+policy.megatron_cfg.distributed_data_parallel_config.use_custom_fsdp=true",
+    ]
+    off = problems_of(*gaps, "policy.dtensor_cfg.enabled=false")
+    assert "not supported yet" not in off
+    on = problems_of(*gaps, "policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
+    for gap in gaps:
+        assert f"not supported yet: {gap.removeprefix('+')}" in on
 
 
 @pytest.mark.parametrize(
