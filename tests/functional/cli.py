@@ -138,11 +138,15 @@ def resumes_bit_for_bit(
     assert again.status == 0, again.output[-4000:]
     assert "step_2 after step 2" in again.output
     assert comparable(again.metrics) == [row for row in comparable(whole.metrics) if row["step"] > 2]
+    (step_4,) = (folder / "whole").glob("results/*/step_4")
     for model in models:
-        want, got = (_weights(folder / name, model) for name in ("whole", "killed"))
+        directories = (step_4, folder / "killed" / step_4.relative_to(folder / "whole"))
+        want, got = (weights_of(step, model) for step in directories)
         assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want), model
 
 
-def _weights(folder: Path, model: str) -> dict[str, torch.Tensor]:
-    (directory,) = folder.glob(f"results/*/step_4/{model}/weights/consolidated")
-    return {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
+def weights_of(step: Path, model: str) -> dict[str, torch.Tensor]:
+    """The weights of one model of a checkpoint, saved as a whole."""
+    files = list((step / model / "weights" / "consolidated").glob("*.safetensors"))
+    assert files, f"{step} holds no {model} as a whole"
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -24,6 +24,7 @@ IN_FLIGHT = (
 )
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     overrides = (*SMALL, *SPLIT, "checkpointing.save_consolidated=true")
     resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, overrides, "policy", at_once=True)

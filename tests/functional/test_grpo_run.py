@@ -29,6 +29,7 @@ def test_the_quick_start_learns_arithmetic(tmp_path):
     assert (tmp_path / "results" / "grpo_cpu" / f"step_{rows[-1]['step']}" / "policy" / "weights").is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command."""
     overrides = (*SMALL, "checkpointing.save_consolidated=true")

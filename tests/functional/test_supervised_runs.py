@@ -54,6 +54,7 @@ def values(done: Finished, name: str) -> list[float]:
     return [row[name] for row in done.metrics if name in row]
 
 
+@pytest.mark.slow
 def test_sft_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     resumes_bit_for_bit(tmp_path, *command("sft"), small("sft"), "policy", at_once=True)
 
