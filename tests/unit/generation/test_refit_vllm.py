@@ -162,6 +162,7 @@ def change(model: PreTrainedModel, seed: int) -> None:
             parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.dtype))
 
 
+@pytest.mark.slow  # the quick start sends tied weights to a real engine forty times, and compares logprobs each time
 def test_tied_float32(ray_local: None, tmp_path: Path) -> None:
     with refit_into_engine(tmp_path, tied=True, dtype="float32") as (policy, generation, refit):
         figures = refit.sync(0)
@@ -185,6 +186,15 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
             refit.sync(0)
         policy.leave_out = set()
         refit.prepare()
+        figures = refit.sync(0)
+        assert refit.layout is not None
+        assert figures["bytes"] == sum(p.nbytes for p in policy.model.parameters())
+        assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), (
+            "nothing was split"
+        )
+        assert logprob_difference(policy.model, generation, 0) < 1e-5
+        change(policy.model, 1)
+        assert logprob_difference(policy.model, generation, 0) > 0.1, "this test would see stale weights"
         refit.sync(1)
         assert logprob_difference(policy.model, generation, 1) < 1e-5
 
