@@ -238,7 +238,9 @@ def odd(request: pytest.FixtureRequest, llama: Path) -> Expected:
     return Expected.of(llama, cases, ODD[request.param])
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "cp", "pp", pytest.param("tp-cp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["dp2", "cp", "pp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "tp-cp"))]
+)
 def test_samples_with_little_or_nothing_to_score(odd: Expected, layout: str) -> None:
     batchings = ["one by one", "packed", "threes padded", "packed alike"]
     assert_equal(odd.distances(layout, list(zip(odd.outcomes, batchings, strict=True))))
@@ -342,28 +344,29 @@ def as_one_segment(layout: RowLayout) -> RowLayout:
 PLAIN = Case(loss="dapo", sampling=0, samples_per_step=NUM_SAMPLES, max_grad_norm=None)
 
 
-def test_a_count_of_ones_own_is_found(llama: Path) -> None:
-    expected = Expected.of(llama, [PLAIN])
+@pytest.fixture(scope="module")
+def plain(llama: Path) -> Expected:
+    return Expected.of(llama, [PLAIN])
+
+
+def test_a_count_of_ones_own_is_found(plain: Expected) -> None:
     for layout, batching in ((UNCUT, "packed"), ("dp2", "threes padded")):
-        found = expected.distances(layout, [(PLAIN, batching)], loss_fn=ByOwnCount(PLAIN))[PLAIN, batching]
+        found = plain.distances(layout, [(PLAIN, batching)], loss_fn=ByOwnCount(PLAIN))[PLAIN, batching]
         assert min(found["loss"], found["gradients"], found["metric probs_ratio"]) > 100 * TOLERANCE
 
 
-def test_sequences_that_see_each_other_are_found(llama: Path) -> None:
-    expected = Expected.of(llama, [PLAIN])
-    found = expected.distances(UNCUT, [(PLAIN, "packed")], change_rows=as_one_segment)[PLAIN, "packed"]
+def test_sequences_that_see_each_other_are_found(plain: Expected) -> None:
+    found = plain.distances(UNCUT, [(PLAIN, "packed")], change_rows=as_one_segment)[PLAIN, "packed"]
     assert min(found["gradients"], found["metric approx_entropy"]) > 100 * TOLERANCE
 
 
-def test_gradients_averaged_over_ranks_are_found(llama: Path) -> None:
-    expected = Expected.of(llama, [PLAIN])
-
+def test_gradients_averaged_over_ranks_are_found(llama: Path, plain: Expected) -> None:
     def averaged(rank: int, world: int) -> dict[str, float]:
         bench = make_bench(llama)
         for module in bench.worker.stages[0].modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(2.0)
-        return distances(bench.step(PLAIN, BATCHINGS["packed"], expected.rollouts[0]), expected.outcomes[PLAIN])
+        return distances(bench.step(PLAIN, BATCHINGS["packed"], plain.rollouts[0]), plain.outcomes[PLAIN])
 
     for found in run_world(averaged, 2):
         assert min(found["gradients"], found["grad norm"]) > 100 * TOLERANCE
