@@ -116,7 +116,8 @@ OF_FAMILIES = {
 
 
 SLOW = {  # the same as others together, or covered by the random draws of test_exactness.py
-    *("padded", "tp", "tp-packed", "tp-sp-packed", "cp-padded", "cp-packed", "pp-packed", "pp-tp-packed", "recompute"),
+    *("padded", "tp", "tp-packed", "tp-sp-packed", "tp-cp-packed", "cp-padded", "cp-packed", "recompute"),
+    *("pp-packed", "pp-tp-packed"),
     *("moe-packed", "moe-dp2", "moe-ep-fsdp", "moe-ep-hsdp-recompute", "moe-ep-cp"),
     *("gemma3-packed", "gemma3-tp-sp-padded", "gemma3-lora-tp-cp", "qwen2-tied-tp-cp"),
 }
