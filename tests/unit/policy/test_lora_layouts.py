@@ -58,7 +58,7 @@ LAYOUTS = {
     "recompute": (2, settings_of(PACKED, activation_checkpointing=True)),
     "offloaded": (2, settings_of(PACKED, cpu_offload=True)),
 }
-QUICK = {"hsdp-packed", "tp-packed"}
+QUICK = {"hsdp-packed", "pp-tp-packed"}
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,13 @@ def test_the_adapted_layers_move_and_nothing_else(llama: Path, alone: Step) -> N
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
-def test_a_step_does_not_depend_on_the_layout(llama: Path, alone: Step, name: str) -> None:
+def test_a_step_does_not_depend_on_the_layout(
+    llama: Path, alone: Step, saved: tuple[Path, list[Step]], name: str
+) -> None:
     world, config = LAYOUTS[name]
     expected, expected_weights = alone
-    for result, weights in run_world(two_calls, world, llama, config):
+    ranks = saved[1] if name == "pp-tp-packed" else run_world(two_calls, world, llama, config)
+    for result, weights in ranks:
         assert result.losses == pytest.approx(expected.losses, abs=1e-6)
         assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
         for metric, value in expected.metrics.items():
@@ -143,11 +146,16 @@ def assert_reference_of_the_start(llama: Path, config: PolicyConfig) -> None:
 
 
 @pytest.fixture(scope="module")
-def step(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run cut in two directions saves after the steps of `alone`."""
+def saved(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+    """What a run cut in two directions saves after the steps of `alone`, and its ranks' results."""
     directory = tmp_path_factory.mktemp("saved") / "step"
-    run_world(two_calls, 4, llama, settings_of(PACKED, **{PP: 2, TP: 2}), directory)
-    return directory
+    world, config = LAYOUTS["pp-tp-packed"]
+    return directory, run_world(two_calls, world, llama, config, directory)
+
+
+@pytest.fixture(scope="module")
+def step(saved: tuple[Path, list[Step]]) -> Path:
+    return saved[0]
 
 
 @pytest.fixture(scope="module")
