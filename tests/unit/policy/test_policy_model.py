@@ -54,8 +54,15 @@ def reference(path: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     return [logprobs.detach() for logprobs in scored], grads
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("world_size", "cut"), [(1, {}), (2, {}), (4, {"tensor_parallel_size": 2})])
+@pytest.mark.parametrize(
+    ("family", "world_size", "cut"),
+    [
+        # Llama cut in two is what most other tests of layouts begin with.
+        pytest.param(family, world_size, cut, marks=[pytest.mark.slow] if cut and family == "llama" else [])
+        for world_size, cut in ((1, {}), (2, {}), (4, {"tensor_parallel_size": 2}))
+        for family in FAMILIES
+    ],
+)
 def test_logprobs_and_gradients_equal_hugging_face(tmp_path, family, world_size, cut):
     save_random_model(family, tmp_path)
 
