@@ -203,7 +203,12 @@ ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_de
 
 
 @pytest.mark.parametrize(
-    ("saved_on", "resumed_on", "save_format"), [(1, 1, "torch_save"), (2, 2, "safetensors"), (2, 1, "torch_save")]
+    ("saved_on", "resumed_on", "save_format"),
+    [
+        (1, 1, "torch_save"),
+        (2, 2, "safetensors"),
+        pytest.param(2, 1, "torch_save", marks=pytest.mark.slow),  # other ranks by default: test_policy_checkpoint.py
+    ],
 )
 def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, saved_on, resumed_on, save_format):
     config = policy_config(optimizer=ADAMW, scheduler=SCHEDULE)

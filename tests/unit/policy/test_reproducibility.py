@@ -110,7 +110,8 @@ def test_two_runs_and_a_resumed_one_are_bitwise_equal(llama: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("saved_on", "resumed_on"),
     [
-        pytest.param((4, {}), (2, {}), id="4 ranks to 2"),
+        # by default in test_policy_checkpoint.py
+        pytest.param((4, {}), (2, {}), id="4 ranks to 2", marks=pytest.mark.slow),
         pytest.param((2, {}), (2, {TP: 2}), id="dp to tp"),
         pytest.param((2, {TP: 2}), (2, {PP: 2}), id="tp to pp", marks=pytest.mark.slow),
         pytest.param((2, {PP: 2}), (4, {CP: 2}), id="pp to cp and dp", marks=pytest.mark.slow),
