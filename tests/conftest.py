@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,9 @@ def ray_local() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model in Hugging Face format, made once per session."""
-    from nemo_rl.data.tiny_model import ensure_tiny_model
+    """A copy of tiny:arithmetic, in Hugging Face format, as every test finds it that names the model so."""
+    from nemo_rl.data.tiny_model import resolve_model
 
     path = tmp_path_factory.mktemp("models") / "tiny"
-    ensure_tiny_model(path)
+    shutil.copytree(resolve_model("tiny:arithmetic"), path)
     return path
