@@ -7,15 +7,35 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from nemo_rl.models.policy.linear_logprobs import linear_logprobs
+from nemo_rl.models.policy.logit_tiles import OutputHead
 from nemo_rl.models.policy.model_batch import ModelBatch
 
-if TYPE_CHECKING:
-    from nemo_rl.models.policy.logprobs import LogprobModel
+
+class HeadModel(Protocol):
+    """What a task asks of the model whose states it judges.
+
+    Attributes:
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
+        temperature, top_k, top_p: those of sampling.
+    """
+
+    chunk_tokens: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float
+
+    def output_head(self) -> OutputHead:
+        """The head of a language model, as this rank holds it."""
+        ...
+
+    def score_weight(self) -> torch.Tensor:
+        """[1, H], the head of a reward or value model."""
+        ...
 
 
 class HeadTask(ABC):
@@ -37,7 +57,7 @@ class HeadTask(ABC):
         return ()
 
     @abstractmethod
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         """Equal on all tensor-parallel ranks."""
 
 
@@ -51,7 +71,7 @@ class Logprobs(HeadTask):
 
     filtered: bool = True
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         top_k, top_p = (model.top_k, model.top_p) if self.filtered else (None, 1.0)
         return linear_logprobs(
             states, model.output_head(), batch.targets, top_k=top_k, top_p=top_p, chunk_tokens=model.chunk_tokens
@@ -62,5 +82,5 @@ class Logprobs(HeadTask):
 class Scalars(HeadTask):
     """The score of each scored token: what a reward model says of a sequence, or a value model of a state."""
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         return (states.float() @ model.score_weight().float().T)[:, 0]

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.head_tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.linear_distribution import linear_kl, linear_topk_logprobs
 from nemo_rl.models.policy.linear_logprobs import topk_logits
 from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
@@ -25,9 +24,6 @@ from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.parallelize import build_on_meta
 from nemo_rl.models.policy.policy_model import DTYPES
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
-
-if TYPE_CHECKING:
-    from nemo_rl.models.policy.logprobs import LogprobModel
 
 TEACHER_TOPK = "teacher_topk"
 TEACHER_STATES = "teacher_states"
@@ -50,7 +46,7 @@ class TopKLogits(HeadTask):
     def num_values(self) -> int:
         return 2 * self.k
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         assert self.vocab_size <= _EXACT_INTEGERS
         values, indices = topk_logits(
             states, model.output_head(), self.k, vocab_size=self.vocab_size, chunk_tokens=model.chunk_tokens
@@ -72,7 +68,7 @@ class TopKLogprobs(HeadTask):
     def columns(self) -> tuple[str, ...]:
         return (TEACHER_TOPK,)
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         indices = batch.columns[TEACHER_TOPK][:, self.k :].to(torch.int64)
         assert indices.shape[1] == self.k
         logprobs, entropy = linear_topk_logprobs(states, model.output_head(), indices, chunk_tokens=model.chunk_tokens)
@@ -99,7 +95,7 @@ class LastStates(HeadTask):
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.precision == "float32" else torch.int32
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         assert states.dtype == DTYPES[self.precision] and states.shape[1] == self.hidden_size
         return states.detach().contiguous().view(self.dtype)
 
@@ -183,7 +179,7 @@ class FullKL(HeadTask):
     def columns(self) -> tuple[str, ...]:
         return (TEACHER_STATES,)
 
-    def __call__(self, model: LogprobModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         head = model.output_head()
         stop = min(head.start + len(head.weight), self.vocab_size)
         weight, bias = self.teacher.rows(min(head.start, stop), stop, states.device)

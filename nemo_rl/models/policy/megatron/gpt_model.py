@@ -69,11 +69,15 @@ class PolicyGPTModel(GPTModel):
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """`task` of the scored tokens, elsewhere 0, from the last hidden states [W, H]; equal on all tensor- and
         context-parallel ranks."""
-        scored = task(self, states.index_select(0, batch.states), batch)  # pyright: ignore[reportArgumentType]
+        scored = task(self, states.index_select(0, batch.states), batch)
         out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
         out = out.index_put((batch.rows, batch.positions), scored)
         context = self.pg_collection.cp
         return out if context.size() == 1 else context_sum(out, context)
+
+    def score_weight(self) -> torch.Tensor:
+        """[1, H], the head of a reward or value model, which is a `PolicyScalarModel`."""
+        raise TypeError("a language model has no score")
 
     def output_head(self) -> OutputHead:
         """The head as this rank holds it."""

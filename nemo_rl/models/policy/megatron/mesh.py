@@ -23,6 +23,8 @@ class MegatronMesh:
     Attributes:
         data_group: the ranks that hold different samples and are otherwise at this rank's place.
         pipeline_group: the ranks that hold the stages; None where there is one.
+        gradient_group: the same ranks; where two of them hold several stages each, a group of its own, because both
+            directions then lead to the same rank.
         context_group, tensor_group: likewise.
     """
 
@@ -42,6 +44,13 @@ class MegatronMesh:
         self.tensor_group = _spread(parallel_state.get_tensor_model_parallel_group())
         self.context_group = _spread(parallel_state.get_context_parallel_group())
         self.pipeline_group = _spread(parallel_state.get_pipeline_model_parallel_group())
+        self.gradient_group = self.pipeline_group
+        if self.pipeline_group is not None and self.pipeline_group.size() == 2 and config.stages_per_rank > 1:
+            self.gradient_group = dist.new_group(
+                dist.get_process_group_ranks(self.pipeline_group),
+                timeout=timedelta(seconds=timeout_s),
+                use_local_synchronization=True,  # every pipeline makes its own
+            )
 
     @property
     def is_first_of_data_rank(self) -> bool:
@@ -56,6 +65,10 @@ class MegatronMesh:
     @property
     def context_rank(self) -> int:
         return 0 if self.context_group is None else self.context_group.rank()
+
+    def close(self) -> None:
+        """Leave the groups."""
+        parallel_state.destroy_model_parallel()
 
     def shard_place(self) -> ShardPlace:
         """Which part of every parameter this rank holds."""
