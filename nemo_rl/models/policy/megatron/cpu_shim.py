@@ -1,7 +1,7 @@
 """Megatron Core on a machine without a GPU: what it asks of `torch.cuda` is answered by the host.
 
 Megatron's modules get a stand-in for `torch` in their own namespace, in which CUDA's streams and events do nothing and
-"cuda" devices are the CPU; the real torch stays as it is. Three gaps of megatron-core 0.16 without Transformer Engine
+"cuda" devices are the CPU; the real torch stays as it is. Four gaps of megatron-core 0.16 without Transformer Engine
 are closed here too. Installed only where there is no GPU, and said in the log.
 """
 
@@ -169,12 +169,15 @@ def _replace_tensor_methods() -> None:
 def _close_gaps() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Undefined without Transformer Engine, and asked for by name.
     moe_utils.__dict__.setdefault("te_general_gemm", None)
+    # Without Transformer Engine its classes are mocks, of which nothing can be an instance.
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     # Split sizes are numbers for gloo; upstream leaves the tensor world for CUDA tensors alone.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

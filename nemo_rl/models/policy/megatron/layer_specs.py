@@ -13,10 +13,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import nn
 
 from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.megatron.latent_attention import LatentAttention
 from nemo_rl.models.policy.megatron.packed import SegmentParams
+from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS
 
 
 class RMSNorm(nn.Module):
@@ -35,12 +38,23 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(states.dtype)
 
 
+class LatentNorm(RMSNorm):
+    """The norm of compressed queries, keys and values, whose epsilon is a constant of the architecture."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **others: object) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
 class SegmentAttention(MegatronModule):
     """Core attention over packed sequences: query [T, heads, D] -> [T, heads, D of values]."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **others: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **others: object
+    ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # pyright: ignore[reportArgumentType]
+        self.window = config.window_size[0] + 1 if has_window and config.window_size else None
 
     def forward(
         self,
@@ -55,7 +69,12 @@ class SegmentAttention(MegatronModule):
         assert isinstance(packed_seq_params, SegmentParams)
         heads_first = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
         out, _ = attention.attention(
-            self, *heads_first, attention_mask=None, scaling=self.softmax_scale, segments=packed_seq_params.segments
+            self,
+            *heads_first,
+            attention_mask=None,
+            scaling=self.softmax_scale,
+            sliding_window=self.window,
+            segments=packed_seq_params.segments,
         )
         return out[0]
 
@@ -68,16 +87,22 @@ def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_s
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
-    if use_transformer_engine:
-        return block
     for layer in block.layer_specs:
-        parts = layer.submodules
-        parts.input_layernorm = RMSNorm
-        parts.pre_mlp_layernorm = RMSNorm
-        inner: Any = parts.self_attention.submodules
-        inner.core_attention = SegmentAttention
-        for norm in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-            if config.qk_layernorm and hasattr(inner, norm):
-                setattr(inner, norm, RMSNorm)
-    block.layer_norm = RMSNorm
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
+        if not use_transformer_engine:
+            _use_torch(layer.submodules, config)
+    if not use_transformer_engine:
+        block.layer_norm = RMSNorm
     return block
+
+
+def _use_torch(parts: Any, config: TransformerConfig) -> None:
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    inner: Any = parts.self_attention.submodules
+    inner.core_attention = SegmentAttention
+    norm = LatentNorm if config.multi_latent_attention else RMSNorm
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(inner, name):
+            setattr(inner, name, norm)

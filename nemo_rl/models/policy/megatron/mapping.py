@@ -245,6 +245,11 @@ def is_moe_layer(hf_config: Any, layer: int) -> bool:
     return family.experts is not None and family.experts.in_layer(hf_config, layer)
 
 
+def is_latent(hf_config: Any) -> bool:
+    """Whether the model's attention is multi-head latent attention."""
+    return _FAMILIES[hf_config.model_type].is_latent
+
+
 def known_model_types() -> list[str]:
     """Those that have a mapping, sorted."""
     return sorted(_FAMILIES)

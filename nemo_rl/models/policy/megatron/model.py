@@ -18,9 +18,8 @@ from nemo_rl.models.policy.logprobs import logit_transform
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.layer_specs import layer_specs
 from nemo_rl.models.policy.megatron.mapping import WeightMap
-from nemo_rl.models.policy.megatron.scalar_model import stage_class
+from nemo_rl.models.policy.megatron.rotary import set_frequencies
 from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
-from nemo_rl.models.policy.megatron.transformer_config import rope_frequencies
 from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.types import SamplingParams
 
@@ -40,7 +39,7 @@ def build_stages(
     stages = []
     for number in range(policy.megatron_cfg.stages_per_rank):
         vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
-        stage = stage_class(model)(
+        stage = PolicyGPTModel(
             config,
             layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
@@ -48,12 +47,10 @@ def build_stages(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=text.tie_word_embeddings,
-            position_embedding_type="rope",
+            position_embedding_type="none" if config.multi_latent_attention else "rope",
             vp_stage=vp_stage,
         )
-        if not config.multi_latent_attention:
-            assert config.kv_channels is not None
-            stage.rotary_pos_emb.inv_freq = rope_frequencies(model, config.kv_channels).to(device)
+        set_frequencies(stage, model, device)
         stage.set_head(
             transform=logit_transform(model),
             true_vocab_size=text.vocab_size,

@@ -2,28 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_layer
+from nemo_rl.models.policy.megatron.rotary import latent_rope, rope_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of compressed queries and keys, which transformers takes from no configuration."""
 _ROUTER_DTYPES = {"float32": "fp32", "fp32": "fp32", "fp64": "fp64", None: None}
 
 
 def transformer_config(
     model: PretrainedConfig, policy: PolicyConfig, *, use_transformer_engine: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of a model that `megatron_checks` has passed."""
+    """Megatron's configuration of a model that has a mapping (`mapping.py`).
+
+    Raises:
+        ValueError: a setting of the model that Megatron's modules do not know, naming it and what would work.
+    """
+    config = model.get_text_config()
     values = _shape(model) | _training(policy, use_transformer_engine=use_transformer_engine) | _layout(policy)
+    values |= _windows(config)
     if num_experts(model) > 0:
         values |= _experts(model, policy)
-    return TransformerConfig(**values)
+    if not is_latent(config):
+        return TransformerConfig(**values, **_attention(model))
+    if use_transformer_engine and config.rms_norm_eps != LATENT_NORM_EPS:
+        raise ValueError(
+            f"rms_norm_eps={config.rms_norm_eps} of this {config.model_type} model: the norms of its latents use "
+            f"{LATENT_NORM_EPS}, and Transformer Engine has one value for all; set "
+            "policy.megatron_cfg.transformer_impl to local"
+        )
+    return MLATransformerConfig(**values, **_latent_attention(model))
 
 
 def num_experts(model: PretrainedConfig) -> int:
@@ -35,24 +53,67 @@ def num_experts(model: PretrainedConfig) -> int:
 
 def _shape(model: PretrainedConfig) -> dict[str, Any]:
     config = model.get_text_config()
-    heads = config.num_attention_heads
-    values = config.to_dict()
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "ffn_hidden_size": config.intermediate_size,
-        "num_attention_heads": heads,
-        "num_query_groups": config.num_key_value_heads,
-        "kv_channels": values.get("head_dim") or config.hidden_size // heads,
+        "num_attention_heads": config.num_attention_heads,
         "normalization": "RMSNorm",
         "layernorm_epsilon": config.rms_norm_eps,
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": config.model_type in ("qwen2", "qwen2_moe"),
-        "qk_layernorm": config.model_type in ("qwen3", "qwen3_moe"),
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
+    }
+
+
+def _attention(model: PretrainedConfig) -> dict[str, Any]:
+    config = model.get_text_config()
+    _, groups, head_dim = heads_of(config)
+    factor = rope_of(model, head_dim).attention_factor
+    return {
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
+        "add_qkv_bias": config.model_type == "qwen2",
+        "qk_layernorm": config.model_type in ("qwen3", "qwen3_moe"),
+        # Queries and keys are both multiplied by the factor, and all of their features are.
+        "softmax_scale": None if factor == 1.0 else factor**2 * head_dim**-0.5,
+    }
+
+
+def _latent_attention(model: PretrainedConfig) -> dict[str, Any]:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    config = model.get_text_config()
+    return {
+        "q_lora_rank": config.q_lora_rank,
+        "kv_lora_rank": config.kv_lora_rank,
+        "qk_head_dim": config.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "qk_layernorm": True,
+        **latent_rope(model),
+    }
+
+
+def _windows(config: PretrainedConfig) -> dict[str, Any]:
+    """Layers whose queries see at most the last `sliding_window` keys, their own among them."""
+    window = config.to_dict().get("sliding_window")
+    if window is None:
+        return {}
+    # Other architectures have the window in all layers, whatever their configuration says of types.
+    kinds = config.layer_types if config.model_type in ("qwen2", "qwen3") else ["sliding_attention"]
+    foreign = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if foreign:
+        raise ValueError(
+            f"config.json: layer_types: {', '.join(foreign)} of a {config.model_type} model have no mapping to "
+            "Megatron Core; train it with policy.dtensor_cfg"
+        )
+    has_window = [int(kind == "sliding_attention") for kind in kinds]
+    # Megatron counts the keys before a query's own.
+    return {
+        "window_size": (window - 1, 0),
+        "window_attn_skip_freq": has_window if len(has_window) > 1 else has_window * config.num_hidden_layers,
     }
 
 
@@ -102,35 +163,70 @@ def _layout(policy: PolicyConfig) -> dict[str, Any]:
 def _experts(model: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
     config, settings = model.get_text_config(), policy.megatron_cfg
     values = config.to_dict()
+    width = values.get("moe_intermediate_size") or config.intermediate_size
+    shared = values.get("n_shared_experts")
+    router = ROUTERS[config.model_type](config)
+    if config.num_experts_per_tok == 1 and not router.get("moe_router_pre_softmax"):
+        raise _refused_router(
+            config, "num_experts_per_tok", "2 or more, for the weight of one, normalised, is always 1"
+        )
     return {
         "num_moe_experts": num_experts(model),
         "moe_router_topk": config.num_experts_per_tok,
-        "moe_ffn_hidden_size": values.get("moe_intermediate_size", config.intermediate_size),
+        "moe_ffn_hidden_size": width,
+        "moe_layer_freq": [int(is_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)],
+        "moe_shared_expert_intermediate_size": width * shared if shared else None,
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
         "moe_router_dtype": _ROUTER_DTYPES[settings.moe_router_dtype],
-        "moe_router_pre_softmax": False,
         "moe_permute_fusion": settings.moe_permute_fusion,
         "moe_grouped_gemm": settings.moe_grouped_gemm,
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
+        **router,
     }
 
 
-def rope_frequencies(model: PretrainedConfig, head_dim: int) -> torch.Tensor:
-    """Inverse frequencies of rotary embeddings, float32 [head_dim / 2], as transformers computes them.
+def _qwen3_router(config: Any) -> dict[str, Any]:
+    # A softmax over the chosen is the softmax over all, normalised.
+    return {"moe_router_pre_softmax": not config.norm_topk_prob}
 
-    Raises:
-        ValueError: a kind of rotary embedding that scales attention, or changes with the length of a sequence.
-    """
-    config = model.get_text_config()
-    kind = config.rope_parameters["rope_type"]
-    if kind == "default":
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponents
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if kind in ("dynamic", "longrope") or attention_factor != 1.0:
-        raise ValueError(
-            f"rope_type={kind!r} of this {config.model_type} model is not known to the Megatron backend; train it with "
-            "policy.dtensor_cfg.enabled=true, or set policy.hf_config_overrides.rope_parameters.rope_type to default"
-        )
-    return frequencies
+
+def _mixtral_router(config: Any) -> dict[str, Any]:
+    return {"moe_router_pre_softmax": False}
+
+
+def _deepseek_v2_router(config: Any) -> dict[str, Any]:
+    values = {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": config.routed_scaling_factor}
+    if config.topk_method == "greedy":
+        return values
+    if config.topk_method != "group_limited_greedy":
+        raise _refused_router(config, "topk_method", "greedy or group_limited_greedy")
+    return values | {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+
+
+def _deepseek_v3_router(config: Any) -> dict[str, Any]:
+    if not config.norm_topk_prob:
+        raise _refused_router(config, "norm_topk_prob", "true")
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+    }
+
+
+ROUTERS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "qwen3_moe": _qwen3_router,
+    "mixtral": _mixtral_router,
+    "deepseek_v2": _deepseek_v2_router,
+    "deepseek_v3": _deepseek_v3_router,
+}
+"""`model_type` -> Megatron's settings of the same router. Groups are chosen by `moe.PolicyRouter`."""
+
+
+def _refused_router(config: Any, setting: str, works: str) -> ValueError:
+    return ValueError(
+        f"config.json: {setting}: {getattr(config, setting)} of a {config.model_type} model has no mapping to Megatron "
+        f"Core, which needs {works}; train it with policy.dtensor_cfg"
+    )

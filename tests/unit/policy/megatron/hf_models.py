@@ -67,10 +67,12 @@ DENSE = [name for name, make in CONFIGS.items() if name in ("llama", "mistral", 
 MOE = [name for name in CONFIGS if name not in DENSE]
 
 
-def random_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """In float32, with norms and biases of their own, so that nothing hides behind 0 or 1."""
+def random_model(name: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """In float32, with norms and biases of their own, so that nothing hides behind 0 or 1. `changes`: of its config."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32, experts_implementation="eager")
+    config = CONFIGS[name]()
+    config = type(config)(**{**config.to_dict(), **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1))
