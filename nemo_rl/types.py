@@ -78,6 +78,7 @@ class Completion:
     logprobs: list[float]  # of each sampled token, under the processed (temperature, top-p, top-k) distribution
     stop_reason: StopReason
     weight_version: int  # version of the weights when the request was dispatched
+    routed_experts: np.ndarray | None = None  # uint8 or int16 [P + sampled tokens - 1, layers, K]; the prompt has P
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +155,15 @@ class SampleMeta:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One finished episode. All arrays have length T = `meta.length`."""
+    """One finished episode. Arrays of numbers per token have length T = `meta.length`."""
 
     meta: SampleMeta
     token_ids: np.ndarray  # int64 [T]
     token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
     generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
     messages: list[dict[str, str]] = field(default_factory=list)  # role and content, for people
+    # Experts that generation chose for the first N of the tokens, uint8 or int16 [N, layers, K], where it said so.
+    routed_experts: np.ndarray | None = None
 
     @property
     def sample_id(self) -> str:

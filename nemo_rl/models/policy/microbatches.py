@@ -30,6 +30,7 @@ class Row:
     token_mask: torch.Tensor  # bool [T]; True on tokens that carry loss
     mask: float  # 0.0: carries no gradient
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    routed_experts: torch.Tensor | None = None  # uint8 or int16 [at most T, layers, K]; see `Sample`
 
 
 RowKey = tuple[int, int]
@@ -53,6 +54,7 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
                 token_mask=torch.from_numpy(sample.token_mask.copy()),
                 mask=planned.mask,
                 columns=_first_columns(sample, planned),
+                routed_experts=_routed_experts(sample),
             )
     return rows
 
@@ -64,6 +66,12 @@ def _first_columns(sample: Sample | Example, planned: PlannedSample) -> dict[str
         "generation_logprobs": torch.from_numpy(sample.generation_logprobs.copy()),
         "advantages": torch.full(sample.token_mask.shape, planned.advantage, dtype=torch.float32),
     }
+
+
+def _routed_experts(sample: Sample | Example) -> torch.Tensor | None:
+    if isinstance(sample, Example) or sample.routed_experts is None:
+        return None
+    return torch.from_numpy(sample.routed_experts.copy())
 
 
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ class ModelBatch:
     positions: torch.Tensor  # int64 [N]
     shape: tuple[int, int]  # B, S
     columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [N, ...]; what a head needs of each scored token
+    routed_experts: torch.Tensor | None = None  # int16 [R, W, layers, K]; those to take, -1 where the router chooses
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory it does not wait."""

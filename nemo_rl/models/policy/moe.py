@@ -24,6 +24,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.mesh import ParallelMesh
+from nemo_rl.models.policy.router_load import LOAD_METRICS, choice_counts, count_sorted, layer_values
 
 GROUPED = "nemo_rl_grouped"
 """Name of `grouped_experts` among transformers' implementations of experts."""
@@ -109,12 +110,6 @@ def _apply(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copie
     out = _Permute.apply(rows, order, inverse, copies)
     assert isinstance(out, torch.Tensor)
     return out
-
-
-def count_sorted(sorted_ids: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """How often each of 0..num_bins-1 stands in a sorted int64 [N]: int64 [num_bins], without waiting for a device."""
-    edges = torch.arange(num_bins + 1, device=sorted_ids.device)
-    return torch.searchsorted(sorted_ids, edges).diff()
 
 
 def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -241,17 +236,12 @@ class RouterLoad:
 
         return count
 
-    @torch.no_grad()
     def _add(self, layer: int, router: nn.Module, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        bins = logits.shape[-1]
-        logits = logits.view(-1, bins).float()
-        if "e_score_correction_bias" in router._buffers:  # DeepSeek-V3 scores each expert on its own
-            logits = F.logsigmoid(logits)
-        entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
-        is_token = torch.ones_like(entropy, dtype=torch.bool) if self.token_mask is None else self.token_mask.view(-1)
-        ids = chosen.masked_fill(~is_token[:, None], bins).view(-1).sort().values
-        sums = torch.stack([is_token.sum(), (entropy * is_token).sum()]).double()
-        counts = torch.cat([count_sorted(ids, bins).double(), sums])
+        logits = logits.view(-1, logits.shape[-1])
+        size, device = len(logits), logits.device
+        is_token = torch.ones(size, dtype=torch.bool, device=device) if self.token_mask is None else self.token_mask
+        is_independent = "e_score_correction_bias" in router._buffers
+        counts = choice_counts(logits, chosen, is_token.view(-1), is_independent=is_independent)
         if layer in self._counts:
             self._counts[layer] += counts
         else:
@@ -260,9 +250,7 @@ class RouterLoad:
     def read(self, mesh: ParallelMesh) -> dict[str, float]:
         """Metrics of the micro-batches since the last call, over all ranks; waits for the device. Collective.
 
-        Means over layers: `moe/load_max_over_mean` and `moe/load_min_over_mean`, tokens of the busiest and of the
-        idlest expert over those of the mean expert; `moe/dead_expert_fraction`, experts without a token;
-        `moe/router_entropy`, of the router's distribution over experts, in nats, mean over tokens.
+        They are `LOAD_METRICS` under `moe/`, means over layers.
         """
         assert len(self._counts) == self._num_layers, "no forward pass in training since the last call"
         sums = torch.zeros(5, dtype=torch.float64)
@@ -270,10 +258,8 @@ class RouterLoad:
             counts = torch.stack([self._counts[layer] for layer in range(self._num_layers)])
             for axis in range(mesh.fsdp.ndim):  # all ranks that see different tokens through the same layers
                 dist.all_reduce(counts, group=mesh.fsdp.get_group(axis))
-            load, tokens, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
-            mean = load.mean(dim=1)
-            values = [load.amax(dim=1) / mean, load.amin(dim=1) / mean, (load == 0).double().mean(dim=1)]
-            sums = torch.stack([v.sum() for v in (*values, entropy / tokens, torch.ones_like(tokens))])
+            values = layer_values(counts)
+            sums = torch.cat([values.sum(dim=0), values.new_full((1,), len(values))])
         if mesh.pipeline is not None:
             sums = sums.to(mesh.fsdp.device_type)
             dist.all_reduce(sums, group=mesh.pipeline.get_group())
@@ -281,5 +267,4 @@ class RouterLoad:
         *totals, num_layers = sums.tolist()
         if num_layers == 0:
             return {}
-        names = ("load_max_over_mean", "load_min_over_mean", "dead_expert_fraction", "router_entropy")
-        return {f"moe/{name}": total / num_layers for name, total in zip(names, totals, strict=True)}
+        return {f"moe/{name}": total / num_layers for name, total in zip(LOAD_METRICS, totals, strict=True)}

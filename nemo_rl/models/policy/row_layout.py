@@ -53,12 +53,14 @@ class RowLayout:
         self,
         sequences: Sequence[tuple[torch.Tensor, torch.Tensor]],
         columns: Mapping[str, Sequence[torch.Tensor]] | None = None,
+        routed_experts: Sequence[torch.Tensor | None] | None = None,
     ) -> ModelBatch:
         """The batch of sequences (ids int64 [T], mask bool [T]), on the CPU. Cost is linear in the tokens.
 
         Scored are the tokens where the mask is True, except, unless `own_states`, a sequence's first, which nothing
         predicts; of these, the ones whose state is on this rank. `columns` are what the head needs of each token, by
-        name one tensor [T, ...] per sequence.
+        name one tensor [T, ...] per sequence. `routed_experts`: of each sequence the experts of its first tokens,
+        integers [at most T, layers, K], or None.
         """
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
@@ -75,6 +77,11 @@ class RowLayout:
         input_ids[place[is_here]] = ids[is_here]
         is_token = torch.zeros(rows * width, dtype=torch.bool)
         is_token[place[is_here]] = True
+        experts = _experts_of_tokens(routed_experts, lengths)
+        if experts is not None:
+            held = torch.full((rows * width, *experts.shape[1:]), -1, dtype=torch.int16)
+            held[place[is_here]] = experts[is_here]
+            experts = held.view(rows, width, *experts.shape[1:])
         back = 0 if self.own_states else 1
         scored = (mask & (position >= back)).nonzero()[:, 0]
         scored = scored[is_here[scored - back]]
@@ -89,6 +96,7 @@ class RowLayout:
             positions=position[scored],
             shape=(len(lengths), max(lengths)),
             columns={name: torch.cat(list(values))[scored] for name, values in (columns or {}).items()},
+            routed_experts=experts,
         )
 
 
@@ -153,6 +161,21 @@ class _Spans:
         assert layout.context_group is not None
         index = torch.cat([owner * self.tokens + place, own_tail])
         return Segments.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
+
+
+def _experts_of_tokens(
+    routed_experts: Sequence[torch.Tensor | None] | None, lengths: Sequence[int]
+) -> torch.Tensor | None:
+    """Experts of all tokens of the sequences, int16 [sum of T, layers, K], -1 without a record; None: of no token."""
+    known = [experts for experts in routed_experts or () if experts is not None]
+    if not known:
+        return None
+    assert routed_experts is not None
+    out = torch.full((sum(lengths), *known[0].shape[1:]), -1, dtype=torch.int16)
+    for part, experts in zip(out.split(list(lengths)), routed_experts, strict=True):
+        if experts is not None:
+            part[: len(experts)] = experts
+    return out
 
 
 def _ranges(lengths: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ from nemo_rl.models.policy.model_batch import ModelBatch
 
 @dataclass
 class SegmentParams(PackedSeqParams):
-    """Megatron's description of packed sequences, and ours."""
+    """Megatron's description of packed sequences, and ours. Every layer gets it, when recomputed too."""
 
     segments: Segments | None = None
+    batch: ModelBatch | None = None
 
 
 def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
@@ -39,4 +40,5 @@ def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         segments=batch.segments,
+        batch=batch,
     )

@@ -1,0 +1,192 @@
+"""Routers of mixture-of-experts layers: a choice that is the same on every rank and layout, its replay, its metrics.
+
+    hidden states [T, H] -> logits [T, E] -> scores -> experts of each token [T, K] -> probabilities, map [T, E]
+
+`PolicyRouter` is Megatron's `TopKRouter` but for three things: of equal scores the lower expert is chosen, wherever the
+token lies in memory (torch.topk promises nothing); experts that generation chose can be given; and padding is known
+from the batch, on every stage and for every rank's positions, not only where the tokens are embedded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
+from nemo_rl.models.policy.megatron.packed import SegmentParams
+from nemo_rl.models.policy.megatron.router_replay import ExpertChoice
+from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.router_load import LOAD_METRICS, choice_counts, layer_values
+
+REPLAY_METRICS = ("replayed_fraction", "replay_agreement")
+"""Tokens whose experts are those of generation; of these, the ones for which the router would have chosen the same set.
+Without any, both are 0."""
+
+
+class PolicyRouter(TopKRouter):
+    """See the module. Hooks that `connect_routers` installs tell it the micro-batch before every forward pass."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.choice = ExpertChoice(is_independent=self.score_function == "sigmoid")
+        self.router_replay: Any = self.choice  # asked by Megatron in place of its own way to choose
+        self.batch: ModelBatch | None = None
+        self.trains = False
+        self.load: StageRouterLoad | None = None
+        modules = config.recompute_modules or ()
+        self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
+        self._held: deque[ModelBatch] = deque()  # micro-batches whose layer is computed again, in their order
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [S, 1, E] of this rank's positions -> probabilities, map [S, E]. `padding_mask` is not read."""
+        batch = self._present_batch()
+        is_token = self._own_positions(batch.is_token[0])
+        self.choice.given = None
+        if batch.routed_experts is not None:
+            assert self.layer_number is not None
+            given = batch.routed_experts[0, :, self.layer_number - 1]
+            self.choice.given = self._own_positions(given).long()
+        result = super().routing(logits, padding_mask=~is_token[:, None])
+        if torch.is_grad_enabled() and self.load is not None:
+            self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
+        return result
+
+    def _present_batch(self) -> ModelBatch:
+        """That of this forward pass, or of the one that is computed again: backward passes come in the same order."""
+        assert self.batch is not None, "connect_routers comes first"
+        if not self._is_recomputed_alone:
+            return self.batch
+        if torch._C._current_graph_task_id() != -1:
+            return self._held.popleft()
+        if self.trains:
+            self._held.append(self.batch)
+        return self.batch
+
+    def _own_positions(self, values: torch.Tensor) -> torch.Tensor:
+        """Of values [W, ...] those that this rank has between sequence-parallel regions."""
+        if not self.config.sequence_parallel:
+            return values
+        return values.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count tokens for the update of the bias; Megatron's own mask has one dimension too few."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            assert padding_mask is not None and self.local_tokens_per_expert is not None
+            with torch.no_grad():
+                self.local_tokens_per_expert += (routing_map & ~padding_mask[:, None]).sum(dim=0)
+
+
+def use_policy_router(layer: Any) -> None:
+    """Have the layer of this spec, if it has experts, choose them with a `PolicyRouter`."""
+    mlp = layer.submodules.mlp
+    if mlp.module is MoELayer:
+        mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
+
+
+def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
+    """The routers of the stages on this rank, in order."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, PolicyRouter):
+                yield module
+
+
+def freeze_routers(stages: Sequence[nn.Module]) -> None:
+    """Leave the weights of routers as they are. Before the stages are wrapped for gradient reduction."""
+    for router in routers(stages):
+        for parameter in router.parameters():
+            parameter.requires_grad_(False)
+
+
+def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: bool) -> StageRouterLoad | None:
+    """Have every router know its micro-batch, and count what it does; None where this is no model with experts.
+
+    `per_layer`: metrics of every layer too.
+    """
+    load = None
+    for stage in stages:
+        for layer in stage.decoder.layers:
+            for router in routers([layer]):
+                load = load or StageRouterLoad(stage.config, mesh, per_layer=per_layer)
+                router.load = load
+                layer.register_forward_pre_hook(_tell_batch, with_kwargs=True)
+    if load is None and stages[0].config.num_moe_experts is not None:  # a stage of dense layers takes part in sums
+        load = StageRouterLoad(stages[0].config, mesh, per_layer=per_layer)
+    return load
+
+
+def _tell_batch(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    params = kwargs["packed_seq_params"]
+    assert isinstance(params, SegmentParams) and params.batch is not None
+    layer.mlp.router.batch = params.batch
+    layer.mlp.router.trains = torch.is_grad_enabled()
+
+
+class StageRouterLoad:
+    """Counts, while training, what the routers of this rank do. Passes without gradients do not count.
+
+    Recomputed layers count once: their first pass is one without gradients. Nothing is read from the device before
+    `read`.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: MegatronMesh, *, per_layer: bool) -> None:
+        self._num_layers = config.num_layers
+        self._mesh = mesh
+        self._per_layer = per_layer
+        self._is_independent = config.moe_router_score_function == "sigmoid"
+        # By layer of the whole model, from 0: float64 [E + 4], replayed and agreeing tokens before `choice_counts`.
+        self._counts: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def add(self, router: PolicyRouter, logits: torch.Tensor, is_token: torch.Tensor) -> None:
+        """Count the choice that a router has just made of tokens with these logits [S, E]; is_token bool [S]."""
+        choice = router.choice
+        loads = choice_counts(logits, choice.indices, is_token, is_independent=self._is_independent)
+        counts = torch.cat([choice.replay_counts(is_token), loads])
+        assert router.layer_number is not None
+        layer = router.layer_number - 1
+        self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+
+    def read(self, *, replays: bool) -> dict[str, float]:
+        """Metrics of the micro-batches since the last call, over all ranks; waits for the device. Collective.
+
+        They are `LOAD_METRICS` and, when experts are `replayed`, `REPLAY_METRICS`: `moe/<name>`, the mean over layers,
+        and `moe/layer_<number from 0>/<name>` when these are asked for.
+        """
+        names = LOAD_METRICS + (REPLAY_METRICS if replays else ())
+        device = next(iter(self._counts.values())).device if self._counts else _device(self._mesh)
+        table = torch.zeros(self._num_layers, len(names) + 1, dtype=torch.float64, device=device)
+        if self._counts:
+            layers = sorted(self._counts)
+            counts = torch.stack([self._counts[layer] for layer in layers])
+            # Ranks of one tensor-parallel group saw different tokens, or all of them the same: ratios do not change.
+            dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+            replayed, agreeing, tokens = counts[:, 0], counts[:, 1], counts[:, -2]
+            replay = torch.stack([replayed / tokens, agreeing / replayed.clamp(min=1)], dim=1)
+            values = torch.cat([layer_values(counts[:, 2:]), replay], dim=1)[:, : len(names)]
+            table[layers] = torch.cat([torch.ones_like(values[:, :1]), values], dim=1)
+        if self._mesh.pipeline_group is not None:
+            dist.all_reduce(table, group=self._mesh.pipeline_group)
+        self._counts.clear()
+        rows = [(layer, row[1:]) for layer, row in enumerate(table.tolist()) if row[0] > 0]
+        assert rows, "no forward pass in training since the last call"
+        metrics = {f"moe/{name}": sum(row[at] for _, row in rows) / len(rows) for at, name in enumerate(names)}
+        if self._per_layer:
+            metrics |= {f"moe/layer_{layer}/{name}": row[at] for layer, row in rows for at, name in enumerate(names)}
+        return metrics
+
+
+def _device(mesh: MegatronMesh) -> torch.device:
+    backend = dist.get_backend(mesh.data_group)
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
