@@ -10,20 +10,24 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megatron.core import parallel_state
+import torch
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.distributed.shard_sender import ShardSender
+from nemo_rl.models.policy import megatron_remarks  # noqa: F401
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
-from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.optimizer import build_optimizer, build_scheduler, clip_gradients
 from nemo_rl.models.policy.megatron.reference import SwappedMegatronReference
+from nemo_rl.models.policy.megatron.residency import Residency
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
+from nemo_rl.models.policy.megatron.scalar_model import load_scalar_weights, scalar_map
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.megatron.weights_export import export_weights
@@ -31,6 +35,8 @@ from nemo_rl.models.policy.megatron.weights_shards import held_shards
 from nemo_rl.models.policy.parallelize import load_config
 from nemo_rl.models.policy.policy_worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.scalar_head import scalar_config
+from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.seeds import seed_everything
 
 
@@ -38,6 +44,7 @@ class MegatronPolicyWorker(PolicyWorker):
     """See the module and `PolicyWorker`."""
 
     mesh: MegatronMesh
+    runner: MegatronRunner
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu)
@@ -47,28 +54,37 @@ class MegatronPolicyWorker(PolicyWorker):
         self.mesh = MegatronMesh(self.megatron, settings.seed)
         seed_everything(settings.seed + self.rank // self.megatron.tensor_model_parallel_size)
         self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
-        use_te = uses_transformer_engine(self.megatron, use_gpu=settings.use_gpu)
+        if config.reward_model_cfg.enabled:
+            self.hf_config = scalar_config(self.hf_config, config.model_name, settings.pad_token_id)
+        use_te = self.megatron.transformer_impl == "transformer_engine"
         self.transformer = transformer_config(self.hf_config, config, use_transformer_engine=use_te)
         self.stages = build_stages(
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
         )
-        self.weight_map = weight_map(
-            self.hf_config,
-            implementation="transformer_engine" if use_te else "local",
-            grouped_experts=self.megatron.moe_grouped_gemm,
-        )
+        self.weight_map = weight_map(self.hf_config, implementation="transformer_engine" if use_te else "local")
+        if config.reward_model_cfg.enabled:
+            self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
         mark_shards(self.parameters, self.weight_map, self.mesh.shard_place())
-        load_weights(self.parameters, self.weight_map, self.mesh.shard_place(), settings.model_path)
+        self._load_weights()
         self.chunks = wrap(self.stages, self.transformer, self.megatron)
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
-        self.runner = MegatronRunner(self.chunks, self.transformer, self.mesh, self.device)
+        self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
         self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
+        self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = SwappedMegatronReference(self.parameters) if settings.init_reference_model else None
 
+    def _load_weights(self) -> None:
+        place, path = self.mesh.shard_place(), self.settings.model_path
+        if self.config.reward_model_cfg.enabled:
+            load_scalar_weights(self.parameters, self.weight_map, place, path, self.hf_config, self.settings.seed)
+        else:
+            load_weights(self.parameters, self.weight_map, place, path)
+
     def _row_layout(self) -> RowLayout:
+        reward = self.config.reward_model_cfg
         multiples = [self.config.make_sequence_length_divisible_by]
         if self.megatron.sequence_parallel:
             multiples.append(self.megatron.tensor_model_parallel_size)
@@ -80,9 +96,15 @@ class MegatronPolicyWorker(PolicyWorker):
             context_size=self.megatron.context_parallel_size,
             context_rank=self.mesh.context_rank,
             context_group=self.mesh.context_group,
+            own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
         )
 
     # -- optimizer steps
+
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        result = super().train(loss_fn, task)
+        self.runner.gather_parameters()  # whatever reads weights outside forward passes finds them whole
+        return result
 
     def _clip(self) -> float:
         assert self.optimizer is not None
@@ -140,12 +162,17 @@ class MegatronPolicyWorker(PolicyWorker):
         return ShardSender(tensors, shards, **settings)
 
     def offload(self) -> None:
-        assert not self.settings.use_gpu
+        """Weights and optimizer state to host memory; frees the device for generation."""
+        drop_stored_heads()
+        if self.settings.use_gpu:  # otherwise it is all in host memory
+            self.residency.offload()
+            torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:
-        assert not self.settings.use_gpu
+        """Weights, and optimizer state when it will be used, back to the device."""
+        self.residency.onload(with_optimizer=with_optimizer)
 
     def shutdown(self) -> None:
         """Free transfer buffers and leave the process groups."""
-        parallel_state.destroy_model_parallel()
+        self.mesh.close()
         super().shutdown()

@@ -46,11 +46,7 @@ class MegatronMesh:
         self.pipeline_group = _spread(parallel_state.get_pipeline_model_parallel_group())
         self.gradient_group = self.pipeline_group
         if self.pipeline_group is not None and self.pipeline_group.size() == 2 and config.stages_per_rank > 1:
-            self.gradient_group = dist.new_group(
-                dist.get_process_group_ranks(self.pipeline_group),
-                timeout=timedelta(seconds=timeout_s),
-                use_local_synchronization=True,  # every pipeline makes its own
-            )
+            self.gradient_group = _twin(self.pipeline_group, timedelta(seconds=timeout_s))
 
     @property
     def is_first_of_data_rank(self) -> bool:
@@ -89,6 +85,14 @@ class MegatronMesh:
             etp=_spread(parallel_state.get_expert_tensor_parallel_group()),
             pp=self.pipeline_group,
         )
+
+
+def _twin(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A second group of the same ranks. Collective over all ranks, which are in one such group each."""
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, tuple(dist.get_process_group_ranks(group)))
+    made: dict[Any, Any] = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(all_ranks))}
+    return made[all_ranks[dist.get_rank()]]
 
 
 def _spread(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

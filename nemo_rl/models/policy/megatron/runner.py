@@ -8,27 +8,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as megatron_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
+from nemo_rl.models.policy.megatron.stage_links import StageLinks
+from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
 from nemo_rl.models.policy.model_batch import ModelBatch
+
+parallel_state: Any = megatron_state  # whose types say int | None of what is there
 
 
 class MegatronRunner:
     """A `MicroBatchRunner` over `chunks`, the stages of this rank in order, wrapped for gradient reduction.
 
     Losses are sums, and so are gradients, over micro-batches and ranks: Megatron's own divisions are switched off
-    (`calculate_per_token_loss` with a count of tokens that is never handed on).
+    (`calculate_per_token_loss` with a count of tokens that is never handed on). Stages are in training mode while they
+    train, which is when Megatron recomputes activations and balances experts; nothing in them drops out.
     """
 
     def __init__(
         self,
         chunks: Sequence[DistributedDataParallel],
         config: TransformerConfig,
+        settings: MegatronConfig,
         mesh: MegatronMesh,
         device: torch.device,
     ) -> None:
@@ -36,35 +44,62 @@ class MegatronRunner:
         self.chunks: list[Any] = list(chunks)
         self.mesh = mesh
         self.device = device
+        self.width_divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        self.empty_level = settings.empty_unused_memory_level if device.type == "cuda" else 0
+        self.gathers_late = settings.distributed_data_parallel_config.overlap_param_gather
+        self.groups = _groups()
+        self.links: StageLinks | None = None
+        if mesh.pipeline_group is not None:
+            assert mesh.gradient_group is not None
+            self.links = StageLinks(mesh.pipeline_group, mesh.gradient_group, config, device)
         config.finalize_model_grads_func = _finalize
+        if settings.distributed_data_parallel_config.overlap_grad_reduce:
+            self._overlap(config)
         self._run = get_forward_backward_func()
+        self.gather_parameters()
+
+    def _overlap(self, config: TransformerConfig) -> None:
+        """Reduce gradients while the backward pass of the last micro-batch runs, or in the pipeline's bubble."""
+        several = len(self.chunks) > 1
+        without_sync = [chunk.no_sync for chunk in self.chunks]
+        config.no_sync_func = without_sync if several else without_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
+        if self.links is not None:
+            starts = [chunk.start_grad_sync for chunk in self.chunks]
+            config.grad_sync_func = starts if several else starts[0]  # pyright: ignore[reportAttributeAccessIssue]
+
+    def gather_parameters(self) -> None:
+        """With `overlap_param_gather`, optimizer steps leave it to the next forward pass to gather what they updated.
+
+        This gathers now: before weights are read by anything but a forward pass. Collective.
+        """
+        if self.gathers_late:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
+            chunk.train()
         self._schedule(batches, task, loss)
+        if self.empty_level >= 1:
+            torch.cuda.empty_cache()
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
-        if not batches:
-            return
-        with torch.no_grad():
-            scored: list[torch.Tensor] = self._schedule(batches, task, None)
-        pipeline = self.mesh.pipeline_group
-        if pipeline is None:
-            yield from scored
-            return
-        trailing = () if task.num_values is None else (task.num_values,)
-        shapes = [(*batch.shape, *trailing) for batch in batches]
-        sizes = [math.prod(shape) for shape in shapes]
-        if scored:
-            flat = torch.cat([values.flatten() for values in scored])
-        else:
-            flat = torch.empty(sum(sizes), dtype=task.dtype, device=self.device)
-        dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
-        for shape, part in zip(shapes, flat.split(sizes), strict=True):
-            yield part.view(shape)
+        for chunk in self.chunks:
+            chunk.eval()
+        if self.mesh.pipeline_group is None:
+            for batch in batches:
+                with torch.no_grad():
+                    (scored,) = self._schedule([batch], task, None)
+                yield scored
+        elif batches:
+            with torch.no_grad():
+                scored = self._schedule(batches, task, None)
+            yield from _from_last_stage(scored, batches, task, self.mesh.pipeline_group, self.device)
+        if self.empty_level >= 2:
+            torch.cuda.empty_cache()
 
     def _schedule(self, batches: Sequence[ModelBatch], task: HeadTask, loss: MicroBatchLoss | None) -> list[Any]:
         def step(numbered: Iterator[tuple[int, ModelBatch]], model: Any) -> tuple[torch.Tensor, Any]:
@@ -77,20 +112,60 @@ class MegatronRunner:
 
             return model(batch.to(self.device), task), part_of_loss
 
+        if self.links is not None:
+            widths = [batch.input_ids.shape[1] // self.width_divisor for batch in batches]
+            self.links.expect(widths, forward_only=loss is None)
         iterators: list[Any] = [enumerate(batches) for _ in self.chunks]
         several = len(self.chunks) > 1
-        return self._run(
+        done = self._run(
             forward_step_func=step,
             data_iterator=iterators if several else iterators[0],
             model=self.chunks if several else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.shape[1],  # of one stage alone; stages tell each other theirs
+            seq_length=batches[0].input_ids.shape[1],  # not used: `links` know every width
             micro_batch_size=1,
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
+            p2p_communicator=self.links,
+            pg_collection=self.groups,
         )
+        if self.links is not None:
+            self.links.assert_idle()
+        return done
+
+
+def _groups() -> ProcessGroupCollection:
+    """The groups that Megatron's schedules ask for by name."""
+    groups: Any = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return groups
+
+
+def _from_last_stage(
+    scored: Sequence[torch.Tensor],
+    batches: Sequence[ModelBatch],
+    task: HeadTask,
+    pipeline: dist.ProcessGroup,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """What the last pipeline rank has, on all of them."""
+    trailing = () if task.num_values is None else (task.num_values,)
+    shapes = [(*batch.shape, *trailing) for batch in batches]
+    sizes = [math.prod(shape) for shape in shapes]
+    if scored:
+        flat = torch.cat([values.flatten() for values in scored])
+    else:
+        flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
+    dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    for shape, part in zip(shapes, flat.split(sizes), strict=True):
+        yield part.view(shape)
 
 
 def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
     """Megatron's last reductions, without its division by the number of tokens."""
-    finalize_model_grads(chunks, None, **{name: value for name, value in kwargs.items() if name != "num_tokens"})
+    finalize_model_grads(chunks, None, **kwargs)
