@@ -20,6 +20,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
+from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
@@ -56,12 +57,16 @@ class MegatronPolicyWorker(PolicyWorker):
         self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
             self.hf_config = scalar_config(self.hf_config, config.model_name, settings.pad_token_id)
-        use_te = self.megatron.transformer_impl == "transformer_engine"
+        use_te = uses_transformer_engine(self.megatron, use_gpu=settings.use_gpu)
         self.transformer = transformer_config(self.hf_config, config, use_transformer_engine=use_te)
         self.stages = build_stages(
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
         )
-        self.weight_map = weight_map(self.hf_config, implementation="transformer_engine" if use_te else "local")
+        self.weight_map = weight_map(
+            self.hf_config,
+            implementation="transformer_engine" if use_te else "local",
+            grouped_experts=self.megatron.moe_grouped_gemm,
+        )
         if config.reward_model_cfg.enabled:
             self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
