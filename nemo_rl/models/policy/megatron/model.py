@@ -19,6 +19,7 @@ from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.layer_specs import layer_specs
 from nemo_rl.models.policy.megatron.mapping import WeightMap
 from nemo_rl.models.policy.megatron.rotary import set_frequencies
+from nemo_rl.models.policy.megatron.scalar_model import stage_class
 from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
 from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.types import SamplingParams
@@ -39,7 +40,7 @@ def build_stages(
     stages = []
     for number in range(policy.megatron_cfg.stages_per_rank):
         vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
-        stage = PolicyGPTModel(
+        stage = stage_class(model)(
             config,
             layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
