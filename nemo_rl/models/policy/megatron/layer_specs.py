@@ -18,6 +18,7 @@ from torch import nn
 
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.megatron.latent_attention import LatentAttention
+from nemo_rl.models.policy.megatron.moe import use_policy_router
 from nemo_rl.models.policy.megatron.packed import SegmentParams
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS
 
@@ -88,6 +89,7 @@ def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_s
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in block.layer_specs:
+        use_policy_router(layer)
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention
         if not use_transformer_engine:
