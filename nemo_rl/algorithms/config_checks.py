@@ -21,6 +21,7 @@ from nemo_rl.environments.python_tools_config import PythonToolsEnvironmentConfi
 from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
 from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron_device import device_problems
 from nemo_rl.models.policy.training_layout import training_problems, training_sizes
 
 if TYPE_CHECKING:
@@ -118,6 +119,9 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
         )
     for problem, message in training_problems(policy, cluster.num_workers):
         yield f"{key}.{problem}", message
+    if policy.megatron_cfg.enabled:
+        for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
+            yield f"{key}.megatron_cfg.{problem}", message
 
 
 def check_engines(cfg: RolloutMasterConfig) -> Problems:
@@ -202,7 +206,7 @@ def check_async(cfg: GRPOMasterConfig) -> Problems:
     """What sampling beside training needs."""
     if not cfg.grpo.async_grpo.enabled:
         return
-    if cfg.policy.generation.backend == "hf":
+    if cfg.policy.generation.is_by_policy:
         yield (
             "grpo.async_grpo.enabled",
             "nothing samples while the policy trains where its own workers generate; set it to false, or "

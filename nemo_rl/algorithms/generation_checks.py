@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nemo_rl.models.policy.config import DTensorConfig
+
 if TYPE_CHECKING:
     from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 
@@ -21,7 +23,7 @@ def check_http_server(cfg: RolloutMasterConfig) -> Problems:
         return
     if cfg.rollout.replay_from is not None:
         yield key, f"no engine is started with {cfg.section}.replay_from; set it to false"
-    elif generation.backend == "hf":
+    elif generation.is_by_policy:
         yield (
             key,
             "nobody answers while the policy trains where its own workers generate; set it to false, or "
@@ -38,9 +40,43 @@ def check_http_server(cfg: RolloutMasterConfig) -> Problems:
 def check_backend(cfg: RolloutMasterConfig) -> Problems:
     """Whether the policy's layout, and everything that is set of generation, goes with the backend."""
     generation = cfg.policy.generation
-    if generation.backend != "hf":
+    if not generation.is_by_policy:
         return
-    parallel, why = cfg.policy.dtensor_cfg, "the policy's own workers generate (policy.generation.backend=hf)"
+    backend, trains_with = generation.backend, cfg.policy.backend_key
+    if trains_with != ("megatron_cfg" if backend == "megatron" else "dtensor_cfg"):
+        fitting = "hf" if backend == "megatron" else "megatron"
+        yield (
+            "policy.generation.backend",
+            f"{backend} is for a policy that trains with another backend than policy.{trains_with}; set it to vllm or "
+            f"{fitting}",
+        )
+        return
+    why = f"the policy's own workers generate (policy.generation.backend={backend})"
+    yield from _check_dtensor_layout(cfg.policy.dtensor_cfg, why) if backend == "hf" else ()
+    if generation.vllm_cfg.precision != cfg.policy.precision:
+        yield (
+            "policy.generation.vllm_cfg.precision",
+            f"{why}, in policy.precision={cfg.policy.precision}; remove the key, or set policy.generation.backend=vllm",
+        )
+    if generation.vllm_cfg.tensor_parallel_size != 1:
+        name = "tensor_parallel_size" if backend == "hf" else "tensor_model_parallel_size"
+        yield (
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            f"{why}, cut as policy.{trains_with}.{name} says; remove the key",
+        )
+    if generation.vllm_kwargs:
+        yield (
+            "policy.generation.vllm_kwargs",
+            f"{why}, which know none of {', '.join(generation.vllm_kwargs)}; remove them",
+        )
+    if not generation.colocated.enabled:
+        yield (
+            "policy.generation.colocated.enabled",
+            f"{why}: they have no resources of their own; set it to true, or policy.generation.backend=vllm",
+        )
+
+
+def _check_dtensor_layout(parallel: DTensorConfig, why: str) -> Problems:
     for size, name in (
         ("pipeline_parallel_size", "pipeline stages"),
         ("context_parallel_size", "sequences cut over ranks"),
@@ -55,24 +91,4 @@ def check_backend(cfg: RolloutMasterConfig) -> Problems:
         yield (
             "policy.dtensor_cfg.sequence_parallel",
             f"single tokens cannot be cut over ranks, and {why}; set it to false, or policy.generation.backend=vllm",
-        )
-    if generation.vllm_cfg.precision != cfg.policy.precision:
-        yield (
-            "policy.generation.vllm_cfg.precision",
-            f"{why}, in policy.precision={cfg.policy.precision}; remove the key, or set policy.generation.backend=vllm",
-        )
-    if generation.vllm_cfg.tensor_parallel_size != 1:
-        yield (
-            "policy.generation.vllm_cfg.tensor_parallel_size",
-            f"{why}, cut as policy.dtensor_cfg.tensor_parallel_size says; remove the key",
-        )
-    if generation.vllm_kwargs:
-        yield (
-            "policy.generation.vllm_kwargs",
-            f"{why}, which know none of {', '.join(generation.vllm_kwargs)}; remove them",
-        )
-    if not generation.colocated.enabled:
-        yield (
-            "policy.generation.colocated.enabled",
-            f"{why}: they have no resources of their own; set it to true, or policy.generation.backend=vllm",
         )

@@ -125,7 +125,7 @@ def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
         rows = {"training": f"{_where(cluster)}", **rows}
         where = f"on {_where(cfg.generation_cluster)} of its own; weights by {'NCCL' if cluster.use_gpus else 'gloo'}"
     rows["generation"] = f"vLLM, {engines} of {_count(engine_size, _device(cluster))}, {where}"
-    if generation.backend == "hf":
+    if generation.is_by_policy:
         rows["generation"] = "by the policy's own workers"
     if cfg.rollout.replay_from is not None:
         rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
@@ -167,7 +167,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
-    if cfg.policy.generation.backend == "hf":
+    if cfg.policy.generation.is_by_policy:
         return ["its policy"] * cfg.cluster.num_workers
     size = cfg.policy.generation.vllm_cfg.engine_size
     places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]

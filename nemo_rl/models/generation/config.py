@@ -145,11 +145,37 @@ class HfConfig(StrictModel):
     """Completions that each data-parallel rank draws at a time."""
 
 
+class MegatronGenerationConfig(StrictModel):
+    """Generation by the policy's own Megatron workers (`backend: megatron`)."""
+
+    max_batch_size: int = Field(default=64, ge=1)
+    """Completions that each data-parallel rank draws at a time."""
+
+    not_yet: ClassVar = (
+        NotYet("buffer_size_gb", anything),
+        NotYet("num_cuda_graphs", anything),
+        NotYet("block_size_tokens", anything),
+        NotYet("use_cuda_graphs_for_non_decode_steps", anything),
+        NotYet("enable_chunked_prefill", anything),
+        NotYet("unified_memory_level", anything),
+        NotYet("max_tokens", anything),
+        NotYet("max_model_len", one_of(None)),
+        NotYet("cuda_graph_impl", one_of(None, "none")),
+        NotYet("kv_cache_management_mode", one_of(None)),
+        NotYet("enable_prefix_caching", one_of(False, None)),
+        NotYet("refit_backend", one_of(None)),
+        NotYet("expose_http_server", one_of(False, None)),
+        NotYet("parsers", one_of([], {}, None)),
+        NotYet("num_speculative_tokens", one_of(0, None)),
+    )
+
+
 class GenerationConfig(StrictModel):
     """Generation: sampling parameters and the engine."""
 
-    backend: Literal["vllm", "hf"] = "vllm"
-    """`vllm`: engines of vLLM. `hf`: the policy's own workers, with the model of transformers that is trained."""
+    backend: Literal["vllm", "hf", "megatron"] = "vllm"
+    """`vllm`: engines of vLLM. The policy's own workers: `hf` with the model of transformers that they train,
+    `megatron` with that of Megatron Core."""
 
     max_new_tokens: Annotated[int, Derived("${..max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest completion of one turn."""
@@ -187,6 +213,11 @@ class GenerationConfig(StrictModel):
     hf_cfg: HfConfig = HfConfig()
     """Generation by the policy's own workers."""
 
+    mcore_generation_config: Annotated[MegatronGenerationConfig, BeforeValidator(_null_is_empty)] = (
+        MegatronGenerationConfig()
+    )
+    """Generation by the policy's own Megatron workers."""
+
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed to vLLM as they are."""
 
@@ -195,13 +226,17 @@ class GenerationConfig(StrictModel):
             yield f"vllm_kwargs.{key}", message
 
     @property
+    def is_by_policy(self) -> bool:
+        """Whether the policy's own workers generate."""
+        return self.backend != "vllm"
+
+    @property
     def speculates(self) -> bool:
         """Whether the engine drafts tokens ahead and then judges them."""
         return SPECULATION in self.vllm_kwargs
 
     not_yet: ClassVar = (
-        NotYet("backend", lambda value: value not in ("megatron", "sglang", "trtllm", "dynamo")),
-        NotYet("mcore_generation_config", anything),
+        NotYet("backend", lambda value: value not in ("sglang", "trtllm", "dynamo")),
         NotYet("sglang_cfg", anything),
         NotYet("sglang_kwargs", anything),
         NotYet("port_range_low", anything),

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.router_replay_config import RouterReplayConfig
 
 
 def _as_list(value: Any) -> Any:
@@ -348,12 +349,14 @@ class PolicyConfig(StrictModel):
     megatron_cfg: MegatronConfig = MegatronConfig()
     """Training with Megatron Core, when `megatron_cfg.enabled`; `dtensor_cfg.enabled` must be false then."""
 
+    router_replay: RouterReplayConfig = RouterReplayConfig()
+    """Training with the experts that generation chose, of mixture-of-experts models with Megatron."""
+
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """A head with one number per sequence or token in place of the language model's."""
 
     not_yet: ClassVar = (
         NotYet("draft", switched_off),
-        NotYet("router_replay", switched_off),
         NotYet("pretrained_checkpoint", one_of({}, None)),
         NotYet("generation_batch_size", anything),
         NotYet("offload_optimizer_for_logprob", one_of(False, None), harmless=True),
@@ -398,7 +401,16 @@ class PolicyConfig(StrictModel):
         if not megatron.enabled and self.optimizer is None:
             yield "optimizer", "null leaves training with PyTorch without an optimizer; give a name and kwargs"
         if not megatron.enabled:
+            if self.router_replay.enabled:
+                yield "router_replay.enabled", "needs policy.megatron_cfg.enabled=true; set it to false"
             return
+        yield from self._check_context(2 * megatron.context_parallel_size)
+        if self.master_precision != "float32":
+            yield (
+                "master_precision",
+                "with Megatron, policy.megatron_cfg.optimizer.use_precision_aware_optimizer and its dtypes say in what "
+                "optimizer state is kept; set it to float32",
+            )
         bf16 = megatron.optimizer.bf16
         if bf16 is not None and bf16 != (self.precision == "bfloat16"):
             yield (
@@ -419,6 +431,19 @@ class PolicyConfig(StrictModel):
             yield "scheduler", "is for training with PyTorch; use policy.megatron_cfg.scheduler and set this to null"
         if self.padding_free is False:
             yield "padding_free", "Megatron always trains on sequences laid end to end; set it to null"
+
+    def _check_context(self, chunks: int) -> Iterator[tuple[str, str]]:
+        """Every sequence is cut into as many equal chunks; shorter ones than the longest are padded to that."""
+        longest = self.max_total_sequence_length
+        if chunks == 2 or longest % chunks == 0:
+            return
+        below, above = longest // chunks * chunks, -(-longest // chunks) * chunks
+        yield (
+            "megatron_cfg.context_parallel_size",
+            f"{chunks // 2} ranks hold {chunks} equal chunks of every sequence, and "
+            f"policy.max_total_sequence_length={longest} is no multiple of that; "
+            f"{f'{below} and {above} are' if below else f'{above} is'}",
+        )
 
     def _check_scheduler(self) -> Iterator[tuple[str, str]]:
         num_schedulers = sum(item.name is not None for item in self.scheduler)

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from nemo_rl.config.base import NotYet, StrictModel, anything, one_of
 
+Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
 
 
@@ -106,7 +107,7 @@ class MegatronSchedulerConfig(StrictModel):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How it moves from one to the other over `lr_decay_iters`."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
     """How the learning rate falls from lr to min_lr."""
 
     lr_decay_iters: int = Field(default=1000, ge=1)
@@ -250,8 +251,8 @@ class MegatronConfig(StrictModel):
     recompute_granularity: Literal["full", "selective"] | None = None
     """`full`: whole layers; `selective`: `recompute_modules` of each layer. null: full."""
 
-    recompute_modules: list[str] = Field(default_factory=lambda: ["core_attn"])
-    """What selective recomputation computes again: core_attn, mlp, moe, layernorm, moe_act, mla_up_proj."""
+    recompute_modules: list[Recomputed] = Field(default_factory=lambda: ["core_attn"])
+    """What selective recomputation computes again."""
 
     empty_unused_memory_level: Literal[0, 1, 2] = 1
     """Return unused device memory: 0 never, 1 after a training step, 2 after logprob passes too."""
@@ -376,6 +377,18 @@ class MegatronConfig(StrictModel):
             yield "num_layers_in_first_pipeline_stage", "there is one stage; set both stage sizes to null"
         if self.recompute_granularity is not None and not self.activation_checkpointing:
             yield "activation_checkpointing", "recompute_granularity is for recomputation; set this to true too"
+        if self.recompute_granularity == "selective" and not self.recompute_modules:
+            yield "recompute_modules", "names nothing to compute again; use [core_attn], or recompute_granularity=full"
+        if "moe_act" in self.recompute_modules and not self.moe_grouped_gemm:
+            yield "recompute_modules", "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            yield "moe_token_dispatcher_type", "moe_shared_expert_overlap=true needs alltoall"
+        decay, rates = self.scheduler.lr_decay_style, self.optimizer
+        if decay != "constant" and (rates.min_lr is None or rates.min_lr == rates.lr):
+            yield (
+                "optimizer.min_lr",
+                f"scheduler.lr_decay_style={decay} falls from lr to it; give one below lr={rates.lr}",
+            )
         if self.moe_aux_loss_coeff > 0 and "aux_loss" not in self.moe_router_load_balancing_type:
             yield "moe_router_load_balancing_type", "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
         if self.moe_router_bias_update_rate > 0 and self.freeze_moe_router:

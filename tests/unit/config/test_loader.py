@@ -212,9 +212,8 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
     "override",
     [
         "policy.draft.enabled=true",
-        "policy.router_replay.enabled=true",
         "policy.sequence_packing.fuse_loss=true",
-        "policy.generation.backend=megatron",
+        "policy.generation.backend=sglang",
         "policy.generation.vllm_cfg.precision=fp8",
         "policy.precision=float16",
         "grpo.adv_estimator.name=gdpo",
