@@ -24,6 +24,7 @@ from nemo_rl.models.policy.megatron.implementation import uses_transformer_engin
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
+from nemo_rl.models.policy.megatron.moe import connect_routers, freeze_routers
 from nemo_rl.models.policy.megatron.optimizer import build_optimizer, build_scheduler, clip_gradients
 from nemo_rl.models.policy.megatron.reference import SwappedMegatronReference
 from nemo_rl.models.policy.megatron.residency import Residency
@@ -62,8 +63,10 @@ class MegatronPolicyWorker(PolicyWorker):
         self.stages = build_stages(
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
         )
-        self.weight_map = weight_map(
-            self.hf_config,
+        self.router_load = connect_routers(self.stages, self.mesh, per_layer=self.megatron.moe_per_layer_logging)
+        if self.megatron.freeze_moe_router:
+            freeze_routers(self.stages)
+        self.weight_map = weight_map(self.hf            self.hf_config,
             implementation="transformer_engine" if use_te else "local",
             grouped_experts=self.megatron.moe_grouped_gemm,
         )
@@ -135,7 +138,9 @@ class MegatronPolicyWorker(PolicyWorker):
         return contextlib.nullcontext()
 
     def _model_metrics(self) -> dict[str, float]:
-        return {}
+        if self.router_load is None:
+            return {}
+        return self.router_load.read(replays=self.config.router_replay.enabled)
 
     # -- checkpoints
 

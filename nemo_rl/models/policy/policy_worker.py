@@ -195,20 +195,24 @@ class PolicyWorker(ABC):
         self.plan = plan
         self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
 
-    def _model_batches(self, micro_batches: Sequence[Sequence[Row]], task: HeadTask) -> list[ModelBatch]:
+    def _model_batches(
+        self, micro_batches: Sequence[Sequence[Row]], task: HeadTask, *, is_reference: bool = False
+    ) -> list[ModelBatch]:
+        replays_routing = self.config.router_replay.enabled and not is_reference  # which has routers of its own
         batches = [
             self.layout.build(
                 scored_sequences(rows, last_token_only=self.layout.own_states, pad_token_id=self.settings.pad_token_id),
                 {name: [row.columns[name] for row in rows] for name in task.columns},
+                [row.routed_experts for row in rows] if replays_routing else None,
             )
             for rows in micro_batches
         ]
         return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
 
-    def compute(self, task: HeadTask, column: str) -> None:
+    def compute(self, task: HeadTask, column: str, *, is_reference: bool = False) -> None:
         """Fill `column` of every row with what `task` says of its tokens, [T] or [T, C], under the present weights."""
         batches = [select(self.rows, batch) for batch in self.plan.logprobs]
-        scored = self.runner.forward(self._model_batches(batches, task), task)
+        scored = self.runner.forward(self._model_batches(batches, task, is_reference=is_reference), task)
         if task.num_values is None:  # small enough to wait for the device only once, at the end
             scored = list(scored)
             flat = torch.cat([values.flatten() for values in scored]).cpu()
@@ -222,7 +226,7 @@ class PolicyWorker(ABC):
         """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
         assert self.reference is not None, "built without a reference model"
         with self.reference.active():
-            self.compute(Logprobs(filtered=False), "reference_policy_logprobs")
+            self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
         """Fill `total` of every row with the sum of its `column` over the tokens that carry loss; returns the sums.
