@@ -15,7 +15,7 @@ import torch
 from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.distributed.shard_sender import ShardSender
 from nemo_rl.models.policy import megatron_remarks  # noqa: F401
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat, save_config, save_consolidated_tensors
+from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
@@ -66,7 +66,8 @@ class MegatronPolicyWorker(PolicyWorker):
         self.router_load = connect_routers(self.stages, self.mesh, per_layer=self.megatron.moe_per_layer_logging)
         if self.megatron.freeze_moe_router:
             freeze_routers(self.stages)
-        self.weight_map = weight_map(self.hf            self.hf_config,
+        self.weight_map = weight_map(
+            self.hf_config,
             implementation="transformer_engine" if use_te else "local",
             grouped_experts=self.megatron.moe_grouped_gemm,
         )
@@ -145,10 +146,24 @@ class MegatronPolicyWorker(PolicyWorker):
     # -- checkpoints
 
     def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        checkpoint.save(directory, self.stages, self.optimizer if save_optimizer else None, self.scheduler)
+        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=save_optimizer)
+        checkpoint.save_state(state, directory, model_save_format)
 
     def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        raise NotImplementedError
+        if self.saver is None:
+            self.saver = AsyncSaver(write=checkpoint.save_state)
+        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=save_optimizer)
+        self.saver.start(state, directory, model_save_format)
+
+    def _saved_policy(self) -> checkpoint.MegatronPolicy:
+        return checkpoint.MegatronPolicy(
+            parameters=self.parameters,
+            weights=self.weight_map,
+            place=self.mesh.shard_place(),
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            optimizer_kind=self.megatron.optimizer.optimizer,
+        )
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         save_config(self.hf_config, directory)
@@ -158,7 +173,7 @@ class MegatronPolicyWorker(PolicyWorker):
             save_consolidated_tensors(self._export(), consolidated)
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
-        checkpoint.load(directory, self.stages, self.optimizer if load_optimizer else None, self.scheduler)
+        checkpoint.load_state(self._saved_policy(), directory, load_optimizer=load_optimizer)
 
     # -- refit and residency
 
