@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
+
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
 NUM_GROUPS, NUM_GENERATIONS = 4, 4
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
@@ -115,7 +118,7 @@ def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -
     return DTensorPolicyWorker(config, settings)
 
 
-def load_step(worker: DTensorPolicyWorker, config: PolicyConfig) -> None:
+def load_step(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: PolicyConfig) -> None:
     handles, groups = make_groups()
     advantages = [[math.sin(3 * g + i) for i in range(NUM_GENERATIONS)] for g in range(NUM_GROUPS)]
     masks = [[float(sample.has_reward) for sample in handle.samples] for handle in handles]
