@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
+from nemo_rl.models.policy.megatron.balance import BalancedRouter, sequence_numbers
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.packed import SegmentParams
 from nemo_rl.models.policy.megatron.router_replay import ExpertChoice
@@ -32,7 +32,7 @@ REPLAY_METRICS = ("replayed_fraction", "replay_agreement")
 Without any, both are 0."""
 
 
-class PolicyRouter(TopKRouter):
+class PolicyRouter(BalancedRouter):
     """See the module. Hooks that `connect_routers` installs tell it the micro-batch before every forward pass."""
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -57,6 +57,8 @@ class PolicyRouter(TopKRouter):
             assert self.layer_number is not None
             given = batch.routed_experts[0, :, self.layer_number - 1]
             self.choice.given = self._own_positions(given).long()
+        numbers, self.num_sequences = sequence_numbers(batch, self.config.context_parallel_size)
+        self.sequences = self._own_positions(numbers)
         result = super().routing(logits, padding_mask=~is_token[:, None])
         if torch.is_grad_enabled() and self.load is not None:
             self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)

@@ -15,6 +15,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.megatron.balance import BalancedRouter, set_step_tokens
+from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.stage_links import StageLinks
 from nemo_rl.models.policy.megatron_config import MegatronConfig
@@ -47,7 +49,9 @@ class MegatronRunner:
         self.width_divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.empty_level = settings.empty_unused_memory_level if device.type == "cuda" else 0
         self.gathers_late = settings.distributed_data_parallel_config.overlap_param_gather
-        self.groups = _groups()
+        self.groups: Any = _groups()
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        self.balanced = [m for m in modules if isinstance(m, BalancedRouter) and m.is_aux_loss_enabled()]
         self.links: StageLinks | None = None
         if mesh.pipeline_group is not None:
             assert mesh.gradient_group is not None
@@ -55,6 +59,9 @@ class MegatronRunner:
         config.finalize_model_grads_func = _finalize
         if settings.distributed_data_parallel_config.overlap_grad_reduce:
             self._overlap(config)
+        if self.gathers_late:
+            for chunk in self.chunks:
+                _wait_for_head(chunk)
         self._run = get_forward_backward_func()
         self.gather_parameters()
 
@@ -81,6 +88,8 @@ class MegatronRunner:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
             chunk.train()
+        if self.balanced:
+            set_step_tokens(self.balanced, batches, self.groups.dp_cp, self.device)
         self._schedule(batches, task, loss)
         if self.empty_level >= 1:
             torch.cuda.empty_cache()
@@ -132,6 +141,16 @@ class MegatronRunner:
         if self.links is not None:
             self.links.assert_idle()
         return done
+
+
+def _wait_for_head(chunk: Any) -> None:
+    """Have the head's parameters waited for like those of modules that are called: tasks only read its weight."""
+    wait = chunk._make_forward_pre_hook()
+    for stage in chunk.modules():
+        if isinstance(stage, PolicyGPTModel) and stage.post_process:
+            head, norm = stage.output_layer, stage.decoder.final_layernorm
+            assert norm is not None
+            norm.register_forward_pre_hook(lambda module, inputs, head=head: wait(head))
 
 
 def _groups() -> ProcessGroupCollection:
