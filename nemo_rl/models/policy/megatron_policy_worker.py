@@ -24,8 +24,14 @@ from nemo_rl.models.policy.megatron.implementation import uses_transformer_engin
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
-from nemo_rl.models.policy.megatron.moe import connect_routers, freeze_routers
-from nemo_rl.models.policy.megatron.optimizer import build_optimizer, build_scheduler, clip_gradients
+from nemo_rl.models.policy.megatron.moe import connect_routers, freeze_routers, mark_experts
+from nemo_rl.models.policy.megatron.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip_gradients,
+    learning_rate,
+    take_step,
+)
 from nemo_rl.models.policy.megatron.reference import SwappedMegatronReference
 from nemo_rl.models.policy.megatron.residency import Residency
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
@@ -47,6 +53,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     mesh: MegatronMesh
     runner: MegatronRunner
+    saver: AsyncSaver | None
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu)
@@ -64,6 +71,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
         )
         self.router_load = connect_routers(self.stages, self.mesh, per_layer=self.megatron.moe_per_layer_logging)
+        mark_experts(self.stages)
         if self.megatron.freeze_moe_router:
             freeze_routers(self.stages)
         self.weight_map = weight_map(
@@ -121,11 +129,11 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _learning_rate(self) -> float:
         assert self.optimizer is not None
-        return self.optimizer.param_groups[0]["lr"]
+        return learning_rate(self.optimizer)
 
     def _take_step(self) -> None:
         assert self.optimizer is not None
-        self.optimizer.step_with_ready_grads()
+        take_step(self.optimizer)
 
     def _step_scheduler(self) -> None:
         assert self.scheduler is not None

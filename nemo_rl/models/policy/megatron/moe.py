@@ -111,6 +111,19 @@ def freeze_routers(stages: Sequence[nn.Module]) -> None:
             parameter.requires_grad_(False)
 
 
+def mark_experts(stages: Sequence[nn.Module]) -> None:
+    """Have gradients of experts added up over the ranks that hold the same experts. Before the stages are wrapped.
+
+    Megatron does so only with expert parallelism; but tensor-parallel ranks that do not share experts' matrices
+    (`expert_tensor_parallel_size` below `tensor_model_parallel_size`) hold the same ones too, and see other tokens.
+    """
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, MoELayer):
+                for parameter in module.experts.parameters():
+                    parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: bool) -> StageRouterLoad | None:
     """Have every router know its micro-batch, and count what it does; None where this is no model with experts.
 

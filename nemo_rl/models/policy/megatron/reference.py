@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 
 class SwappedMegatronReference:
-    """A `ReferencePolicy` over the parameters of this rank. Frozen ones stay where they are."""
+    """A `ReferencePolicy` over the parameters and buffers of this rank. Frozen parameters stay where they are."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        is_fixed = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in parameters.values()]
+        self.parameters = [tensor for tensor, fixed in zip(parameters.values(), is_fixed, strict=True) if not fixed]
         self.copies = [_on_host(parameter.detach()) for parameter in self.parameters]
 
     @contextmanager
