@@ -76,6 +76,9 @@ def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, plac
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             vars(parameter).pop(attribute, None)
         set_tensor_model_parallel_attributes(parameter, is_part, entries[name].layout.dim if is_part else -1, 1)
+        if entries[name].expert is not None and place.etp_size != place.tp_size:
+            # Megatron asks whether experts are cut, not whether tensor ranks that hold the same ones saw other tokens.
+            vars(parameter)["allreduce"] = False
 
 
 def wrap(

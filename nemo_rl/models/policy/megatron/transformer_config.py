@@ -178,6 +178,7 @@ def _experts(model: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": width * shared if shared else None,
         "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
         "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
+        "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
         "moe_router_dtype": _ROUTER_DTYPES[settings.moe_router_dtype],
         "moe_permute_fusion": settings.moe_permute_fusion,
         "moe_grouped_gemm": settings.moe_grouped_gemm,
