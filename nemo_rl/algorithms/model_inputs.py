@@ -63,7 +63,7 @@ def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str)
     tokenizer_path = resolve_model(policy.tokenizer.name)
     tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
     check_fit(policy, model, tokenizer)
-    check_model_layout(policy, model)
+    check_model_layout(policy, model, model_path)
     if key == "policy":  # metrics of experts are the policy's
         check_metric_name(checkpointing, model)
     check_optimizer(policy)
@@ -77,10 +77,10 @@ def _prepare(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str)
     )
 
 
-def check_model_layout(policy: PolicyConfig, model: PretrainedConfig) -> None:
+def check_model_layout(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
     """Whether the backend that trains can cut the model as asked. ValueError with what would work."""
     if policy.megatron_cfg.enabled:
-        check_megatron(policy, model)
+        check_megatron(policy, model, model_path)
     else:
         check_layout(policy, model)
 
