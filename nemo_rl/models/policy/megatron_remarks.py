@@ -1,4 +1,4 @@
-"""To be imported before Megatron: on a machine without a GPU, what it says of kernels it does not find goes unsaid."""
+"""To be imported before Megatron: what it and what it calls say in every process, to nobody's use, goes unsaid."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import warnings
 
 import torch
 
-_REMARKS = (
+_WITHOUT_A_GPU = (  # of kernels for one
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "full scope is deprecated",  # of CUDA graphs, which nobody asked for
 )
+_OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
+warnings.filterwarnings("ignore", message=_OLD_NAMES, category=FutureWarning)
 if not torch.cuda.is_available():
-    for remark in _REMARKS:
+    for remark in _WITHOUT_A_GPU:
         warnings.filterwarnings("ignore", message=remark, category=UserWarning)
     # Imported for compilers of CUDA code, of which it says that it finds no runtime.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
