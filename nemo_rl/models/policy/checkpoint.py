@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -192,6 +192,14 @@ def save_tensors(
         raise RuntimeError(f"{directory} could not be written: {error}") from error
 
 
+class HeldState(Protocol):
+    """What a rank holds of a policy, and can be written without it."""
+
+    def on_host(self) -> Self:
+        """Copies in host memory, which later steps do not change."""
+        ...
+
+
 class AsyncSaver:
     """Writes the state of a policy in a thread while training goes on. One at a time, the same on every rank.
 
@@ -205,7 +213,7 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def start(self, state: PolicyState, directory: Path, model_save_format: ModelSaveFormat) -> None:
+    def start(self, state: HeldState, directory: Path, model_save_format: ModelSaveFormat) -> None:
         """Copy `state` to host memory and begin to write it. Later steps do not change what is written."""
         assert self._pending is None, "finish() comes before the next start()"
         assert isinstance(self._group, dist.ProcessGroup)

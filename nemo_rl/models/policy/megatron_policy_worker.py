@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
 from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
+from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
@@ -84,6 +86,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.parameters = parameters_by_name(self.stages)
         mark_shards(self.parameters, self.weight_map, self.mesh.shard_place())
         self._load_weights()
+        self.adapters = None
+        if self.megatron.peft.enabled:
+            self.adapters = Adapters(self.stages, self.weight_map, self.megatron, self.mesh, settings.seed)
         self.chunks = wrap(self.stages, self.transformer, self.megatron)
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
@@ -91,7 +96,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
         self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
         self.residency = Residency(self.chunks, self.optimizer, self.device)
-        self.reference = SwappedMegatronReference(self.parameters) if settings.init_reference_model else None
+        self.reference = None
+        if settings.init_reference_model:
+            self.reference = self.adapters or SwappedMegatronReference(self.parameters)
 
     def _load_weights(self) -> None:
         place, path = self.mesh.shard_place(), self.settings.model_path
@@ -165,8 +172,8 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _saved_policy(self) -> checkpoint.MegatronPolicy:
         return checkpoint.MegatronPolicy(
-            parameters=self.parameters,
-            weights=self.weight_map,
+            parameters=self.parameters if self.adapters is None else self.adapters.held(self.parameters),
+            weights=self.weight_map if self.adapters is None else self.adapters.trained,
             place=self.mesh.shard_place(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
@@ -179,6 +186,8 @@ class MegatronPolicyWorker(PolicyWorker):
             consolidated = directory / "weights" / "consolidated"
             save_config(self.hf_config, consolidated)
             save_consolidated_tensors(self._export(), consolidated)
+        if self.adapters is not None:
+            self.adapters.save(self.parameters, self.mesh, directory / "adapter", self.config.model_name)
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         checkpoint.load_state(self._saved_policy(), directory, load_optimizer=load_optimizer)
@@ -186,12 +195,16 @@ class MegatronPolicyWorker(PolicyWorker):
     # -- refit and residency
 
     def _export(self) -> list[ExportedTensor]:
-        return export_weights(self.parameters, self.weight_map, self.mesh.export_groups(), self.device)
+        return export_weights(self._whole_parameters(), self.weight_map, self.mesh.export_groups(), self.device)
+
+    def _whole_parameters(self) -> Mapping[str, torch.Tensor]:
+        """With adapters added to what they adapt."""
+        return self.parameters if self.adapters is None else self.adapters.merged(self.parameters, self.device)
 
     def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
         """Shards go straight into the buffers; nothing is gathered."""
         tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
-        shards = held_shards(self.parameters, self.weight_map, self.mesh.shard_place(), self.device)
+        shards = held_shards(self._whole_parameters(), self.weight_map, self.mesh.shard_place(), self.device)
         return ShardSender(tensors, shards, **settings)
 
     def offload(self) -> None:

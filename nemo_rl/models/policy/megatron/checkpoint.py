@@ -1,65 +1,240 @@
-"""Megatron's distributed checkpoints of a policy.
+"""A Megatron policy on disk, saved on one layout and loaded on any: see `megatron_checkpoint_files`.
 
-policy/weights/     the model, as Megatron's sharded tensors
-policy/optimizer/   the optimizer's state, likewise, and scheduler.pt
+Every rank writes boxes of Hugging Face tensors, without gathering anything: the parts of parameters it holds, and of
+main parameters and moments the parts it updates, which with the distributed optimizer are stretches of a parameter.
+Nothing is pickled but torch's own .metadata, which is read by names that it may hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import CheckpointException
 
-from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, WeightMap
+from nemo_rl.models.policy.megatron.optimizer_parts import (
+    OptimizerPart,
+    optimizer_parts,
+    set_steps_taken,
+    steps_taken,
+)
+from nemo_rl.models.policy.megatron.saved_boxes import Boxes, BoxLoadPlanner, BoxSavePlanner, add_boxes, on_host
+from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron_checkpoint_files import Counters, check_optimizer, shapes_of
+from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, holds_tensors, saved_tensors
+
+logger = logging.getLogger(__name__)
 
 
-def sharded_model(stages: Sequence[PolicyGPTModel]) -> dict[str, Any]:
-    """The sharded tensors of the stages of this rank."""
-    return {f"model{number}": stage.sharded_state_dict() for number, stage in enumerate(stages)}
+@dataclass(frozen=True, kw_only=True)
+class MegatronPolicy:
+    """What of a rank is saved and loaded. `parameters`: as for `weights.load_weights`."""
+
+    parameters: Mapping[str, torch.Tensor]
+    weights: WeightMap
+    place: ShardPlace
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    optimizer_kind: str  # megatron_cfg.optimizer.optimizer
 
 
-def save(
-    directory: Path,
-    stages: Sequence[PolicyGPTModel],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
+@dataclass(frozen=True, kw_only=True)
+class MegatronState:
+    """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
+
+    weights: Mapping[str, Boxes]
+    optimizer: Mapping[str, Boxes] | None  # None: not saved
+    counters: Counters
+    generators: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, policy: MegatronPolicy, *, save_optimizer: bool) -> MegatronState:
+        """Of now. The copy of a tied embedding on the last stage is left out."""
+        weights: dict[str, Boxes] = {}
+        for name, entry in _own_entries(policy, policy.parameters).items():
+            add_boxes(weights, entry, policy.place, policy.parameters[name])
+        generators = dict(_random_tracker().get_states())
+        if not save_optimizer:
+            return cls(weights=weights, optimizer=None, counters=Counters(), generators=generators)
+        assert policy.optimizer is not None and policy.scheduler is not None
+        state: dict[str, Boxes] = {}
+        for name, part in _named_parts(policy).items():
+            if not (name == OUTPUT_LAYER and policy.weights.is_tied):
+                _add_state(state, policy, name, part, part.tensors())
+        counters = Counters(
+            optimizer=policy.optimizer_kind,
+            optimizer_steps=steps_taken(policy.optimizer),
+            scheduler_steps=policy.scheduler.num_steps,
+        )
+        return cls(weights=weights, optimizer=state, counters=counters, generators=generators)
+
+    def on_host(self) -> MegatronState:
+        """Copies in host memory, which later steps do not change."""
+        return replace(
+            self,
+            weights=on_host(self.weights),
+            optimizer=None if self.optimizer is None else on_host(self.optimizer),
+            generators={name: state.clone() for name, state in self.generators.items()},
+        )
+
+
+def save_state(
+    state: MegatronState, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write this rank's part of `weights/` and, with an optimizer, `optimizer/`. Collective."""
-    model = sharded_model(stages)
-    _save(model, directory / "weights")
-    if optimizer is not None and scheduler is not None:
-        state = {"optimizer": optimizer.sharded_state_dict(model), "scheduler": scheduler.state_dict()}
-        _save(state, directory / "optimizer")
+    """Every rank writes its part of the folder `directory` of a checkpoint. Collective over `group`.
+
+    Raises RuntimeError on all ranks when one of them cannot write; the text holds its error.
+    """
+    assert model_save_format == "torch_save", "safetensors hold one part of a tensor per rank"
+
+    def beside() -> None:
+        for name in ("weights", "generators", *(() if state.optimizer is None else ("optimizer",))):
+            (directory / name).mkdir(parents=True, exist_ok=True)
+        if state.generators:
+            save_file(dict(state.generators), directory / "generators" / f"{dist.get_rank()}.safetensors")
+        if dist.get_rank() == 0:
+            state.counters.write(directory)
+
+    _on_all(beside, directory, group)
+    _save_boxes(state.weights, directory / "weights", group)
+    if state.optimizer is not None:
+        _save_boxes(state.optimizer, directory / "optimizer", group)
 
 
-def _save(state: dict[str, Any], directory: Path) -> None:
-    if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    dist_checkpointing.save(state, str(directory))
+def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool) -> None:
+    """Inverse of `save_state`, in place, whatever ranks and layout it was saved on. Collective.
+
+    Raises:
+        CheckpointError: for a checkpoint of another backend, model or optimizer, and one that cannot be read.
+    """
+    counters = Counters.read(directory)
+    check_checkpoint_fits(directory / "weights", shapes_of(policy.weights))
+    weights: dict[str, Boxes] = {}
+    for name, entry in _entries(policy, policy.parameters).items():
+        add_boxes(weights, entry, policy.place, policy.parameters[name])
+    _load_boxes(weights, directory / "weights")
+    if policy.optimizer is not None:
+        policy.optimizer.reload_model_params()
+    if load_optimizer:
+        check_optimizer(directory, counters, policy.optimizer_kind)
+        _load_optimizer(policy, directory / "optimizer", counters)
+    _load_generators(directory / "generators")
 
 
-def load(
-    directory: Path,
-    stages: Sequence[PolicyGPTModel],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
+def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters) -> None:
+    assert policy.optimizer is not None and policy.scheduler is not None
+    if counters.optimizer is None or counters.scheduler_steps is None:
+        raise CheckpointError(f"{directory.parent} holds no optimizer; set checkpointing.load_optimizer=false")
+    keys: dict[str, set[str]] = {}
+    for name in saved_tensors(directory) if holds_tensors(directory) else ():
+        tensor, _, key = name.rpartition(".")
+        keys.setdefault(tensor, set()).add(key)
+    boxes: dict[str, Boxes] = {}
+    loaded: list[tuple[OptimizerPart, dict[str, torch.Tensor]]] = []
+    for name, part in _named_parts(policy).items():
+        there = keys.get(_entries(policy, [name])[name].sources[0].name, set())
+        part.allocate(there - {"main_param"})
+        tensors = {key: value for key, value in part.tensors().items() if key in there}
+        _add_state(boxes, policy, name, part, tensors)
+        loaded.append((part, tensors))
+    _load_boxes(boxes, directory)
+    for part, tensors in loaded:
+        part.put(tensors)
+    set_steps_taken(policy.optimizer, counters.optimizer_steps)
+    # The schedule is that of the configuration; where it stands is that of the checkpoint.
+    policy.scheduler.num_steps = 0
+    policy.scheduler.step(counters.scheduler_steps)
+
+
+def _load_generators(directory: Path) -> None:
+    """Megatron's own random generators, when as many ranks were there."""
+    if len(list(directory.glob("*.safetensors"))) != dist.get_world_size():
+        return
+    saved = load_file(directory / f"{dist.get_rank()}.safetensors")
+    _random_tracker().set_states(saved)
+
+
+def _random_tracker() -> CudaRNGStatesTracker:
+    tracker = get_cuda_rng_tracker()
+    assert tracker is not None, "the groups are made first"
+    return tracker
+
+
+# -- parameters and what belongs to them
+
+
+def _entries(policy: MegatronPolicy, names: Mapping[str, Any] | list[str]) -> dict[str, MappedTensor]:
+    held = policy.weights.held(policy.place)
+    return {name: held[name] for name in names}
+
+
+def _own_entries(policy: MegatronPolicy, names: Mapping[str, Any]) -> dict[str, MappedTensor]:
+    entries = _entries(policy, names)
+    return {name: e for name, e in entries.items() if not (name == OUTPUT_LAYER and policy.weights.is_tied)}
+
+
+def _named_parts(policy: MegatronPolicy) -> dict[str, OptimizerPart]:
+    assert policy.optimizer is not None
+    names = {id(parameter): name for name, parameter in policy.parameters.items()}
+    return {names[id(part.parameter)]: part for part in optimizer_parts(policy.optimizer)}
+
+
+def _add_state(
+    boxes: dict[str, Boxes],
+    policy: MegatronPolicy,
+    name: str,
+    part: OptimizerPart,
+    tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Inverse of `save`, also on another layout. Collective."""
-    model = sharded_model(stages)
-    loaded: Any = dist_checkpointing.load(model, str(directory / "weights"))
-    for number, stage in enumerate(stages):
-        stage.load_state_dict(loaded[f"model{number}"])
-    if optimizer is not None and scheduler is not None:
-        wanted = {
-            "optimizer": optimizer.sharded_state_dict(sharded_model(stages), is_loading=True),
-            "scheduler": scheduler.state_dict(),
-        }
-        state: Any = dist_checkpointing.load(wanted, str(directory / "optimizer"))
-        optimizer.load_state_dict(state["optimizer"])
-        scheduler.load_state_dict(state["scheduler"])
+    entry = policy.weights.held(policy.place)[name]
+    for key, values in tensors.items():
+        add_boxes(boxes, entry, policy.place, values, flat=part.flat, suffix=f".{key}")
+
+
+# -- boxes <-> files
+
+
+def _save_boxes(boxes: Mapping[str, Boxes], directory: Path, group: dist.ProcessGroup | None) -> None:
+    try:
+        dcp.save(dict(boxes), checkpoint_id=str(directory), planner=BoxSavePlanner(), process_group=group)
+    except CheckpointException as error:  # which is no Exception: it would pass by those who report failures
+        raise RuntimeError(f"{directory} could not be written: {error}") from error
+
+
+def _load_boxes(boxes: Mapping[str, Boxes], directory: Path) -> None:
+    if not holds_tensors(directory):
+        return
+    saved_tensors(directory)  # torch reads the same header, and would run what stands in it
+    state: dict[str, Any] = dict(boxes)
+    try:
+        with torch.no_grad():
+            dcp.load(state, checkpoint_id=str(directory), planner=BoxLoadPlanner())
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} could not be read: {error}") from error
+
+
+def _on_all(action: Callable[[], None], directory: Path, group: dist.ProcessGroup | None) -> None:
+    """Do `action` on every rank; RuntimeError on all of them when it fails on one."""
+    problem = None
+    try:
+        action()
+    except OSError as error:
+        problem = f"rank {dist.get_rank()}: {error}"
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    found = [text for text in problems if text is not None]
+    if found:
+        raise RuntimeError(f"{directory} could not be written: {'; '.join(found)}")
