@@ -26,7 +26,7 @@ class MegatronOptimizerConfig(StrictModel):
     """Learning rate at the end of the decay; null: lr."""
 
     weight_decay: float = Field(default=0.01, ge=0)
-    """Decoupled weight decay of matrices; vectors (norms, biases) have none."""
+    """Decoupled weight decay of matrices (SGD adds it to the gradient); vectors (norms, biases) have none."""
 
     bf16: bool | None = None
     """Train in bfloat16; null: as `policy.precision` says."""
@@ -35,7 +35,8 @@ class MegatronOptimizerConfig(StrictModel):
     """Train in float16, which is not supported."""
 
     params_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the main parameters that the optimizer updates."""
+    """Data type of the main parameters that the optimizer updates: always float32, of which bfloat16 weights are
+    rounded copies."""
 
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the mean of gradients."""
@@ -83,12 +84,26 @@ class MegatronOptimizerConfig(StrictModel):
         """(key, message) of values that do not go together, for a section that is switched on."""
         if self.fp16:
             yield "fp16", "float16 is not supported; set fp16=false and policy.precision=bfloat16"
+        if self.params_dtype != "float32":
+            yield "params_dtype", "steps of a small learning rate are lost in bfloat16; set it to float32"
         if self.min_lr is not None and self.min_lr > self.lr:
             yield "min_lr", f"{self.min_lr} is above lr={self.lr}; use at most that"
         if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
             yield "use_precision_aware_optimizer", "is part of the distributed optimizer; set that to true too"
         if self.optimizer in ("muon", "dist_muon") and self.use_distributed_optimizer:
             yield "use_distributed_optimizer", "Muon updates whole matrices; set it to false"
+        if self.use_precision_aware_optimizer and self.optimizer != "adam":
+            yield "use_precision_aware_optimizer", f"is Adam's, not that of {self.optimizer}; set it to false"
+        if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
+            yield (
+                "use_precision_aware_optimizer",
+                "without it main parameters stay on the GPU, whatever optimizer_cpu_offload says; set it to true",
+            )
+        if self.optimizer_cpu_offload and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
+            yield (
+                "optimizer_cpu_offload",
+                "moments on the host are float32; set exp_avg_dtype and exp_avg_sq_dtype so",
+            )
         if self.optimizer_cpu_offload and self.optimizer_offload_fraction == 0.0:
             yield "optimizer_offload_fraction", "0 offloads nothing; use a fraction up to 1.0"
         if not self.use_precision_aware_optimizer and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
@@ -107,8 +122,8 @@ class MegatronSchedulerConfig(StrictModel):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How it moves from one to the other over `lr_decay_iters`."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"] = "constant"
-    """How the learning rate falls from lr to min_lr."""
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How the learning rate falls from lr to min_lr. WSD (warm-up, stable, decay): in the last steps alone."""
 
     lr_decay_iters: int = Field(default=1000, ge=1)
     """Steps after which it has reached min_lr, warm-up included."""
@@ -119,12 +134,24 @@ class MegatronSchedulerConfig(StrictModel):
     lr_warmup_init: float = Field(default=0.0, ge=0)
     """Learning rate at the beginning of the warm-up."""
 
+    lr_wsd_decay_iters: int | None = Field(default=None, ge=1)
+    """Steps before `lr_decay_iters` in which it falls, with WSD."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """How it falls in these steps."""
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """(key, message) of values that do not go together, for a section that is switched on."""
         if self.lr_warmup_iters >= self.lr_decay_iters:
             yield "lr_warmup_iters", f"{self.lr_warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
         if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
             yield "weight_decay_incr_style", "constant needs equal start_weight_decay and end_weight_decay; or linear"
+        stable = self.lr_decay_iters - self.lr_warmup_iters
+        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters is None or self.lr_wsd_decay_iters > stable):
+            yield (
+                "lr_wsd_decay_iters",
+                f"WSD needs the number of steps at the end in which the learning rate falls; set 1 to {stable}",
+            )
 
 
 class MegatronDDPConfig(StrictModel):
@@ -388,6 +415,15 @@ class MegatronConfig(StrictModel):
             yield (
                 "optimizer.min_lr",
                 f"scheduler.lr_decay_style={decay} falls from lr to it; give one below lr={rates.lr}",
+            )
+        if self.scheduler.lr_warmup_init > rates.lr:
+            yield "scheduler.lr_warmup_init", f"{self.scheduler.lr_warmup_init} is above optimizer.lr={rates.lr}"
+        ends = (self.scheduler.start_weight_decay, self.scheduler.end_weight_decay)
+        start, end = (rates.weight_decay if value is None else value for value in ends)
+        if start > end:
+            yield (
+                "scheduler.end_weight_decay",
+                f"{end} is below {start}, where it begins; it can only grow",
             )
         if self.moe_aux_loss_coeff > 0 and "aux_loss" not in self.moe_router_load_balancing_type:
             yield "moe_router_load_balancing_type", "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
