@@ -16,7 +16,6 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
@@ -105,7 +104,8 @@ def make_groups() -> tuple[list[GroupHandle], list[RolloutGroup]]:
     return handles, groups
 
 
-def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> DTensorPolicyWorker:
+def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> Any:
+    """A worker of the backend that `config` enables."""
     settings = PolicyWorkerSettings(
         model_path=str(path),
         sampling=SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k),
@@ -115,6 +115,10 @@ def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -
         init_optimizer=True,
         seed=0,
     )
+    if config.megatron_cfg.enabled:
+        from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+        return MegatronPolicyWorker(config, settings)
     return DTensorPolicyWorker(config, settings)
 
 
@@ -134,12 +138,12 @@ def load_step(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: Policy
     worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 
 
-def whole_weights(worker: DTensorPolicyWorker) -> dict[str, torch.Tensor]:
-    parts = [stage.hf for stage in worker.stages]
-    return {t.name: t.gather(None).clone() for t in export_weights(parts, worker.mesh, worker.device)}
+@torch.no_grad()
+def whole_weights(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    return {t.name: t.gather(None).clone() for t in worker._export()}
 
 
-def logprobs_of(worker: DTensorPolicyWorker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def logprobs_of(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(previous, reference) logprobs of the samples of this data-parallel rank, 0 where nothing was sampled."""
     found = {}
     for row in worker.rows.values():
@@ -157,7 +161,11 @@ class Step:
 
 
 def one_step(rank: int, world: int, path: Path, config: PolicyConfig) -> Step:
-    worker = make_worker(path, config)
+    return step_of(make_worker(path, config), config)
+
+
+def step_of(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: PolicyConfig) -> Step:
+    """The optimizer steps of `make_groups`, and the logprobs before them."""
     load_step(worker, config)
     worker.compute(Logprobs(), "prev_logprobs")
     worker.compute_reference_logprobs()

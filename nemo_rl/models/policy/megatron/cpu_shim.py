@@ -65,6 +65,14 @@ class _Stream(contextlib.AbstractContextManager["_Stream"]):
         return 0
 
 
+class _NoFp8:
+    """Says to layers that are recomputed that nothing is in 8 bits."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return False
+
+
 class _StandIn(types.ModuleType):
     """A module with some names replaced."""
 
@@ -175,6 +183,8 @@ def _close_gaps() -> None:
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Undefined without Transformer Engine, and asked for by name.
+    parallel_random.__dict__.setdefault("FP8GlobalStateManager", _NoFp8)
+    parallel_random.__dict__.setdefault("activation_recompute_forward", lambda **phase: contextlib.nullcontext())
     moe_utils.__dict__.setdefault("te_general_gemm", None)
     # Without Transformer Engine its classes are mocks, of which nothing can be an instance.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)

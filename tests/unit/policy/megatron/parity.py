@@ -1,0 +1,103 @@
+"""Megatron against the PyTorch backend: the same model, rollouts and optimizer steps, in many layouts of few worlds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
+from tests.unit.policy.steps import Step, make_worker, policy_config, step_of
+from tests.worlds import run_world
+
+SGD = MegatronOptimizerConfig(
+    optimizer="sgd", sgd_momentum=0.0, lr=0.1, weight_decay=0.0, use_distributed_optimizer=False
+)
+# An epsilon that counts: without it, Adam makes whole steps of gradients that are rounding errors.
+ADAM = MegatronOptimizerConfig(lr=1e-2, weight_decay=0.0, adam_eps=1e-3)
+TORCH_ADAM = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 1e-2, "weight_decay": 0.0, "eps": 1e-3})
+OVERLAP = MegatronDDPConfig(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """`megatron`: keys of policy.megatron_cfg; `policy`: of policy, for both backends; `batching`: for Megatron."""
+
+    world: int
+    megatron: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    batching: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> PolicyConfig:
+        """Of Megatron, trained by plain gradient descent unless it says otherwise."""
+        settings = {"enabled": True, "freeze_moe_router": False, "optimizer": SGD} | self.megatron
+        dropped = {"dtensor_cfg": DTensorConfig(enabled=False), "optimizer": None, "padding_free": None}
+        return policy_config(**(self.policy | self.batching | dropped), megatron_cfg=MegatronConfig(**settings))
+
+    def torch_config(self) -> PolicyConfig:
+        """Of the PyTorch backend on one rank, with micro-batches of its own: they change nothing."""
+        return policy_config(**self.policy)
+
+
+def steps_in_one_world(path: Path, layouts: Sequence[Layout], *, timeout: float = 120) -> list[list[Step]]:
+    """Steps by layout and rank; the layouts, all of one world, are had one after the other."""
+
+    def on_rank(rank: int, world: int) -> list[Step]:
+        steps = []
+        for layout in layouts:
+            config = layout.config()
+            worker = make_worker(path, config)
+            steps.append(step_of(worker, config))
+            worker.mesh.close()
+        return steps
+
+    (world,) = {layout.world for layout in layouts}
+    by_rank = run_world(on_rank, world, timeout=timeout)
+    return [list(steps) for steps in zip(*by_rank, strict=True)]
+
+
+def torch_step(path: Path, layout: Layout) -> Step:
+    """What the PyTorch backend makes of it on one rank."""
+
+    def on_rank(rank: int, world: int) -> Step:
+        config = layout.torch_config()
+        return step_of(make_worker(path, config), config)
+
+    return run_world(on_rank, 1)[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distances:
+    """Largest absolute differences from the PyTorch backend; `grad_norm` and `loss` relative ones."""
+
+    logprobs: float
+    weights: float
+    loss: float
+    grad_norm: float
+
+
+def distances(ranks: Sequence[Step], want: Step) -> Distances:
+    """Over all ranks of a layout. Every sample must be on one of them, and every rank must know all weights."""
+    assert {name for step in ranks for name in step.logprobs} == want.logprobs.keys()
+    assert all(step.weights.keys() == want.weights.keys() for step in ranks)
+    return Distances(
+        logprobs=max(
+            float((own - other).abs().max())
+            for step in ranks
+            for name, kinds in step.logprobs.items()
+            for own, other in zip(kinds, want.logprobs[name], strict=True)
+        ),
+        weights=max(
+            float((weight.float() - want.weights[name].float()).abs().max())
+            for step in ranks
+            for name, weight in step.weights.items()
+        ),
+        loss=max(_relative(step.result.losses, want.result.losses) for step in ranks),
+        grad_norm=max(_relative(step.result.grad_norms, want.result.grad_norms) for step in ranks),
+    )
+
+
+def _relative(own: Sequence[float], other: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1.0) for a, b in zip(own, other, strict=True))
