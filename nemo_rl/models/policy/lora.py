@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -207,16 +208,24 @@ def init_adapters(hf: nn.Module, cfg: LoRAConfig, seed: int) -> None:
     rank keeps its shard: the values are the same for every number of ranks and every sharding.
     """
     for name, module in adapters(hf):
-        generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
-        whole = torch.empty(module.lora_A.shape, dtype=torch.float32)
-        if cfg.lora_A_init == "xavier":
-            nn.init.xavier_normal_(whole, generator=generator)
-        elif cfg.lora_A_init == "uniform":
-            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        else:
-            nn.init.normal_(whole, std=1 / cfg.dim, generator=generator)
+        whole = draw_first_matrix(name, tuple(module.lora_A.shape), cfg.lora_A_init, seed)
         copy_whole(module.lora_A, whole)
         module.lora_B.zero_()
+
+
+def draw_first_matrix(
+    name: str, shape: tuple[int, ...], method: Literal["xavier", "uniform", "gaussian"], seed: int
+) -> torch.Tensor:
+    """A float32 [r, in] of the adapter of layer `name` at its beginning; the same wherever it is drawn."""
+    generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{seed}/{name}".encode()) >> 1)
+    whole = torch.empty(shape, dtype=torch.float32)
+    if method == "xavier":
+        nn.init.xavier_normal_(whole, generator=generator)
+    elif method == "uniform":
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    else:
+        nn.init.normal_(whole, std=1 / shape[0], generator=generator)
+    return whole
 
 
 def set_adapter_dropout(hf: nn.Module, active: bool) -> None:

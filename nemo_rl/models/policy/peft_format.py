@@ -193,12 +193,29 @@ def save_peft(
         chosen += other_chosen
         modules += other_modules
     if dist.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / WEIGHTS_FILE, metadata={"format": "pt"})
         heads = [HEAD] if is_scalar(stages[0].config) else None
-        config = _peft_config(cfg, _target_modules(chosen, modules), heads, base_model_name)
-        (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+        write_peft(tensors, cfg, directory, base_model_name, chosen=chosen, modules=modules, heads=heads)
     dist.barrier()
+
+
+def write_peft(
+    tensors: Mapping[str, torch.Tensor],
+    cfg: LoRAConfig,
+    directory: Path,
+    base_model_name: str,
+    *,
+    chosen: Sequence[str],
+    modules: Sequence[str],
+    heads: list[str] | None,
+) -> None:
+    """Write whole `tensors` under PEFT's names, in host memory, and the configuration that goes with them.
+
+    `chosen`: Hugging Face names of the adapted layers, of all `modules` of the model. `heads`: modules trained whole.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = _peft_config(cfg, _target_modules(chosen, modules), heads, base_model_name)
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def _tensors(stages: Sequence[PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -214,7 +231,7 @@ def _other_ranks(mine: Any, pipeline: dist.ProcessGroup | None) -> list[Any]:
     return [theirs for rank, theirs in enumerate(everyone) if rank != dist.get_rank(pipeline)]
 
 
-def _target_modules(chosen: list[str], modules: list[str]) -> list[str]:
+def _target_modules(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
     """Last parts of the names when these mean the chosen layers and no other module, else whole names."""
     parts = {name.rpartition(".")[2] for name in chosen}
     meant = {name for name in modules if name.rpartition(".")[2] in parts}
