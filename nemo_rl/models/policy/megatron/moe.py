@@ -41,6 +41,7 @@ class PolicyRouter(BalancedRouter):
         self.router_replay: Any = self.choice  # asked by Megatron in place of its own way to choose
         self.batch: ModelBatch | None = None
         self.trains = False
+        self.generates = False  # rows of one token after the other: no micro-batch, and nothing to count
         self.load: StageRouterLoad | None = None
         modules = config.recompute_modules or ()
         self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
@@ -50,9 +51,11 @@ class PolicyRouter(BalancedRouter):
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits [S, 1, E] of this rank's positions -> probabilities, map [S, E]. `padding_mask` is not read."""
+        self.choice.given = None
+        if self.generates:
+            return super().routing(logits)
         batch = self._present_batch()
         is_token = self._own_positions(batch.is_token[0])
-        self.choice.given = None
         if batch.routed_experts is not None:
             assert self.layer_number is not None
             given = batch.routed_experts[0, :, self.layer_number - 1]
@@ -121,7 +124,7 @@ def mark_experts(stages: Sequence[nn.Module]) -> None:
         for module in stage.modules():
             if isinstance(module, MoELayer):
                 for parameter in module.experts.parameters():
-                    parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]
+                    parameter.allreduce = False
 
 
 def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: bool) -> StageRouterLoad | None:
@@ -143,6 +146,9 @@ def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: boo
 
 def _tell_batch(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     params = kwargs["packed_seq_params"]
+    layer.mlp.router.generates = params is None
+    if params is None:
+        return
     assert isinstance(params, SegmentParams) and params.batch is not None
     layer.mlp.router.batch = params.batch
     layer.mlp.router.trains = torch.is_grad_enabled()
