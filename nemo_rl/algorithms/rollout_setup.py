@@ -148,8 +148,8 @@ def build_rollouts(
     place = generation_place(config, stack, Place(cluster=cluster, accelerator=accelerator))
     # Begun here, so that they start while the models load.
     environments = create_envs(sections_to_start(config.env, data.task_to_env.values()), cluster)
-    is_hf = config.policy.generation.backend == "hf"
-    start = start_hf_generation if is_hf else partial(start_vllm_generation, place=place)
+    is_by_policy = config.policy.generation.is_by_policy
+    start = start_hf_generation if is_by_policy else partial(start_vllm_generation, place=place)
     policy, generation, refit = start(
         config,
         stack,

@@ -1,9 +1,8 @@
 """Completions drawn from the model that is trained, by one rank: prompts in, sampled tokens and their logprobs out.
 
-    prompts, padded on the left -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
+    prompts -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
 
-The weights of the whole model, or under tensor parallelism this rank's part of it, stay gathered on every rank while
-completions are drawn: no traffic per token, and data-parallel ranks need not keep step with each other.
+How a model computes the next logits is its decoder's business: `hf_decoder.py`, `megatron/decoder.py`.
 
 The random numbers of a completion follow from its own seed alone, so that which other requests it is drawn with changes
 its numbers by rounding at most.
@@ -12,16 +11,13 @@ its numbers by rounding at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from transformers import DynamicCache
 
-from nemo_rl.models.policy.attention import ATTENTION, causal_mask
-from nemo_rl.models.policy.logprobs import LogprobModel
 from nemo_rl.models.policy.token_filter import smallest_kept
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
@@ -48,8 +44,41 @@ class GenerationSettings:
     """Tokens to text, for stop strings."""
 
 
+class Sequences(Protocol):
+    """Tokens and KV cache of the rows of a batch."""
+
+    def logits(self, temperature: float) -> torch.Tensor:
+        """Of the first token of every row, float32 [B, V] or this rank's columns, divided by the temperature (0: 1)."""
+        ...
+
+    def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        """Append `tokens`, int64 [B]; the logits of what follows."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """The rows are now these of the present ones, some of them perhaps several times."""
+        ...
+
+
+class Decoder(Protocol):
+    """A model as it generates."""
+
+    @property
+    def needs_equal_lengths(self) -> bool:
+        """Whether the prompts of a batch must have the same number of tokens."""
+        ...
+
+    def active(self) -> AbstractContextManager[None]:
+        """While it lasts, the weights of the model, or this rank's tensor-parallel part, are at hand. A collective."""
+        ...
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
+        """Rows that begin with `prompts` and get at most `max_new_tokens` more tokens."""
+        ...
+
+
 class CompletionDrawer:
-    """Draws completions from `model`, which FSDP shards.
+    """Draws completions with `decoder`.
 
     Args:
         group: the tensor-parallel ranks, which draw the same completions together; None where there is one.
@@ -57,16 +86,15 @@ class CompletionDrawer:
 
     def __init__(
         self,
-        model: LogprobModel,
+        decoder: Decoder,
         settings: GenerationSettings,
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.model = model
+        self.decoder = decoder
         self.settings = settings
         self.device = device
         self.group = group
-        register_fsdp_forward_method(model, "next_logits")
 
     @torch.no_grad()
     def answer(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
@@ -76,8 +104,9 @@ class CompletionDrawer:
         stop token or the tokens of the stop string at its end.
         """
         answers = []
-        with whole_weights(self.model), torch.compiler.set_stance("force_eager"):
-            for batch in batches(requests, self.settings.max_batch_size):
+        size, equal = self.settings.max_batch_size, self.decoder.needs_equal_lengths
+        with self.decoder.active(), torch.compiler.set_stance("force_eager"):
+            for batch in batches(requests, size, equal_lengths=equal):
                 for row in self._draw(batch):
                     assert row.stop_reason is not None
                     completion = Completion(
@@ -94,9 +123,10 @@ class CompletionDrawer:
         rows = [_Row.of(number, request, self.settings) for number, request in enumerate(requests)]
         sampling = requests[0].sampling
         uniform = torch.stack([row.uniform for row in rows]).to(self.device)
-        sequences = _Sequences(self.model, rows, self.device)
+        longest = max(row.room for row in rows)
+        sequences = self.decoder.begin([row.request.prompt_token_ids for row in rows], longest)
         active, at = rows, sequences.logits(sampling.temperature)
-        for step in range(max(row.room for row in rows)):
+        for step in range(longest):
             numbers = torch.tensor([row.number for row in active], device=self.device)
             tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.group)
             drawn = tokens.tolist()
@@ -155,65 +185,6 @@ class _Row:
         visible = [token for token in self.token_ids if token not in settings.special_token_ids]
         text = settings.decode(visible[-longest:])
         return any(stop in text for stop in strings)
-
-
-class _Sequences:
-    """Tokens and KV cache of the rows of a batch, padded on the left to one length."""
-
-    def __init__(self, model: LogprobModel, rows: Sequence[_Row], device: torch.device) -> None:
-        self._model = model
-        self._device = device
-        # Other implementations of attention take their mask from transformers, and may keep less than everything.
-        self._is_ours = model.hf.config._attn_implementation == ATTENTION
-        self._cache = DynamicCache() if self._is_ours else DynamicCache(config=model.hf.config)
-        prompts = list(dict.fromkeys(tuple(row.request.prompt_token_ids) for row in rows))
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        width = int(lengths.max())
-        self._tokens = torch.zeros(len(prompts), width, dtype=torch.int64, device=device)
-        for number, prompt in enumerate(prompts):
-            self._tokens[number, width - len(prompt) :] = torch.tensor(prompt, device=device)
-        self._is_padded = bool((lengths < width).any())
-        self._starts = (width - lengths).to(device)
-        self._width = width
-        index = {prompt: number for number, prompt in enumerate(prompts)}
-        self._prompt_of = [index[tuple(row.request.prompt_token_ids)] for row in rows]
-
-    def logits(self, temperature: float) -> torch.Tensor:
-        """Of the first token of every row. Prompts that are equal are computed once."""
-        first = self._forward(self._tokens, temperature)
-        if self._prompt_of == list(range(len(first))):
-            return first
-        self.keep(self._prompt_of)
-        return first[torch.tensor(self._prompt_of, device=self._device)]
-
-    def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Append `tokens` [B]; the logits of what follows."""
-        self._width += 1
-        return self._forward(tokens[:, None], temperature)
-
-    def keep(self, rows: list[int]) -> None:
-        """The rows are now these of the present ones, some of them perhaps several times."""
-        index = torch.tensor(rows, device=self._device)
-        self._starts = self._starts[index]
-        self._cache.batch_select_indices(index)
-
-    def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        places = torch.arange(self._width - tokens.shape[1], self._width, device=self._device)
-        how = {}
-        if self._is_padded:
-            how = self._masks(tokens.shape[1])
-        return self._model.next_logits(
-            tokens, (places - self._starts[:, None]).clamp(min=0), temperature, past_key_values=self._cache, **how
-        )
-
-    def _masks(self, queries: int) -> dict[str, torch.Tensor]:
-        is_token = torch.arange(self._width, device=self._device) >= self._starts[:, None]
-        if not self._is_ours:
-            return {"attention_mask": is_token}
-        seen = causal_mask(queries, self._width, None, self._device) & is_token[:, None, None]
-        # Padding sees itself: a softmax over nothing is no number, and would spread.
-        own = torch.eye(self._width, dtype=torch.bool, device=self._device)[-queries:]
-        return {"seen": seen | own}
 
 
 def draw_tokens(
@@ -276,27 +247,18 @@ def _gather_columns(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return torch.cat(columns, dim=1)
 
 
-def batches(requests: Sequence[GenerationRequest], size: int) -> Iterator[list[GenerationRequest]]:
-    """Requests with the same sampling parameters, at most `size` of them; neighbours in length and prompt together."""
-    by_sampling: dict[SamplingParams, list[GenerationRequest]] = {}
+def batches(
+    requests: Sequence[GenerationRequest], size: int, *, equal_lengths: bool = False
+) -> Iterator[list[GenerationRequest]]:
+    """Requests with the same sampling parameters, at most `size` of them; neighbours in length and prompt together.
+
+    `equal_lengths`: only prompts with the same number of tokens.
+    """
+    by_kind: dict[tuple[SamplingParams, int], list[GenerationRequest]] = {}
     for request in requests:
-        by_sampling.setdefault(request.sampling, []).append(request)
-    for alike in by_sampling.values():
+        length = len(request.prompt_token_ids) if equal_lengths else 0
+        by_kind.setdefault((request.sampling, length), []).append(request)
+    for alike in by_kind.values():
         alike.sort(key=lambda request: (len(request.prompt_token_ids), request.prompt_token_ids))
         for start in range(0, len(alike), size):
             yield alike[start : start + size]
-
-
-@contextmanager
-def whole_weights(model: torch.nn.Module) -> Iterator[None]:
-    """FSDP's parameters gathered once, and kept until the block ends. A collective."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in modules:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.set_reshard_after_forward(module is not model, recurse=False)
-            module.reshard()

@@ -17,6 +17,8 @@ class GeneratingPolicy(Policy):
 
     @staticmethod
     def worker_class_fqn(config: PolicyConfig) -> str:
+        if config.megatron_cfg.enabled:
+            return "nemo_rl.models.policy.megatron_generate_worker.MegatronGeneratingWorker"
         return "nemo_rl.models.policy.generate_worker.GeneratingPolicyWorker"
 
     @property
@@ -28,10 +30,12 @@ class GeneratingPolicy(Policy):
         """Once, and again after the workers were replaced."""
         assert isinstance(self.config, RolloutPolicyConfig)
         generation = self.config.generation
+        by_megatron = generation.backend == "megatron"
+        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
         end: Any = self.tokenizer.eos_token_id  # a number, for a single token
         settings = GenerationSettings(
             max_model_len=generation.vllm_cfg.max_model_len,
-            max_batch_size=generation.hf_cfg.max_batch_size,
+            max_batch_size=size,
             end_token_id=end,
             special_token_ids=frozenset(self.tokenizer.all_special_ids),
             decode=partial(_decode, self.tokenizer),

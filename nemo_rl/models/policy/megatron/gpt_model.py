@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
 
 from nemo_rl.models.policy.context_parallel import context_sum
 from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.megatron.packed import packed_params
 from nemo_rl.models.policy.model_batch import ModelBatch
 
@@ -65,6 +67,21 @@ class PolicyGPTModel(GPTModel):
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden_states
+
+    def next_logits(self, tokens: torch.Tensor, cache: StaticInferenceContext, temperature: float) -> torch.Tensor:
+        """Logits of the token after the last one of every row of `tokens`, int64 [B, W], which follow those in `cache`:
+        float32 [B, V], or this rank's columns of it, divided by the temperature (0: by 1).
+        """
+        offset = cache.sequence_len_offset
+        positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
+        hidden = super().forward(
+            tokens,
+            positions.expand(len(tokens), -1),
+            attention_mask=None,  # pyright: ignore[reportArgumentType]
+            inference_context=cache,
+            runtime_gather_output=True,
+        )
+        return whole_logits(hidden[-1], replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """`task` of the scored tokens, elsewhere 0, from the last hidden states [W, H]; equal on all tensor- and

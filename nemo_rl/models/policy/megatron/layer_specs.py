@@ -47,7 +47,11 @@ class LatentNorm(RMSNorm):
 
 
 class SegmentAttention(MegatronModule):
-    """Core attention over packed sequences: query [T, heads, D] -> [T, heads, D of values]."""
+    """Core attention.
+
+    Over packed sequences: query [T, heads, D] -> [T, heads, D of values]. Without them, over rows of a batch whose
+    queries stand on the last of the keys (generation): query [W, B, heads, D] -> [W, B, heads * D of values].
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **others: object
@@ -67,6 +71,8 @@ class SegmentAttention(MegatronModule):
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
+        if packed_seq_params is None:
+            return self._of_rows(query, key, value)
         assert isinstance(packed_seq_params, SegmentParams)
         heads_first = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
         out, _ = attention.attention(
@@ -78,6 +84,20 @@ class SegmentAttention(MegatronModule):
             segments=packed_seq_params.segments,
         )
         return out[0]
+
+    def _of_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        queries, keys = len(query), len(key)
+        seen = attention.causal_mask(queries, keys, None, query.device) if queries < keys else None
+        heads_first = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        out, _ = attention.attention(
+            self,
+            *heads_first,
+            attention_mask=None,
+            scaling=self.softmax_scale,
+            sliding_window=self.window,
+            seen=None if seen is None else seen.expand(query.shape[1], 1, -1, -1),
+        )
+        return out.transpose(0, 1).flatten(2)
 
     def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
         return {}

@@ -1,0 +1,68 @@
+"""Completions drawn by Megatron's model, against those that the model of transformers draws with the same seeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron_generate_worker import MegatronGeneratingWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.types import Completion, SamplingParams
+from tests.unit.policy.steps import policy_config, save_model
+from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
+from tests.worlds import run_world
+
+REQUESTS = make_requests(replace(SAMPLING, stop_token_ids=tuple(range(2, 14))))  # rows end at different steps
+WORKER = PolicyWorkerSettings(
+    model_path="",
+    sampling=SamplingParams(max_new_tokens=10, temperature=0.8),
+    use_gpu=False,
+    workers_per_node=8,
+    init_reference_model=False,
+    init_optimizer=False,
+    seed=0,
+)
+
+
+def by_megatron(path: Path, world: int = 1, **megatron: Any) -> dict[str, Completion]:
+    def rank_main(rank: int, _: int) -> dict[str, Completion]:
+        config = policy_config(
+            dtensor_cfg=DTensorConfig(enabled=False),
+            megatron_cfg=MegatronConfig(enabled=True, **megatron),
+            optimizer=None,
+        )
+        worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**{**vars(WORKER), "model_path": str(path)}))
+        worker.prepare_generation(settings())
+        return complete(worker, REQUESTS)
+
+    return run_world(rank_main, world)[0]
+
+
+def assert_same(found: dict[str, Completion], expected: dict[str, Completion]) -> None:
+    assert found.keys() == expected.keys()
+    for name, completion in expected.items():
+        assert list(found[name].token_ids) == list(completion.token_ids)
+        assert list(found[name].logprobs) == pytest.approx(list(completion.logprobs), abs=2e-5)
+        assert found[name].stop_reason is completion.stop_reason
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2-tied", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "mistral", "qwen3-moe"))]
+)
+def test_the_completions_of_the_model_of_transformers(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    expected = generate(tmp_path, REQUESTS)
+    assert len({len(completion.token_ids) for completion in expected.values()}) > 1
+    assert_same(by_megatron(tmp_path), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2-tied", "qwen3-moe"])
+def test_tensor_parallel_ranks_draw_the_same(family: str, tmp_path: Path) -> None:
+    save_model(family, tmp_path)
+    assert_same(by_megatron(tmp_path, 2, tensor_model_parallel_size=2), generate(tmp_path, REQUESTS))
