@@ -36,6 +36,7 @@ from nemo_rl.environments.tools.tools import import_tool
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lora import apply_lora
+from nemo_rl.models.policy.megatron_checkpoint_files import refuse_megatron_checkpoint
 from nemo_rl.models.policy.megatron_checks import check_megatron_checkpoint
 from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.optimizer import build_optimizer, build_scheduler
@@ -221,6 +222,7 @@ def check_saved_weights(
     if policy.megatron_cfg.enabled:
         check_megatron_checkpoint(latest / folder, policy, model)
         return
+    refuse_megatron_checkpoint(latest / folder)
     lora_cfg = policy.dtensor_cfg.lora_cfg
     hf = build_on_meta(copy.deepcopy(model), torch.float32)
     if lora_cfg.enabled:

@@ -1,6 +1,6 @@
 """Checkpoints of this library as Hugging Face model directories, for transformers, vLLM or a hub.
 
-convert_checkpoint   step_N, its policy/weights of either format, or a consolidated directory -> a new directory
+convert_checkpoint   step_N, its policy/weights of any format, or a consolidated directory -> a new directory
 convert_adapter      adapters in PEFT's format and their base model -> a new directory
 model_of_checkpoint  step_N, or a folder of them -> a model directory, converted once and kept; adapters are merged
 """
@@ -20,9 +20,16 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.checkpoint import load_tensors, names_and_shapes, policy_tensors
+from nemo_rl.models.policy.checkpoint import (
+    load_tensors,
+    names_and_shapes,
+    policy_tensors,
+    save_config,
+    write_safetensors,
+)
+from nemo_rl.models.policy.megatron_checkpoint_files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
 from nemo_rl.models.policy.merge_adapter import TOKENIZER_FILES, merge_adapter
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from nemo_rl.models.policy.peft_format import read_peft_adapter
@@ -35,6 +42,8 @@ from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, holds_tensor
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DCP_CONVERTER = "examples/converters/convert_dcp_to_hf.py"
+MEGATRON_CONVERTER = "examples/converters/convert_megatron_to_hf.py"
 CONVERTED = "converted"  # beside the checkpoints
 _STEP = re.compile(r"step_(\d+)")
 _NUM_DIGITS = 12  # of the digest in the name of a converted directory
@@ -61,7 +70,8 @@ class CheckpointModel:
 def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> None:
     """Write `output` from `checkpoint`. `dtype` of the parameters, such as "bfloat16"; None: as they were saved.
 
-    The whole model is held in memory once, in `dtype`. `output` appears when it is whole.
+    The whole model is held in memory once, in `dtype`; of one that Megatron saved, some tensors at a time. `output`
+    appears when it is whole.
 
     Raises:
         ValueError, CheckpointError, OSError: with what to change.
@@ -71,9 +81,34 @@ def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None)
     with _whole_or_not_at_all(output) as partial:
         if source.is_model_directory:
             _convert_model_directory(source.weights, partial, dtype)
+        elif is_megatron_checkpoint(source.policy):
+            _convert_megatron(source, partial, dtype)
         else:
             _convert_shards(source, partial, dtype)
         _copy_tokenizer(source, partial)
+
+
+def convert_megatron_checkpoint(
+    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
+) -> None:
+    """`convert_checkpoint` of one that Megatron saved. `tokenizer_from`: a directory or hub model, where it has none.
+
+    Raises:
+        ValueError: also when Megatron did not save it; it names the converter to use.
+    """
+    source = find_source(checkpoint)
+    if source.is_model_directory or not is_megatron_checkpoint(source.policy):
+        raise ValueError(f"{checkpoint} was not saved by policy.megatron_cfg; use {DCP_CONVERTER}")
+    convert_checkpoint(checkpoint, output, dtype)
+    if tokenizer_from is not None and not (output / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(output)
+
+
+def check_not_megatron(checkpoint: Path) -> None:
+    """ValueError naming the other converter for a checkpoint that Megatron saved."""
+    source = find_source(checkpoint)
+    if not source.is_model_directory and is_megatron_checkpoint(source.policy):
+        raise ValueError(f"{checkpoint} was saved by policy.megatron_cfg; use {MEGATRON_CONVERTER}")
 
 
 def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
@@ -273,6 +308,19 @@ def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
         model.generation_config = GenerationConfig.from_pretrained(source.policy)
     # Under the names and in the shapes that models have on disk: experts, for one, are taken apart.
     model.save_pretrained(output, state_dict=state)
+
+
+def _convert_megatron(source: Source, output: Path, dtype: str | None) -> None:
+    """The tensors have the names and shapes of models on disk: they pass through, some at a time."""
+    config = _read_config(source.policy)
+    wanted = checkpoint_shapes(config)
+    check_checkpoint_fits(source.weights, wanted)
+    save_config(config, output)
+    if (source.policy / "generation_config.json").is_file():
+        shutil.copy(source.policy / "generation_config.json", output)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+        write_safetensors(read_tensors(source.weights, list(wanted), dtype=_torch_dtype(dtype)), output)
 
 
 def _read_config(policy: Path) -> PretrainedConfig:

@@ -27,6 +27,7 @@ from nemo_rl.models.policy.megatron.mapping import (
     known_model_types,
     weight_map,
 )
+from nemo_rl.models.policy.megatron_checkpoint_files import check_checkpoint
 from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.models.policy.megatron_device import engine_switches
 from nemo_rl.models.policy.megatron_stages import stage_layers
@@ -282,3 +283,4 @@ def check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> Non
 
 def check_megatron_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedConfig) -> None:
     """Whether the weights in `directory/weights` are those of this model. Raises CheckpointError otherwise."""
+    check_checkpoint(directory, policy, model)

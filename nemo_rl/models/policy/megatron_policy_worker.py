@@ -21,6 +21,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
+from nemo_rl.models.policy.megatron.conversion_cache import readable_model
 from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
 from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import weight_map
@@ -101,7 +102,14 @@ class MegatronPolicyWorker(PolicyWorker):
             self.reference = self.adapters or SwappedMegatronReference(self.parameters)
 
     def _load_weights(self) -> None:
-        place, path = self.mesh.shard_place(), self.settings.model_path
+        place = self.mesh.shard_place()
+        path = readable_model(
+            self.config.model_name,
+            self.settings.model_path,
+            self.hf_config,
+            self.weight_map,
+            force=self.megatron.force_reconvert_from_hf,
+        )
         if self.config.reward_model_cfg.enabled:
             load_scalar_weights(self.parameters, self.weight_map, place, path, self.hf_config, self.settings.seed)
         else:
