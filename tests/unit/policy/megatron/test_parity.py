@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 VPP, SP = "virtual_pipeline_model_parallel_size", "sequence_parallel"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
-DENSE, TIED, MOE = "deep", "qwen2", "qwen3-moe"
+DENSE, TIED, MOE = "deep", "qwen2-tied", "qwen3-moe"
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=48, logprob_mb_tokens=80)}
 DYNAMIC = {
     "dynamic_batching": DynamicBatchingConfig(
