@@ -5,13 +5,32 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import nn
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; backward adds up the gradients of a group's ranks.
+
+    Megatron's `copy_to_tensor_model_parallel_region` returns a gradient that is not contiguous, as that of a slice,
+    without the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class LatentAttention(MLASelfAttention):
@@ -39,4 +58,4 @@ class LatentAttention(MLASelfAttention):
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(states, group=group) if is_cut else states, bias
         latent, rotary = states.split([rank, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat([latent, copy_to_tensor_model_parallel_region(rotary, group=group)], dim=-1), bias
+        return torch.cat([latent, _SumGradient.apply(rotary, group)], dim=-1), bias

@@ -100,11 +100,10 @@ class Vocabulary(Layout):
     """Rows are tokens, shared out after padding with zeros to a multiple of the ranks (`padded_vocabulary`)."""
 
     def pieces(self, shapes: Sequence[Shape], rank: int, size: int) -> list[Piece]:
-        """One; none where all of a rank's rows are padding."""
+        """One."""
         vocabulary = shapes[0][0]
         rows = padded_vocabulary(vocabulary, size) // size
-        start, stop = rank * rows, min((rank + 1) * rows, vocabulary)
-        return [Piece(0, 0, start, stop, 0)] if start < stop else []
+        return [Piece(0, 0, rank * rows, min((rank + 1) * rows, vocabulary), 0)]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
         """[padded vocabulary / size, H]."""
@@ -144,8 +143,18 @@ class QueryGroups(Layout):
 
 
 def padded_vocabulary(vocabulary: int, tp_size: int) -> int:
-    """The smallest multiple of `tp_size` that holds `vocabulary` tokens."""
-    return -(-vocabulary // tp_size) * tp_size
+    """The smallest multiple of `tp_size` that holds `vocabulary` tokens.
+
+    Raises:
+        ValueError: all rows of the last rank would be padding, which only happens below tp_size squared tokens.
+    """
+    rows = -(-vocabulary // tp_size)
+    if rows * (tp_size - 1) >= vocabulary:
+        raise ValueError(
+            f"a vocabulary of {vocabulary} tokens leaves the last of {tp_size} tensor-parallel ranks none; lower "
+            "policy.megatron_cfg.tensor_model_parallel_size"
+        )
+    return rows * tp_size
 
 
 def _even_share(length: int, size: int) -> int:

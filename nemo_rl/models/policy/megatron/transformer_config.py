@@ -45,10 +45,13 @@ def transformer_config(
 
 
 def num_experts(model: PretrainedConfig) -> int:
-    """0 for a dense model."""
-    values = model.get_text_config().to_dict()
+    """Experts of a layer that has some; 0 where no layer has."""
+    config = model.get_text_config()
+    if not any(is_moe_layer(config, layer) for layer in range(config.num_hidden_layers)):
+        return 0
+    values = config.to_dict()
     found = [values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
-    return next((int(number) for number in found if number), 0)
+    return next(int(number) for number in found if number)
 
 
 def _shape(model: PretrainedConfig) -> dict[str, Any]:

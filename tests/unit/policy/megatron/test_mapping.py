@@ -126,6 +126,12 @@ def test_tokens_are_padded_with_zero_rows(stored):
     assert torch.count_nonzero(last[13:]) == 0
 
 
+def test_a_rank_without_a_token_is_refused():
+    assert padded_vocabulary(5, 3) == 6
+    with pytest.raises(ValueError, match=r"5 tokens leaves the last of 4 .* lower .*tensor_model_parallel_size"):
+        padded_vocabulary(5, 4)
+
+
 @pytest.mark.parametrize("name", MOE)
 @pytest.mark.parametrize(
     ("is_grouped", "ours"),

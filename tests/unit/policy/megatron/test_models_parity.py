@@ -52,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {**GROUPS, "q_lora_rank": 16, "topk_method": "group_limited_greedy", "rope_parameters": LATENT_YARN},
     ),
+    "latent-dense": ("deepseek_v3", {"first_k_dense_replace": 2, "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek_v3-groups": ("deepseek_v3", {**GROUPS, "n_group": 2, "topk_group": 1, "rope_parameters": YARN}),
 }
@@ -140,22 +141,37 @@ def test_one_rank(name, tmp_path):
     check(name, tmp_path, 1, {})
 
 
+TENSOR = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TENSOR, "sequence_parallel": True}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral", "window-by-layer"])
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"tensor_model_parallel_size": 2},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        {"pipeline_model_parallel_size": 2},
-        {"context_parallel_size": 2},
-        {"expert_model_parallel_size": 2},
-    ],
+    [SEQUENCE, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}],
     ids=lambda layout: "+".join(layout),
 )
 def test_two_ranks(name, layout, tmp_path):
-    if "expert_model_parallel_size" in layout and name == "window-by-layer":
-        pytest.skip("has no experts")
-    if layout == {"tensor_model_parallel_size": 2} and name != "window-by-layer":
-        pytest.skip("Megatron trains experts on tensor-parallel ranks with sequence parallelism only")
     check(name, tmp_path, 2, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v2-groups", "deepseek_v3-groups", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"expert_model_parallel_size": 2},
+        {**SEQUENCE, "expert_model_parallel_size": 2},
+        {**SEQUENCE, "expert_tensor_parallel_size": 2},
+    ],
+    ids=lambda layout: "+".join(layout),
+)
+def test_experts_on_two_ranks(name, layout, tmp_path):
+    check(name, tmp_path, 2, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["latent-dense", "window", "yarn"])
+def test_tensor_ranks_without_sequence_parallelism(name, tmp_path):
+    check(name, tmp_path, 2, TENSOR)
