@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from nemo_rl.algorithms.megatron_placement import megatron_rows
 from nemo_rl.algorithms.rollout_batch import token_budgets
 from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
 from nemo_rl.algorithms.supervised_config import SupervisedMasterConfig
@@ -16,6 +17,7 @@ from nemo_rl.data.task_names import dataset_label
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron_sizes import MegatronSizes
 from nemo_rl.models.policy.parallel_sizes import ParallelSizes
 from nemo_rl.models.policy.training_layout import training_sizes
 
@@ -151,6 +153,8 @@ def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]
         "policy": _model_on_ranks(policy, sizes),
         "parameters": sizes.describe_shards(),
     }
+    if isinstance(sizes, MegatronSizes):
+        rows |= megatron_rows(policy, sizes)
     if lora.enabled:
         layers = ", ".join(lora.target_modules) or "all linear layers"
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"

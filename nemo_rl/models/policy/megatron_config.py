@@ -92,6 +92,8 @@ class MegatronOptimizerConfig(StrictModel):
             yield "use_precision_aware_optimizer", "is part of the distributed optimizer; set that to true too"
         if self.optimizer in ("muon", "dist_muon") and self.use_distributed_optimizer:
             yield "use_distributed_optimizer", "Muon updates whole matrices; set it to false"
+        if self.optimizer == "sgd" and self.use_distributed_optimizer:
+            yield "use_distributed_optimizer", "SGD has next to no state to shard; set it to false"
         if self.use_precision_aware_optimizer and self.optimizer != "adam":
             yield "use_precision_aware_optimizer", f"is Adam's, not that of {self.optimizer}; set it to false"
         if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
@@ -161,10 +163,10 @@ class MegatronDDPConfig(StrictModel):
     """Add up and reduce gradients in float32."""
 
     overlap_grad_reduce: bool = False
-    """Reduce gradients of one bucket while the backward pass computes the next (CUDA)."""
+    """Reduce gradients of one bucket while the backward pass computes the next."""
 
     overlap_param_gather: bool = False
-    """Gather updated parameters while the forward pass needs the first of them (CUDA)."""
+    """Gather updated parameters while the forward pass needs the first of them."""
 
     bucket_size: int | None = Field(default=None, ge=1)
     """Parameters of one bucket; null: Megatron's choice."""

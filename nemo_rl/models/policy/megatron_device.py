@@ -49,11 +49,8 @@ def engine_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _gpu_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
-    ddp = settings.distributed_data_parallel_config
     switches = {
         "optimizer.optimizer_cpu_offload": settings.optimizer.optimizer_cpu_offload,
-        "distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
-        "distributed_data_parallel_config.overlap_param_gather": ddp.overlap_param_gather,
         "bias_activation_fusion": settings.bias_activation_fusion,
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
     }

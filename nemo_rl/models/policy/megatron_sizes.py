@@ -38,20 +38,24 @@ class MegatronSizes(ParallelSizes):
     def describe_shards(self) -> str:
         """Over how many ranks a parameter is spread, for people."""
         stages = self.pipeline_parallel * self.stages_per_rank
-        kinds = [f"{stages} stages" + (f", {self.stages_per_rank} per rank" if self.stages_per_rank > 1 else "")]
-        kinds = kinds * (stages > 1) + [f"tensor {self.tensor_parallel}"] * (self.tensor_parallel > 1)
-        text = "Megatron: " + (" x ".join(kinds) if kinds else "whole")
-        if self.expert_parallel > 1:
-            text += f"; experts over groups of {self.expert_parallel}"
-        if self.expert_tensor_parallel > 1:
-            text += f", each cut over {self.expert_tensor_parallel}"
-        shards = self.dp_shard * self.context_parallel
-        return text + (f"; optimizer over {shards}" if self.shards_optimizer and shards > 1 else "")
+        per_rank = f" ({self.stages_per_rank} per rank)" if self.stages_per_rank > 1 else ""
+        kinds = [f"{stages} stages{per_rank}"] * (stages > 1) + [f"tensor {self.tensor_parallel}"] * (
+            self.tensor_parallel > 1
+        )
+        return "Megatron Core, " + (" x ".join(kinds) if kinds else "whole")
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """Ranks that hold the same part of the same experts."""
+        per_stage = self.world_size // self.pipeline_parallel
+        return per_stage // (self.expert_parallel * self.expert_tensor_parallel)
 
     def place(self, rank: int) -> dict[str, int]:
         axes = super().place(rank)
         if self.expert_parallel > 1:
             axes["experts"] = rank // self.expert_tensor_parallel % self.expert_parallel
+        if self.expert_tensor_parallel > 1:
+            axes["expert tensor"] = rank % self.expert_tensor_parallel
         return axes
 
 

@@ -1,0 +1,115 @@
+"""What --dry-run says of a policy that Megatron Core trains: stages and their layers, experts, optimizer."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron_sizes import MegatronSizes
+from nemo_rl.models.policy.megatron_stages import stage_layers
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]:
+    """Titles and texts. The layers of stages are said of a model in a local directory, whose config.json is read.
+
+    Raises:
+        ConfigError: its layers or experts cannot be divided as asked.
+    """
+    settings, shape = policy.megatron_cfg, _model_shape(policy)
+    rows: dict[str, str] = {}
+    if sizes.pipeline_parallel > 1:
+        rows["stages"] = _stages(settings, shape)
+    if sizes.expert_parallel * sizes.expert_tensor_parallel > 1:
+        rows["experts"] = _experts(sizes, shape)
+    if settings.sequence_parallel:
+        rows["sequences"] = f"between the matrices, cut over the {sizes.tensor_parallel} tensor ranks"
+    rows["optimizer"] = _optimizer(settings, sizes, has_experts="experts" in rows)
+    if settings.activation_checkpointing:
+        is_part = settings.recompute_granularity == "selective"
+        rows["recomputed"] = f"{', '.join(settings.recompute_modules)} of each layer" if is_part else "whole layers"
+    rows["precision"] = policy.precision
+    if settings.fp8_cfg.enabled:
+        rows["precision"] += f", products in FP8 ({settings.fp8_cfg.fp8}, {settings.fp8_cfg.fp8_recipe} scales)"
+    return rows
+
+
+def _model_shape(policy: PolicyConfig) -> dict[str, Any] | None:
+    """config.json of a model directory, with `policy.hf_config_overrides`; None for a model of the hub."""
+    file = Path(policy.model_name) / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        return {**json.loads(file.read_text(encoding="utf-8")), **policy.hf_config_overrides}
+    except (ValueError, TypeError) as error:
+        raise ConfigError([Problem(("policy", "model_name"), f"{file} cannot be read: {error}")]) from error
+
+
+def _stages(settings: MegatronConfig, shape: dict[str, Any] | None) -> str:
+    """`0: layers 0-1; 1 to 14: 4 layers each; 15: layers 58-60`."""
+    how = f"; interleaved, {settings.stages_per_rank} pieces each" if settings.stages_per_rank > 1 else ""
+    if shape is None or "num_hidden_layers" not in shape:
+        first, last = settings.num_layers_in_first_pipeline_stage, settings.num_layers_in_last_pipeline_stage
+        ends = {"the first": first, "the last": last}
+        given = [f"{count} layers in {name}" for name, count in ends.items() if count is not None]
+        others = "as many in each of the others" if given else "as many layers in each"
+        return f"{settings.pipeline_model_parallel_size}: {', '.join([*given, others])}{how}"
+    try:
+        stages = stage_layers(settings, shape["num_hidden_layers"])
+    except ValueError as error:
+        raise ConfigError([Problem((), str(error))]) from error
+    counts = [sum(map(len, pieces)) for pieces in stages]
+    texts, start = [], 0
+    for count, group in groupby(counts):
+        size = len(list(group))
+        if size > 2:
+            first, last = stages[start][0], stages[start + size - 1][-1]
+            # Pieces of interleaved stages lie all over the model.
+            where = f" ({first.start}-{last.stop - 1})" if settings.stages_per_rank == 1 else ""
+            texts.append(f"{start} to {start + size - 1}: {count} layers each{where}")
+        else:
+            for stage in range(start, start + size):
+                texts.append(f"{stage}: {_layers(stages[stage])}")
+        start += size
+    return "; ".join(texts) + how
+
+
+def _layers(pieces: list[range]) -> str:
+    spans = [f"{piece.start}-{piece.stop - 1}" if len(piece) > 1 else str(piece.start) for piece in pieces]
+    return ("layers " if sum(map(len, pieces)) > 1 else "layer ") + " and ".join(spans)
+
+
+def _experts(sizes: MegatronSizes, shape: dict[str, Any] | None) -> str:
+    groups, cut = sizes.expert_parallel, sizes.expert_tensor_parallel
+    count = next((shape[name] for name in _EXPERT_COUNTS if shape.get(name)), None) if shape is not None else None
+    if count is not None and count % groups:
+        message = f"policy.megatron_cfg.expert_model_parallel_size={groups} does not divide the model's {count} experts"
+        raise ConfigError([Problem((), f"{message}; use a divisor of {count}")])
+    what = "" if count is None else f"{count} of a layer, "
+    text = f"{what}over groups of {groups} ranks" + ("" if count is None else f", {count // groups} on each")
+    return text + (f"; each cut over {cut}" if cut > 1 else "")
+
+
+def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: bool) -> str:
+    optimizer = settings.optimizer
+    shards = sizes.dp_shard * sizes.context_parallel
+    text = f"{optimizer.optimizer}, "
+    if not sizes.shards_optimizer:
+        text += "its state on every rank that holds the parameter"
+    else:
+        text += f"its state {_spread(shards)}"
+        if has_experts and sizes.expert_data_parallel != shards:
+            text += f", that of experts {_spread(sizes.expert_data_parallel)}"
+    if optimizer.optimizer_cpu_offload:
+        text += f"; {optimizer.optimizer_offload_fraction:.0%} of it in host memory"
+    return text
+
+
+def _spread(ranks: int) -> str:
+    return f"over {ranks} ranks" if ranks > 1 else "on the rank that holds the parameter"

@@ -1,0 +1,184 @@
+"""Configurations that train large models with Megatron Core: their --dry-run, layout and memory, from config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import DeepseekV3Config, PretrainedConfig
+
+from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.rollout_batch import token_budgets
+from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.megatron.mapping import EMBEDDING, MappedTensor, WeightMap, weight_map
+from nemo_rl.models.policy.megatron_checks import check_experts, check_rope, check_tensor_parallel
+from nemo_rl.models.policy.megatron_sizes import MegatronSizes
+from nemo_rl.models.policy.megatron_stages import stage_layers
+from tests.unit.config.test_recipes import MODELS, ROOT, SCRIPT
+
+CONFIGS = {
+    "grpo_math_8B_megatron": 36,
+    "grpo_math_70B_megatron": 26,
+    "grpo_math_qwen30ba3b_megatron": 38,
+    "recipes/llm/grpo-deepseek-v3-32n8g": 35,
+}
+"""GB on each GPU while it trains, as the files say."""
+
+# As published in its config.json.
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=129280,
+    hidden_size=7168,
+    intermediate_size=18432,
+    moe_intermediate_size=2048,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    n_shared_experts=1,
+    n_routed_experts=256,
+    num_experts_per_tok=8,
+    n_group=8,
+    topk_group=4,
+    first_k_dense_replace=3,
+    kv_lora_rank=512,
+    q_lora_rank=1536,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=128,
+    v_head_dim=128,
+    max_position_embeddings=163840,
+    tie_word_embeddings=False,
+)
+
+
+def model_of(config: GRPOMasterConfig) -> PretrainedConfig:
+    return {**MODELS, "unsloth/DeepSeek-V3-bf16": DEEPSEEK}[config.policy.model_name]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request) -> tuple[Path, GRPOMasterConfig]:
+    path = ROOT / "examples" / "configs" / f"{request.param}.yaml"
+    return path, load_config(GRPOMasterConfig, path)
+
+
+def dry_run(path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    arguments = ["--config", str(path), "--dry-run", f"policy.model_name={model}"]
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert exit_.value.code == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_dry_run_proves_the_placement(case, tmp_path, capsys, monkeypatch) -> None:
+    """Of a model directory without weights: every training rank has a GPU and a place in the layout of its own."""
+    path, config = case
+    (tmp_path / "config.json").write_text(json.dumps(model_of(config).to_dict()), encoding="utf-8")
+    lines = dry_run(path, tmp_path, capsys, monkeypatch)
+    table = lines[lines.index(next(line for line in lines if line.startswith("  node"))) + 1 :]
+    ranks = [match for line in table if (match := re.match(r"\s+(\d+)\s+(\d+)\s+rank (\d+)( \([^)]*\))?", line))]
+    num_ranks, per_node = config.training_cluster.num_workers, config.cluster.gpus_per_node
+    assert [int(match[3]) for match in ranks] == list(range(num_ranks))
+    assert [(int(match[1]), int(match[2])) for match in ranks] == [divmod(rank, per_node) for rank in range(num_ranks)]
+    assert len({match[4] for match in ranks}) == num_ranks
+    sizes = MegatronSizes.of_megatron(config.policy.megatron_cfg, num_ranks)
+    assert sizes.world_size == num_ranks
+    assert sizes.tensor_parallel <= per_node and sizes.expert_parallel <= per_node, "their traffic stays on a node"
+
+
+def test_dry_run_of_deepseek_v3_says_who_holds_what(tmp_path, capsys, monkeypatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK.to_dict()), encoding="utf-8")
+    path = ROOT / "examples" / "configs" / "recipes" / "llm" / "grpo-deepseek-v3-32n8g.yaml"
+    lines = [" ".join(line.split()) for line in dry_run(path, tmp_path, capsys, monkeypatch)]
+    for line in (
+        "layout on 256 GPUs on 32 nodes:",
+        "training 128 GPUs on 16 nodes",
+        "parameters Megatron Core, 16 stages x tensor 8",
+        "stages 0: layers 0-2; 1 to 14: 4 layers each (3-58); 15: layers 59-60",
+        "experts 256 of a layer, over groups of 8 ranks, 32 on each",
+        "optimizer adam, its state on the rank that holds the parameter; 100% of it in host memory",
+        "generation vLLM, 4 engines of 32 GPUs, on 128 GPUs on 16 nodes of its own; weights by NCCL",
+        "15 7 rank 127 (stage 15, tensor 7, experts 7)",
+        "31 7 engine 3 shard 31",
+    ):
+        assert line in lines
+
+
+def test_the_layout_fits_the_published_model(case) -> None:
+    _, config = case
+    policy, model = config.policy, model_of(config)
+    check_tensor_parallel(policy.megatron_cfg, model)
+    check_experts(policy, model)
+    check_rope(model)
+    assert stage_layers(policy.megatron_cfg, model.num_hidden_layers)
+    assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
+    assert policy.max_total_sequence_length <= model.max_position_embeddings
+    train, logprobs = token_budgets(policy)
+    assert policy.max_total_sequence_length <= train <= logprobs
+
+
+@cache
+def weights_of(path: Path) -> WeightMap:
+    model = model_of(load_config(GRPOMasterConfig, path))
+    return weight_map(model, implementation="transformer_engine", grouped_experts=True)
+
+
+def parameters_per_rank(config: GRPOMasterConfig, weights: WeightMap) -> Counter[tuple[int, bool]]:
+    """(stage, whether of experts) -> parameters that each of its ranks holds."""
+    settings = config.policy.megatron_cfg
+    stages = stage_layers(settings, model_of(config).num_hidden_layers)
+    stage_of = {layer: stage for stage, pieces in enumerate(stages) for piece in pieces for layer in piece}
+    held: Counter[tuple[int, bool]] = Counter()
+    for entry in weights.entries:
+        layer = re.search(r"\.layers\.(\d+)\.", entry.template)
+        stage = stage_of[int(layer[1])] if layer else len(stages) - 1
+        stage = 0 if entry.template == EMBEDDING else stage
+        held[stage, entry.expert is not None] += numel(entry, config)
+    return held
+
+
+def numel(entry: MappedTensor, config: GRPOMasterConfig) -> int:
+    """Elements of a tensor that a rank holds, on average over expert-parallel ranks."""
+    settings = config.policy.megatron_cfg
+    if entry.expert is None:
+        return math.prod(entry.shard_shape(settings.tensor_model_parallel_size))
+    return math.prod(entry.shard_shape(settings.expert_tensor_parallel_size)) // settings.expert_model_parallel_size
+
+
+def test_weights_gradients_and_optimizer_fit_as_the_file_says(case) -> None:
+    """bfloat16 weights, float32 gradients, and 12 bytes of Adam for each parameter, sharded or on the host."""
+    path, config = case
+    settings = config.policy.megatron_cfg
+    sizes = MegatronSizes.of_megatron(settings, config.training_cluster.num_workers)
+    held = parameters_per_rank(config, weights_of(path))
+    on_host = settings.optimizer.optimizer_offload_fraction
+    assert settings.activation_checkpointing
+    needed = []
+    for stage in range(sizes.pipeline_parallel):
+        dense, experts = held[stage, False], held[stage, True]
+        optimizer = 12 * (dense / (sizes.dp_shard * sizes.context_parallel) + experts / sizes.expert_data_parallel)
+        needed.append((6 * (dense + experts) + (1 - on_host) * optimizer) / 1e9)
+    said = CONFIGS[str(path.relative_to(ROOT / "examples" / "configs").with_suffix(""))]
+    assert max(needed) == pytest.approx(said, rel=0.05) and max(needed) < 45, "the rest is for activations"
+    engine = config.policy.generation.vllm_cfg
+    weights = 2 * size_of(weights_of(path)) / engine.engine_size / 2**30
+    assert weights < 0.75 * 80 * engine.gpu_memory_utilization, "the rest is the KV cache"
+
+
+def size_of(weights: WeightMap) -> int:
+    """Parameters of the whole model."""
+    sources = [source for entry in weights.entries for source in entry.sources if not entry.is_buffer]
+    return sum(math.prod(source.shape) for source in sources)
+
+
+def test_deepseek_v3_has_the_published_size() -> None:
+    path = ROOT / "examples" / "configs" / "recipes" / "llm" / "grpo-deepseek-v3-32n8g.yaml"
+    assert size_of(weights_of(path)) == pytest.approx(671e9, rel=0.002)
+    held = parameters_per_rank(load_config(GRPOMasterConfig, path), weights_of(path))
+    host = 12 * (held[1, False] + held[1, True]) * 8 / 1e9
+    assert host == pytest.approx(558, abs=1), "GB of optimizer state on a node"
