@@ -1,0 +1,124 @@
+"""Settings of Megatron that do not fit together or to the devices: each is refused with what would work."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.config.run_configs import build, problems_of
+
+KEY = "policy.megatron_cfg"
+ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null")
+CPU = "cluster.gpus_per_node=0"
+
+
+def test_the_minimal_run_with_megatron_is_fine() -> None:
+    assert build(*ON).policy.backend_key == "megatron_cfg"
+    assert build(*ON, CPU).policy.backend_key == "megatron_cfg"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        # backends
+        (("policy.dtensor_cfg.enabled=true",), f"{KEY}.enabled", "excludes policy.dtensor_cfg.enabled=true"),
+        (
+            ("policy.optimizer={name: torch.optim.SGD, kwargs: {lr: 0.1}}",),
+            "policy.optimizer",
+            "megatron_cfg.optimizer",
+        ),
+        (("policy.scheduler={name: a.B}",), "policy.scheduler", "policy.megatron_cfg.scheduler"),
+        (("policy.master_precision=bfloat16",), "policy.master_precision", "set it to float32"),
+        (("policy.padding_free=false",), "policy.padding_free", "set it to null"),
+        ((f"{KEY}.pipeline_dtype=float32",), f"{KEY}.pipeline_dtype", "must be policy.precision=bfloat16"),
+        # layouts
+        (
+            (f"{KEY}.tensor_model_parallel_size=3", "cluster.gpus_per_node=8"),
+            f"{KEY}.tensor_model_parallel_size",
+            "3 does not divide the 8 training ranks; these would: 1, 2, 4, 8",
+        ),
+        (
+            (f"{KEY}.expert_model_parallel_size=8", f"{KEY}.pipeline_model_parallel_size=2", "cluster.gpus_per_node=8"),
+            f"{KEY}.expert_model_parallel_size",
+            "expert_model_parallel_size=8 does not divide the 4 ranks of a pipeline stage (data x context x tensor "
+            "parallel); these would: 1, 2, 4",
+        ),
+        (
+            (f"{KEY}.context_parallel_size=2", "policy.max_total_sequence_length=510", "cluster.gpus_per_node=2"),
+            f"{KEY}.context_parallel_size",
+            "2 ranks hold 4 equal chunks of every sequence, and policy.max_total_sequence_length=510 is no multiple of "
+            "that; 508 and 512 are",
+        ),
+        ((f"{KEY}.sequence_parallel=true",), f"{KEY}.sequence_parallel", "tensor_model_parallel_size above 1"),
+        (
+            (f"{KEY}.virtual_pipeline_model_parallel_size=2",),
+            f"{KEY}.virtual_pipeline_model_parallel_size",
+            "needs pipeline_model_parallel_size above 1",
+        ),
+        (
+            (f"{KEY}.num_layers_in_last_pipeline_stage=2",),
+            f"{KEY}.num_layers_in_first_pipeline_stage",
+            "there is one stage",
+        ),
+        (
+            (
+                f"{KEY}.pipeline_model_parallel_size=4",
+                f"{KEY}.virtual_pipeline_model_parallel_size=2",
+                "policy.train_micro_batch_size=1",
+                "policy.train_global_batch_size=2",
+                "cluster.gpus_per_node=4",
+            ),
+            "policy.train_global_batch_size",
+            "is a multiple of 4",
+        ),
+        # devices
+        ((CPU, f"{KEY}.moe_permute_fusion=true"), f"{KEY}.moe_permute_fusion", "set it to false"),
+        ((CPU, f"{KEY}.fp8_cfg.enabled=true"), f"{KEY}.fp8_cfg.enabled", "cluster.gpus_per_node is 0"),
+        ((CPU, f"{KEY}.attention_backend=flash"), f"{KEY}.attention_backend", "set it to auto"),
+        # parts of training
+        (
+            (f"{KEY}.scheduler.lr_decay_style=cosine",),
+            f"{KEY}.optimizer.min_lr",
+            "falls from lr to it; give one below lr=5e-06",
+        ),
+        ((f"{KEY}.recompute_granularity=full",), f"{KEY}.activation_checkpointing", "set this to true too"),
+        ((f"{KEY}.recompute_modules=[attention]",), f"{KEY}.recompute_modules.0", "'core_attn'"),
+        (
+            (f"{KEY}.activation_checkpointing=true", f"{KEY}.recompute_modules=[moe_act]"),
+            f"{KEY}.recompute_modules",
+            "set moe_grouped_gemm=true",
+        ),
+        (
+            (f"{KEY}.moe_shared_expert_overlap=true", f"{KEY}.moe_token_dispatcher_type=allgather"),
+            f"{KEY}.moe_token_dispatcher_type",
+            "needs alltoall",
+        ),
+        # generation
+        (("policy.generation.backend=hf",), "policy.generation.backend", "set it to vllm or megatron"),
+        (
+            ("policy.generation.backend=megatron", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
+            "policy.generation.vllm_cfg.tensor_parallel_size",
+            "cut as policy.megatron_cfg.tensor_model_parallel_size says",
+        ),
+        (
+            ("+policy.generation.mcore_generation_config.num_speculative_tokens=2",),
+            "policy.generation.mcore_generation_config.num_speculative_tokens",
+            "not supported yet",
+        ),
+    ],
+)
+def test_cross_checks(overrides: tuple[str, ...], key: str, message: str) -> None:
+    problems = [line for line in problems_of(*ON, *overrides).splitlines() if message in line]
+    assert len(problems) == 1, problems_of(*ON, *overrides)
+    assert f"{key}: " in problems[0] or f"{key}=" in problems[0]
+
+
+def test_what_needs_megatron_is_refused_without() -> None:
+    assert "set it to vllm or hf" in problems_of("policy.generation.backend=megatron")
+    assert "needs policy.megatron_cfg.enabled=true" in problems_of("policy.router_replay.enabled=true")
+
+
+def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:
+    keys = "{buffer_size_gb: 10, num_cuda_graphs: 4, max_tokens: 16384, enable_prefix_caching: false}"
+    generation = "policy.generation"
+    config = build(*ON, f"{generation}.backend=megatron", f"+{generation}.mcore_generation_config={keys}")
+    assert config.policy.generation.mcore_generation_config.max_batch_size == 64
