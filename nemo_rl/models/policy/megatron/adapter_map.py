@@ -1,0 +1,214 @@
+"""Which of Megatron's linear layers get low-rank adapters, and where these lie in a layer and in files.
+
+    linear_qkv.weight [q + k + v, in]  ->  lora_A [r, in], one for all three; lora_B [q + k + v, r], cut as the weight
+    files                              ->  {q,k,v}_proj.lora_B, and the lora_A of the first of them
+
+Nothing here imports Megatron.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
+from nemo_rl.models.policy.lora import matches
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.shard_layout import Replicated, Row
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.megatron_stages import stage_layers
+from nemo_rl.models.policy.moe import num_experts
+from nemo_rl.models.policy.peft_format import tensor_names
+from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT
+
+KEY = "policy.megatron_cfg.peft"
+LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""Adapted when nothing is named."""
+
+_LINEAR_WEIGHT = re.compile(r"(.*\.linear_\w+)\.weight\d*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptedLayer:
+    """A linear layer `name` of the whole model, its weight, and the two matrices of its adapter.
+
+    Of a layer cut by rows of the weight (column parallel) `lora_b` is cut likewise and `lora_a` whole on every rank;
+    of one cut by columns (row parallel) `lora_a` is cut and `lora_b` whole.
+    """
+
+    name: str
+    weight: MappedTensor
+    lora_a: MappedTensor
+    lora_b: MappedTensor
+
+    @property
+    def is_row_parallel(self) -> bool:
+        """Whether ranks share the input features."""
+        return isinstance(self.weight.layout, Row)
+
+    @property
+    def hf_names(self) -> list[str]:
+        """Of the Hugging Face layers that it is made of."""
+        return [source.name.removesuffix(".weight") for source in self.weight.sources]
+
+
+def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[AdaptedLayer]:
+    """The layers that `peft` names, in the order of the model; nothing named: `LINEAR_LAYERS`, but not of experts.
+
+    Raises:
+        ValueError: for a name that matches no layer, for layers that cannot be adapted, and for a rank above the full
+            one.
+    """
+    linears: dict[str, MappedTensor] = {}
+    for entry in weights.entries:
+        if found := _LINEAR_WEIGHT.fullmatch(entry.template.format(expert=entry.expert)):
+            linears[found[1]] = entry
+    for key, patterns in (("target_modules", peft.target_modules), ("exclude_modules", peft.exclude_modules)):
+        for pattern in patterns:
+            if not any(matches(name, pattern) for name in linears):
+                raise ValueError(f"{KEY}.{key}: {pattern!r} matches no linear layer; there are {_listed(linears)}")
+    targets = peft.target_modules or LINEAR_LAYERS
+    chosen = {
+        name: entry
+        for name, entry in linears.items()
+        if any(matches(name, target) for target in targets)
+        and not any(matches(name, pattern) for pattern in peft.exclude_modules)
+        and not (entry.expert is not None and not peft.target_modules)
+    }
+    if not chosen:
+        raise ValueError(f"{KEY}.exclude_modules leaves no layer to adapt; there are {_listed(linears)}")
+    for name, entry in chosen.items():
+        _check_layer(name, entry, peft)
+    return [_adapted(name, entry, peft.dim) for name, entry in chosen.items()]
+
+
+def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> None:
+    if weight.expert is not None:
+        raise ValueError(
+            f"{KEY}.target_modules takes in {name}, a layer of an expert, which stays frozen; name other layers, or "
+            f"add '*.experts.*' to {KEY}.exclude_modules"
+        )
+    if isinstance(weight.layout, Replicated):
+        raise ValueError(
+            f"{KEY}.target_modules takes in {name}, which Transformer Engine does not cut over ranks and which has no "
+            f"adapter here; add it to {KEY}.exclude_modules, or set policy.megatron_cfg.transformer_impl=local"
+        )
+    largest = min(sum(rows for rows, _ in weight.shapes), weight.shapes[0][1])
+    if peft.dim > largest:
+        raise ValueError(
+            f"{KEY}.dim={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or less, or add "
+            f"the layer to {KEY}.exclude_modules"
+        )
+
+
+def _listed(linears: Mapping[str, MappedTensor]) -> str:
+    parts = sorted({name.rpartition(".")[2] for name in linears})
+    return f"{', '.join(parts)}; full names are like {next(iter(linears))}"
+
+
+def _adapted(name: str, weight: MappedTensor, dim: int) -> AdaptedLayer:
+    is_row = isinstance(weight.layout, Row)
+    rows = [
+        HFTensor(f"{source.name.removesuffix('.weight')}.lora_B", (source.shape[0], dim)) for source in weight.sources
+    ]
+    first = weight.sources[0]
+    columns = HFTensor(f"{first.name.removesuffix('.weight')}.lora_A", (dim, first.shape[1]))
+    prefix = f"{name}.adapter."
+    return AdaptedLayer(
+        name=name,
+        weight=weight,
+        lora_a=MappedTensor(
+            template=prefix + "lora_A", sources=(columns,), layout=weight.layout if is_row else Replicated()
+        ),
+        lora_b=MappedTensor(
+            template=prefix + "lora_B", sources=tuple(rows), layout=Replicated() if is_row else weight.layout
+        ),
+    )
+
+
+def trained_map(weights: WeightMap, layers: Sequence[AdaptedLayer]) -> WeightMap:
+    """The mapping of what is trained: adapters, and the head of a reward or value model."""
+    adapters = [part for layer in layers for part in (layer.lora_a, layer.lora_b)]
+    return replace(weights, entries=(*adapters, *trained_head(weights)), is_tied=False)
+
+
+def trained_head(weights: WeightMap) -> list[MappedTensor]:
+    """The head of a reward or value model, which is trained whole; nothing of a language model."""
+    heads = [entry for entry in weights.entries if entry.template == OUTPUT_LAYER]
+    return [entry for entry in heads if entry.sources[0].name == HEAD_WEIGHT]
+
+
+def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole trained tensors under the names of files -> under PEFT's names, where every layer has its own lora_A."""
+    found = {f"base_model.model.{HEAD_WEIGHT}": trained[HEAD_WEIGHT]} if HEAD_WEIGHT in trained else {}
+    for layer in layers:
+        for hf_name, rows in zip(layer.hf_names, layer.lora_b.sources, strict=True):
+            name_a, name_b = tensor_names(hf_name)
+            found[name_a] = trained[layer.lora_a.sources[0].name].clone()
+            found[name_b] = trained[rows.name]
+    return found
+
+
+def lora_config(peft: MegatronPeftConfig) -> LoRAConfig:
+    """What adapters of either backend have in common."""
+    return LoRAConfig(
+        enabled=peft.enabled,
+        dim=peft.dim,
+        alpha=peft.alpha,
+        dropout=peft.dropout,
+        lora_A_init=peft.lora_A_init_method,
+    )
+
+
+# -- on the driver
+
+
+def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
+    """Whether `policy.megatron_cfg.peft` goes with the model and the other settings; nothing where it is off.
+
+    Raises:
+        ValueError: as `adapted_layers`, for a pipeline stage without adapters, and for settings that would train what
+            adapters leave as it is.
+    """
+    settings, text = policy.megatron_cfg, model.get_text_config()
+    if not settings.peft.enabled:
+        return
+    layers = adapted_layers(weight_map(text, implementation="local"), settings.peft)
+    _check_others(settings, layers, has_experts=num_experts(text) > 0)
+    names = [layer.name for layer in layers]
+    for rank, pieces in enumerate(stage_layers(settings, text.num_hidden_layers)):
+        for piece in pieces:
+            if not any(name.startswith(f"decoder.layers.{number}.") for number in piece for name in names):
+                raise ValueError(
+                    f"{KEY}.target_modules adapts none of the layers {piece.start} to {piece.stop - 1}, which pipeline "
+                    f"rank {rank} trains; name layers of all ranks, or set "
+                    "policy.megatron_cfg.pipeline_model_parallel_size=1"
+                )
+
+
+def _check_others(settings: MegatronConfig, layers: Sequence[AdaptedLayer], *, has_experts: bool) -> None:
+    if settings.fp8_cfg.enabled and settings.fp8_cfg.fp8_param:
+        raise ValueError(
+            f"policy.megatron_cfg.fp8_cfg.fp8_param=true: adapters ({KEY}.enabled=true) are merged with weights in the "
+            "dtype of policy.precision; set it to false"
+        )
+    if not has_experts:
+        return
+    if not settings.freeze_moe_router:
+        raise ValueError(
+            f"policy.megatron_cfg.freeze_moe_router=false: {KEY}.enabled=true trains adapters alone; set it to true"
+        )
+    if settings.moe_router_bias_update_rate > 0:
+        raise ValueError(
+            f"policy.megatron_cfg.moe_router_bias_update_rate={settings.moe_router_bias_update_rate} changes the model "
+            f"that {KEY}.enabled=true leaves as it is; set it to 0"
+        )
+    if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
+        raise ValueError(
+            "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters do not overlap; set it "
+            f"to false, or add '*.shared_experts.*' to {KEY}.exclude_modules"
+        )

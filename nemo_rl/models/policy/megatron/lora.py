@@ -1,0 +1,243 @@
+"""Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685), cut as the layers are.
+
+    y = x W^T + b + (alpha / r) (dropout(x) A^T) B^T        W [out, in], A [r, in], B [out, r]
+
+    column parallel   x whole (sequence parallel: own positions), A whole, B own rows; h = x A^T is [S, r]
+                      forward: h as it is (gathered over positions); backward: its gradient is summed over ranks
+    row parallel      x own features, A own columns, B whole
+                      forward: h is summed over ranks (each keeps its positions); y is then as the layer's
+
+So every collective moves r features, and gradients of whole matrices are whole, but for sequence parallelism: each rank
+has those of its positions, and Megatron adds them up, as it does for norms (`sequence_parallel` of a parameter).
+
+The model itself is frozen before it is wrapped, so Megatron keeps no gradients and no optimizer state for it. B begins
+at zero; without its adapters the model is the reference policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from torch import nn
+
+from nemo_rl.distributed.adapter_merge import merge
+from nemo_rl.models.policy.lora import draw_first_matrix
+from nemo_rl.models.policy.megatron.adapter_map import (
+    AdaptedLayer,
+    adapted_layers,
+    lora_config,
+    peft_tensors,
+    trained_head,
+    trained_map,
+)
+from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
+from nemo_rl.models.policy.megatron.mapping import WeightMap
+from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
+from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
+from nemo_rl.models.policy.megatron.weights_export import export_weights
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.peft_format import write_peft
+from nemo_rl.models.policy.scalar_head import HEAD
+
+
+class Adapter(nn.Module):
+    """What a linear layer gets added: input [S, 1, in] -> [S, 1, out], of this rank's features and positions.
+
+    `lora_A` [r, in] and `lora_B` [out, r], as this rank holds them, are not drawn yet. Dropout is on in training mode.
+    """
+
+    def __init__(self, linear: Any, layer: AdaptedLayer, peft: MegatronPeftConfig, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        rows, columns = linear.weight.shape
+        self.lora_A = nn.Parameter(linear.weight.new_empty(peft.dim, columns))
+        self.lora_B = nn.Parameter(linear.weight.new_empty(rows, peft.dim))
+        self.scale = peft.alpha / peft.dim
+        self.dropout = peft.dropout
+        self.is_active = True
+        self.is_row_parallel = layer.is_row_parallel
+        self.group = group
+        self.cuts_positions = linear.config.sequence_parallel and group.size() > 1
+        if self.cuts_positions:
+            whole: Any = self.lora_B if self.is_row_parallel else self.lora_A
+            whole.sequence_parallel = True
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        narrow = F.linear(F.dropout(input, self.dropout, self.training), self.lora_A) * self.scale
+        return F.linear(self._join(narrow), self.lora_B)
+
+    def _join(self, narrow: torch.Tensor) -> torch.Tensor:
+        if self.is_row_parallel and self.cuts_positions:
+            return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
+        if self.is_row_parallel:
+            return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
+        if self.cuts_positions:
+            return tensor_parallel.gather_from_sequence_parallel_region(narrow, group=self.group)
+        return copy_to_tensor_model_parallel_region(narrow, group=self.group)
+
+
+def _add_adapter(linear: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    if not linear.adapter.is_active:
+        return outputs
+    (input,), (output, bias) = inputs, outputs
+    if "layer_norm_weight" in linear._parameters:  # Transformer Engine fuses the norm in front of a layer into it
+        norm, epsilon = linear.layer_norm_weight, linear.config.layernorm_epsilon
+        input = F.rms_norm(input.float(), norm.shape, norm.float(), epsilon).to(input.dtype)
+    return output + linear.adapter(input), bias
+
+
+class Adapters:
+    """The adapters of the stages of this rank: a `ReferencePolicy` without them, and what takes the model's place.
+
+    Attributes:
+        trained: the mapping of what is trained, over the whole model.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PolicyGPTModel],
+        weights: WeightMap,
+        config: MegatronConfig,
+        mesh: MegatronMesh,
+        seed: int,
+    ) -> None:
+        """Put drawn adapters into `stages`, whose weights are loaded, and freeze all else. Before they are wrapped.
+
+        Raises:
+            ValueError: as `adapted_layers`.
+        """
+        self.peft = config.peft
+        self.weights = weights
+        self.layers = adapted_layers(weights, config.peft)
+        self.trained = trained_map(weights, self.layers)
+        self._by_weight = {layer.weight.template: layer for layer in self.layers}
+        parameters = parameters_by_name(stages)
+        for parameter in parameters.values():
+            parameter.requires_grad_(False)
+        for entry in trained_head(weights):
+            if entry.template in parameters:
+                parameters[entry.template].requires_grad_(True)
+        self.modules = self._insert(stages, parameters, mesh)
+        held = self.held(parameters_by_name(stages))
+        self._draw(held, mesh, seed)
+        mark_shards(held, self.trained, mesh.shard_place())
+        for stage in stages:
+            if config.activation_checkpointing and stage.pre_process:
+                stage.embedding.register_forward_hook(_ask_for_gradient)
+
+    def _insert(
+        self, stages: Sequence[PolicyGPTModel], parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh
+    ) -> list[Adapter]:
+        modules = [module for stage in stages for module in stage.modules()]
+        owners = {id(part): module for module in modules for part in module.parameters(recurse=False)}
+        added = []
+        for name, layer in self._by_weight.items():
+            if name not in parameters:  # on another stage
+                continue
+            linear = owners[id(parameters[name])]
+            adapter = Adapter(linear, layer, self.peft, parallel_state.get_tensor_model_parallel_group())
+            linear.add_module("adapter", adapter)
+            linear.register_forward_hook(_add_adapter, prepend=True)  # other hooks see what the whole layer gives
+            added.append(adapter.train(linear.training))
+        return added
+
+    @torch.no_grad()
+    def _draw(self, held: Mapping[str, torch.Tensor], mesh: MegatronMesh, seed: int) -> None:
+        """As `lora.init_adapters`: a layer that both backends know as one has the same values in both."""
+        place = mesh.shard_place()
+        for layer in self.layers:
+            if layer.lora_a.template in held:
+                shape = layer.lora_a.sources[0].shape
+                whole = draw_first_matrix(layer.hf_names[0], shape, self.peft.lora_A_init_method, seed)
+                held[layer.lora_a.template].copy_(layer.lora_a.cut([whole], *layer.lora_a.rank_and_size(place)))
+                held[layer.lora_b.template].zero_()
+
+    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those of `parameters` that are trained."""
+        names = {entry.template for entry in self.trained.entries}
+        return {name: parameter for name, parameter in parameters.items() if name in names}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the model is the base model."""
+        for module in self.modules:
+            module.is_active = False
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module.is_active = True
+
+    def merged(self, parameters: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
+        """`parameters`, by Megatron name, with weights of adapted layers as W + (alpha / r) B A on `device`.
+
+        Computed when one is looked up, in float32, on this rank alone: its part of W takes its parts of A and B.
+        """
+        return _Merged(parameters, self._by_weight, self.peft.alpha / self.peft.dim, device)
+
+    def save(
+        self, parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh, directory: Path, base_model_name: str
+    ) -> None:
+        """Write the adapters to `directory` in PEFT's format. Collective; rank 0 writes."""
+        exported = export_weights(parameters, self.trained, mesh.export_groups(), self._device(parameters))
+        whole = {tensor.name: tensor.gather(None).cpu() for tensor in exported}
+        if dist.get_rank() == 0:
+            write_peft(
+                peft_tensors(self.layers, whole),
+                lora_config(self.peft),
+                directory,
+                base_model_name,
+                chosen=[name for layer in self.layers for name in layer.hf_names],
+                modules=[tensor.name.rpartition(".")[0] for tensor in self.weights.hf_tensors],
+                heads=[HEAD] if trained_head(self.weights) else None,
+            )
+        dist.barrier()
+
+    def _device(self, parameters: Mapping[str, torch.Tensor]) -> torch.device:
+        return next(iter(self.held(parameters).values())).device
+
+
+class _Merged(Mapping[str, torch.Tensor]):
+    """See `Adapters.merged`."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        layers: Mapping[str, AdaptedLayer],
+        scale: float,
+        device: torch.device,
+    ) -> None:
+        self._parameters, self._layers, self._scale, self._device = parameters, layers, scale, device
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self._parameters[name]
+        if name not in self._layers:
+            return weight
+        layer = self._layers[name]
+        parts = (weight, self._parameters[layer.lora_a.template], self._parameters[layer.lora_b.template])
+        on_device = [part.detach().to(self._device) for part in parts]
+        return merge(*on_device, self._scale)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+
+def _ask_for_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Recomputed layers have gradients where their input has: behind a frozen embedding it says so itself."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
