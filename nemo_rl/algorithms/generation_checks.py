@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.config import PolicyConfig
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
@@ -52,7 +52,7 @@ def check_backend(cfg: RolloutMasterConfig) -> Problems:
         )
         return
     why = f"the policy's own workers generate (policy.generation.backend={backend})"
-    yield from _check_dtensor_layout(cfg.policy.dtensor_cfg, why) if backend == "hf" else ()
+    yield from _check_layout(cfg.policy, why)
     if generation.vllm_cfg.precision != cfg.policy.precision:
         yield (
             "policy.generation.vllm_cfg.precision",
@@ -76,19 +76,30 @@ def check_backend(cfg: RolloutMasterConfig) -> Problems:
         )
 
 
-def _check_dtensor_layout(parallel: DTensorConfig, why: str) -> Problems:
-    for size, name in (
-        ("pipeline_parallel_size", "pipeline stages"),
-        ("context_parallel_size", "sequences cut over ranks"),
-        ("expert_parallel_size", "experts on different ranks"),
-    ):
-        if getattr(parallel, size) > 1:
+def _check_layout(policy: PolicyConfig, why: str) -> Problems:
+    """Whether the ranks that train can draw single tokens, each data-parallel rank for itself."""
+    dtensor, megatron = policy.dtensor_cfg, policy.megatron_cfg
+    if policy.backend_key == "megatron_cfg":
+        sizes = {
+            "pipeline_model_parallel_size": (megatron.pipeline_model_parallel_size, "pipeline stages"),
+            "context_parallel_size": (megatron.context_parallel_size, "sequences cut over ranks"),
+            "expert_model_parallel_size": (megatron.expert_model_parallel_size, "experts on different ranks"),
+            "expert_tensor_parallel_size": (megatron.expert_tensor_parallel_size, "experts cut over ranks"),
+        }
+    else:
+        sizes = {
+            "pipeline_parallel_size": (dtensor.pipeline_parallel_size, "pipeline stages"),
+            "context_parallel_size": (dtensor.context_parallel_size, "sequences cut over ranks"),
+            "expert_parallel_size": (dtensor.expert_parallel_size, "experts on different ranks"),
+        }
+    for name, (size, what) in sizes.items():
+        if size > 1:
             yield (
-                f"policy.dtensor_cfg.{size}",
-                f"not supported yet: {name} where {why}; set it to 1, or policy.generation.backend=vllm",
+                f"policy.{policy.backend_key}.{name}",
+                f"not supported yet: {what} where {why}; set it to 1, or policy.generation.backend=vllm",
             )
-    if parallel.sequence_parallel:
+    if policy.backend_cfg.sequence_parallel:
         yield (
-            "policy.dtensor_cfg.sequence_parallel",
+            f"policy.{policy.backend_key}.sequence_parallel",
             f"single tokens cannot be cut over ranks, and {why}; set it to false, or policy.generation.backend=vllm",
         )

@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.conversion_cache import check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
     OUTPUT_LAYER,
     heads_of,
@@ -58,6 +59,8 @@ def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: st
         capability=capability,
     )
     check_mapping(policy, model, model_path)
+    if Path(model_path).is_dir():
+        check_conversion(policy.model_name, model_path, model, force=settings.force_reconvert_from_hf)
     check_rope(text)
     check_tensor_parallel(settings, text)
     check_experts(policy, text)

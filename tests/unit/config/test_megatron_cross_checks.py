@@ -100,6 +100,15 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             "cut as policy.megatron_cfg.tensor_model_parallel_size says",
         ),
         (
+            (
+                "policy.generation.backend=megatron",
+                f"{KEY}.pipeline_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ),
+            f"{KEY}.pipeline_model_parallel_size",
+            "not supported yet: pipeline stages where the policy's own workers generate",
+        ),
+        (
             ("+policy.generation.mcore_generation_config.num_speculative_tokens=2",),
             "policy.generation.mcore_generation_config.num_speculative_tokens",
             "not supported yet",

@@ -13,6 +13,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from nemo_rl.models.policy import megatron_checks as checks
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, TokenizerConfig
+from nemo_rl.models.policy.megatron.conversion_cache import DIRECTORY
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.megatron_device import device_problems
@@ -327,3 +328,17 @@ def test_torch_layers_have_no_kernels_of_transformer_engine() -> None:
         "apply_rope_fusion": f"true is Transformer Engine's, and {KEY}.transformer_impl is local; set it to false, or "
         "that to transformer_engine"
     }
+
+
+def test_a_stale_conversion_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, folder = CONFIGS["llama"](), tmp_path / "kept", tmp_path / "model"
+    monkeypatch.setenv(DIRECTORY, str(kept))
+    folder.mkdir()
+    torch.save({}, folder / "pytorch_model.bin")
+    checks.check_megatron(policy_of(), model, str(folder))  # nothing is kept yet
+    (kept / "mine").mkdir(parents=True)
+    (kept / "mine" / "conversion.json").write_text("{}", encoding="utf-8")
+    message = refusal(model, str(folder))
+    assert message.startswith(f"policy.model_name='mine': the conversion kept in {kept / 'mine'} is stale")
+    assert "set policy.megatron_cfg.force_reconvert_from_hf=true to make it anew" in message
+    checks.check_megatron(policy_of(force_reconvert_from_hf=True), model, str(folder))
