@@ -68,6 +68,7 @@ def start_vllm_generation(
             hf_overrides=config.policy.hf_config_overrides,
             accelerator=place.accelerator,
             timeout_s=config.cluster.worker_timeout_s,
+            return_routed_experts=config.policy.router_replay.enabled,
         )
         stack.callback(generation.shutdown)
         return generation

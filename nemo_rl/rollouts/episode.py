@@ -78,6 +78,7 @@ class _Transcript:
     messages: list[dict[str, str]]
     token_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    routed_experts: list[np.ndarray] = field(default_factory=list)  # of the first tokens, one piece per turn
 
     def __post_init__(self) -> None:
         self.token_mask = [False] * len(self.token_ids)
@@ -88,6 +89,13 @@ class _Transcript:
         self.token_mask.extend([logprobs is not None] * len(token_ids))
         self.logprobs.extend(logprobs if logprobs is not None else [0.0] * len(token_ids))
         self.messages.append(message)
+
+    def add_experts(self, experts: np.ndarray | None) -> None:
+        """Keep what the engine says of the experts of all tokens but the last: those that are not known yet."""
+        known = sum(len(piece) for piece in self.routed_experts)
+        if experts is not None:
+            assert len(experts) < len(self.token_ids)
+            self.routed_experts.append(experts[known:])
 
 
 def prompt_tokens(message_log: Sequence[Message]) -> list[int]:
@@ -133,6 +141,7 @@ async def run_episode(
         generated = time.perf_counter()
         text = decode(completion.token_ids)
         transcript.append(completion.token_ids, completion.logprobs, {"role": "assistant", "content": text})
+        transcript.add_experts(completion.routed_experts)
         step = await env_step(transcript.messages, metadata)
         turn = _turn(completion, step.reward, begin, generated)
         turns.append(turn)
@@ -211,4 +220,5 @@ def _sample(meta: SampleMeta, transcript: _Transcript) -> Sample:
         token_mask=np.asarray(transcript.token_mask, dtype=bool),
         generation_logprobs=np.asarray(transcript.logprobs, dtype=np.float32),
         messages=transcript.messages,
+        routed_experts=np.concatenate(transcript.routed_experts) if transcript.routed_experts else None,
     )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any, Literal
 
 from nemo_rl.distributed.weight_transfer import Transport
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm_nodes import EngineNodes
+from nemo_rl.models.generation.vllm_routed_experts import routed_experts_arguments
 from nemo_rl.models.generation.vllm_worker import VllmWorker, engine_args, prepare_environment
 
 
@@ -29,6 +31,7 @@ class VllmFollower:
         load_format: Literal["dummy", "auto"] = "dummy",
         weight_transfer: Transport = "packed_shm",
         replica: int = 0,
+        return_routed_experts: bool = False,
     ) -> None:
         nodes = EngineNodes.join()
         self._name = f"node {nodes.rank} of generation replica {replica}"
@@ -37,6 +40,8 @@ class VllmFollower:
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         arguments = engine_args(model, tokenizer, cfg, device, seed, load_format, weight_transfer, nodes)
+        if return_routed_experts:
+            arguments = replace(arguments, **routed_experts_arguments(cfg, device))
         # Its processes end with this one: they watch a pipe from it.
         self._executor = MultiprocExecutor(arguments.create_engine_config(headless=True), monitor_workers=False)
         self._executor.start_worker_monitor()

@@ -39,6 +39,7 @@ class VllmGeneration(GenerationInterface):
         hf_overrides: values that replace those of the model's config.json, as in training.
         load_format: "auto" reads the weights of `model` (evaluation, tests).
         num_replicas: fewer replicas than there is room for.
+        return_routed_experts: completions say which experts every token went through.
 
     Raises:
         ValueError: when the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
@@ -58,6 +59,7 @@ class VllmGeneration(GenerationInterface):
         num_replicas: int | None = None,
         name_prefix: str = "generation",
         timeout_s: float | None = None,
+        return_routed_experts: bool = False,
     ) -> None:
         check_vllm_kwargs(cfg)
         self._cluster = cluster
@@ -77,6 +79,7 @@ class VllmGeneration(GenerationInterface):
             "device": "cuda" if cluster.use_gpus else "cpu",
             "seed": seed,
             "load_format": load_format,
+            "return_routed_experts": return_routed_experts,
             "weight_transfer": weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
         }
         self._bytes_of_ended = 0

@@ -45,6 +45,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from nemo_rl.distributed.pack_layout import PackLayout, Segment, TensorMeta
 from nemo_rl.distributed.weight_transfer import RefitError, Transport, WeightReceiver, attach_buffer
 from nemo_rl.models.generation import vllm_batch_invariance, vllm_speculation
+from nemo_rl.models.generation.vllm_routed_experts import ExpertRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,15 @@ class WorkerExtension:
 
     _weight_update_active: bool  # vLLM's own, like the next one
     model_runner: Any
+    expert_recorder: ExpertRecorder
+
+    def record_experts(self) -> None:
+        """Record from now on through which experts the tokens of every request go."""
+        self.expert_recorder = ExpertRecorder(self.model_runner)
+
+    def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]:
+        """See `ExpertRecorder.take`."""
+        return self.expert_recorder.take(request_id, num_tokens)
 
     def abandon_weight_update(self) -> None:
         """Forget a sync that was begun and not finished, as when its sender died; nothing to do without one.

@@ -8,8 +8,11 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
 
 from nemo_rl.distributed.weight_transfer import Transport
 from nemo_rl.models.generation import vllm_batch_invariance
@@ -17,6 +20,7 @@ from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.generation.interfaces import DraftCounts, EngineDied
 from nemo_rl.models.generation.speculation_config import engine_settings
 from nemo_rl.models.generation.vllm_nodes import EngineNodes
+from nemo_rl.models.generation.vllm_routed_experts import as_experts, routed_experts_arguments, unpack
 from nemo_rl.models.generation.vllm_speculation import count_drafts
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
@@ -80,6 +84,7 @@ class VllmWorker:
         load_format: "dummy" (the weights come from the policy) or "auto" (from `model`).
         weight_transfer: name of the transport, as registered by `vllm_weight_loader`.
         replica: number of this replica, for messages.
+        return_routed_experts: completions say which experts every token went through.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class VllmWorker:
         load_format: Literal["dummy", "auto"] = "dummy",
         weight_transfer: Transport = "packed_shm",
         replica: int = 0,
+        return_routed_experts: bool = False,
     ) -> None:
         check_vllm_kwargs(cfg)
         self.weight_version = -1  # no weights yet
@@ -120,6 +126,11 @@ class VllmWorker:
         from nemo_rl.models.generation.vllm_executor import executor_class
 
         arguments = engine_args(model, tokenizer, cfg, device, seed, load_format, weight_transfer, nodes)
+        if return_routed_experts:
+            arguments = replace(arguments, **routed_experts_arguments(cfg, device))
+        self._returns_experts = return_routed_experts
+        self._must_record = asyncio.Lock() if return_routed_experts and device == "cpu" else None
+        self._is_recording = False
         config = arguments.create_engine_config()
         self._draft_counts = DraftCounts()
         # Statistics cost time in every step of the engine, so they are asked for only where something reads them.
@@ -147,21 +158,38 @@ class VllmWorker:
         async with self._admitted:
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
-            request = self._engine.generate(
-                {"prompt_token_ids": list(prompt_token_ids), "cache_salt": self._cache_salt()},
-                params,
-                f"{next(self._request_ids)}",
-            )
+            await self._record_experts()
+            request_id = f"{next(self._request_ids)}"
+            prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": self._cache_salt()}
+            request = self._engine.generate(prompt, params, request_id)
             try:
                 [output] = [output async for output in request]  # the final one alone is sent
             except EngineDeadError as error:
                 raise self._death() from error
         assert output.finished
         completion = self._completion(output.outputs[0], weight_version)
+        if self._returns_experts:
+            num_tokens = len(prompt_token_ids) + len(completion.token_ids) - 1
+            experts = await self._experts(request_id, output.outputs[0], num_tokens)
+            completion = replace(completion, routed_experts=experts)
         self._num_requests += 1
         self._num_prompt_tokens += len(prompt_token_ids)
         self._num_generated_tokens += len(completion.token_ids)
         return completion
+
+    async def _record_experts(self) -> None:
+        """Before the first request, where vLLM itself does not return experts."""
+        if self._must_record is not None:
+            async with self._must_record:
+                if not self._is_recording:
+                    await self._engine_call(self._engine.collective_rpc("record_experts"))
+                    self._is_recording = True
+
+    async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
+        if self._must_record is None:
+            return as_experts(output.routed_experts, num_tokens)
+        call = self._engine.collective_rpc("take_experts", args=(request_id, num_tokens))
+        return unpack((await self._engine_call(call))[0])
 
     def _cache_salt(self) -> str:
         """vLLM shares KV between requests of one salt alone. Versions do not tell weights apart: they come again, with

@@ -1,4 +1,4 @@
-"""Routing replay: logprobs and training with the experts that generation chose, as transformers has them when forced."""
+"""Routing replay: logprobs and training with the experts that generation chose; transformers, forced, has the same."""
 
 from __future__ import annotations
 
