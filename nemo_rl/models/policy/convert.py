@@ -315,12 +315,14 @@ def _convert_megatron(source: Source, output: Path, dtype: str | None) -> None:
     config = _read_config(source.policy)
     wanted = checkpoint_shapes(config)
     check_checkpoint_fits(source.weights, wanted)
+    chosen = _torch_dtype(dtype)
+    config.dtype = chosen or _main_dtype(saved_tensors(source.weights))
     save_config(config, output)
     if (source.policy / "generation_config.json").is_file():
         shutil.copy(source.policy / "generation_config.json", output)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
-        write_safetensors(read_tensors(source.weights, list(wanted), dtype=_torch_dtype(dtype)), output)
+        write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), output)
 
 
 def _read_config(policy: Path) -> PretrainedConfig:

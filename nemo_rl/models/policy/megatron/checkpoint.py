@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import CheckpointException
 
@@ -231,7 +232,7 @@ def _on_all(action: Callable[[], None], directory: Path, group: dist.ProcessGrou
     problem = None
     try:
         action()
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is either, by who writes
         problem = f"rank {dist.get_rank()}: {error}"
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)

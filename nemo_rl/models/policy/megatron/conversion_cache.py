@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from transformers import PretrainedConfig
 from transformers.utils import cached_file
 from transformers.utils.hub import get_checkpoint_shard_files
@@ -79,7 +80,7 @@ def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_
     problem: str | None = None
     try:
         _convert_once(name, model_path, config, weight_map, force=force, run=run[0])
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # a full disk is either, by who writes
         problem = f"{cache_directory()} cannot be written: {error}; set {DIRECTORY} to another directory"
     except ValueError as error:
         problem = str(error)

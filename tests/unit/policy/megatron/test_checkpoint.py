@@ -1,0 +1,329 @@
+"""Checkpoints of Megatron policies: resumed to the bit, on other layouts, in the background, converted, and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from examples.converters import convert_dcp_to_hf, convert_megatron_to_hf
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
+from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint, convert_megatron_checkpoint
+from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.megatron.mapping import EMBEDDING, HFTensor, MappedTensor
+from nemo_rl.models.policy.megatron.saved_boxes import Boxes, add_boxes
+from nemo_rl.models.policy.megatron.shard_layout import Column, Layout, QueryGroups, Row, ShardPlace, Vocabulary
+from nemo_rl.models.policy.megatron_checkpoint_files import (
+    MARKER,
+    check_checkpoint,
+    checkpoint_shapes,
+    refuse_megatron_checkpoint,
+)
+from nemo_rl.models.policy.megatron_config import (
+    MegatronConfig,
+    MegatronOptimizerConfig,
+    MegatronSchedulerConfig,
+)
+from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.types import SamplingParams
+from nemo_rl.utils.checkpoint import CheckpointError
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.worlds import run_world
+
+FORMAT: dict[str, Any] = {"save_optimizer": True, "save_consolidated": True, "model_save_format": "torch_save"}
+Changes = dict[str, Any]
+TP: Changes = {"tensor_model_parallel_size": 2}
+PP: Changes = {"pipeline_model_parallel_size": 2}
+EP: Changes = {"expert_model_parallel_size": 2}
+WHOLE: Changes = {"optimizer": {"use_distributed_optimizer": False}}
+SGD: Changes = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False}}
+BF16: Changes = {"precision": "bfloat16"}
+
+
+def config_of(changes: Changes) -> PolicyConfig:
+    layout = {key: value for key, value in changes.items() if key not in ("optimizer", "precision")}
+    optimizer = {"optimizer": "adam", "lr": 1e-3, "min_lr": 1e-5} | changes.get("optimizer", {})
+    megatron = MegatronConfig(
+        enabled=True,
+        freeze_moe_router=False,
+        optimizer=MegatronOptimizerConfig(**optimizer),
+        scheduler=MegatronSchedulerConfig(lr_decay_style="linear", lr_decay_iters=20),
+        **layout,
+    )
+    return policy_config(
+        precision=changes.get("precision", "float32"),
+        dtensor_cfg=DTensorConfig(enabled=False),
+        optimizer=None,
+        padding_free=None,
+        megatron_cfg=megatron,
+    )
+
+
+def make(path: Path, changes: Changes) -> MegatronPolicyWorker:
+    settings = PolicyWorkerSettings(
+        model_path=str(path),
+        sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
+        use_gpu=False,
+        workers_per_node=8,
+        init_reference_model=False,
+        init_optimizer=True,
+        seed=0,
+    )
+    return MegatronPolicyWorker(config_of(changes), settings)
+
+
+def train_once(worker: MegatronPolicyWorker) -> list[float]:
+    load_step(worker, worker.config)
+    worker.compute(Logprobs(), "prev_logprobs")
+    for row in worker.rows.values():
+        row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"] - 0.1
+    return worker.train(ClippedPGLoss(LOSS), Logprobs()).losses
+
+
+@torch.no_grad()
+def whole(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    return {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+
+
+def saves_and_goes_on(path: Path, changes: Changes, directory: Path) -> Any:
+    worker = make(path, changes)
+    train_once(worker)
+    worker.start_save_checkpoint(directory, **FORMAT)
+    losses = train_once(worker)  # while it is written
+    asyncio.run(worker.finish_save_checkpoint())
+    losses += train_once(worker)
+    weights = whole(worker)
+    assert worker.saver is not None
+    worker.saver.close()
+    worker.mesh.close()
+    return losses, weights
+
+
+def resumes(path: Path, changes: Changes, directory: Path) -> Any:
+    worker = make(path, changes)
+    worker.load_checkpoint(directory, load_optimizer=True)
+    losses = train_once(worker) + train_once(worker)
+    weights = whole(worker)
+    worker.mesh.close()
+    return losses, weights
+
+
+def cannot_write(path: Path, changes: Changes, directory: Path) -> list[str]:
+    """What each way to fail says on this rank: for all ranks, for the last one alone, and in the background."""
+    worker = make(path, changes)
+    said = []
+    for blocked in ("weights", "generators/1.safetensors", "optimizer/__1_0.distcp"):
+        folder = directory / blocked.replace("/", "_")
+        if worker.rank == 0:
+            (folder / "policy" / blocked).parent.mkdir(parents=True)
+            if blocked == "weights":
+                (folder / "policy" / blocked).write_text("in the way")
+            else:
+                (folder / "policy" / blocked).mkdir()
+        torch.distributed.barrier()
+        with pytest.raises(RuntimeError, match="could not be written") as refused:
+            worker.start_save_checkpoint(folder, **(FORMAT | {"save_consolidated": False}))
+            train_once(worker)
+            asyncio.run(worker.finish_save_checkpoint())
+        said.append(str(refused.value))
+    worker.mesh.close()
+    return said
+
+
+def is_equal(got: Any, want: Any) -> bool:
+    return got[0] == want[0] and all(torch.equal(got[1][name], want[1][name]) for name in want[1])
+
+
+def assert_same(got: Any, want: Any) -> None:
+    assert got[0] == pytest.approx(want[0], abs=1e-5)
+    assert got[1].keys() == want[1].keys()
+    for name, weight in want[1].items():
+        torch.testing.assert_close(got[1][name].float(), weight.float(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(model directory, step directory, what went on there, what each rank was told of failures)."""
+    folder = tmp_path_factory.mktemp("megatron_checkpoint")
+    save_model("qwen2-tied", folder / "model")
+
+    def rank(rank: int, world: int) -> Any:
+        want = saves_and_goes_on(folder / "model", {}, folder / "step_1")
+        same = resumes(folder / "model", {}, folder / "step_1")
+        other = resumes(folder / "model", TP | WHOLE, folder / "step_1")
+        return want, same, other, cannot_write(folder / "model", {}, folder / "failed")
+
+    return folder / "model", folder / "step_1", run_world(rank, 2, timeout=100)
+
+
+def test_it_resumes_to_the_bit_on_the_same_layout(saved):
+    for want, same, _, _ in saved[2]:
+        assert is_equal(same, want)
+
+
+def test_it_resumes_on_another_layout_with_another_optimizer_layout(saved):
+    want, _, other, _ = saved[2][0]
+    assert_same(other, want)
+
+
+def test_a_save_that_fails_on_one_rank_raises_on_all(saved):
+    texts = [rank[3] for rank in saved[2]]
+    for everywhere in zip(*texts, strict=True):
+        assert all("could not be written" in text for text in everywhere)
+    assert "rank 1" in texts[0][1] and "rank 0:" not in texts[0][1]
+
+
+def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes_the_same(saved, tmp_path):
+    _, step, _ = saved
+    consolidated = step / "policy" / "weights" / "consolidated"
+    model = AutoModelForCausalLM.from_pretrained(consolidated).state_dict()
+    arguments = ["--megatron-ckpt-path", str(step), "--hf-ckpt-path", str(tmp_path / "hf")]
+    assert convert_megatron_to_hf.main(arguments) == 0
+    want = load_file(consolidated / "model-00001.safetensors")
+    got = load_file(tmp_path / "hf" / "model-00001.safetensors")
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], want[name]) and torch.equal(model[name], want[name]) for name in want)
+    convert_checkpoint(step, tmp_path / "half", "bfloat16")  # what evaluation calls
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
+    _, step, _ = saved
+    with pytest.raises(ValueError, match=r"use examples/converters/convert_megatron_to_hf\.py"):
+        check_not_megatron(step)
+    monkeypatch.setattr("sys.argv", ["x", "--checkpoint", str(step), "--hf-ckpt-path", str(tmp_path / "hf")])
+    assert convert_dcp_to_hf.main() == 2
+    assert "convert_megatron_to_hf.py" in capsys.readouterr().err
+    copy = tmp_path / "step_1"
+    shutil.copytree(step, copy)
+    (copy / "policy" / MARKER).unlink()
+    with pytest.raises(ValueError, match=r"use examples/converters/convert_dcp_to_hf\.py"):
+        convert_megatron_checkpoint(copy, tmp_path / "hf")
+
+
+def test_a_checkpoint_is_checked_by_its_headers(saved, tmp_path, caplog):
+    path, step, _ = saved
+    policy, model = config_of({}), AutoConfig.from_pretrained(path)
+    check_checkpoint(step / "policy", policy, model)
+    deeper = AutoConfig.from_pretrained(path, num_hidden_layers=3, intermediate_size=128)
+    with pytest.raises(CheckpointError, match=r"missing there: model\.layers\.2.*\n.*of another shape.*\[96, 64\]"):
+        check_checkpoint(step / "policy", policy, deeper)
+    with pytest.raises(CheckpointError, match=r"state of adam, this run has sgd: set policy\.megatron_cfg"):
+        check_checkpoint(step / "policy", config_of(SGD), model)
+    with pytest.raises(CheckpointError, match=r"saved by policy\.megatron_cfg.*convert_megatron_to_hf"):
+        refuse_megatron_checkpoint(step / "policy")
+    foreign = tmp_path / "policy"
+    shutil.copytree(step / "policy", foreign)
+    (foreign / MARKER).write_text(json.dumps({"format": "of something else"}))
+    check_checkpoint(foreign, policy, model)  # damaged: left to the run, which falls back
+    assert "is damaged" in caplog.text
+    (foreign / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"was not saved by policy\.megatron_cfg.*convert_dcp_to_hf"):
+        check_checkpoint(foreign, policy, model)
+
+
+def test_nothing_in_a_checkpoint_is_executed(saved, tmp_path, caplog):
+    path, step, _ = saved
+    shutil.copytree(step / "policy", tmp_path / "policy")
+    (tmp_path / "policy" / "weights" / ".metadata").write_bytes(pickle.dumps(print))
+    check_checkpoint(tmp_path / "policy", config_of({}), AutoConfig.from_pretrained(path))
+    assert "builtins.print" in caplog.text
+
+
+def test_expert_names_are_those_on_disk(tmp_path):
+    save_model("qwen3-moe", tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert set(checkpoint_shapes(AutoConfig.from_pretrained(tmp_path))) == names
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes"),
+    [
+        (QueryGroups(4, 2, 3), [(12, 5), (6, 5), (6, 5)]),
+        (QueryGroups(4, 2, 3), [(12,), (6,), (6,)]),
+        (Column(), [(8, 5), (8, 5)]),
+        (Row(), [(5, 8)]),
+        (Vocabulary(), [(7, 3)]),
+    ],
+)
+@pytest.mark.parametrize("cuts", [[], [1], [3, 4], [2, 13, 14, 29]])
+def test_boxes_of_flat_stretches_make_up_the_tensors(layout: Layout, shapes, cuts):
+    sources = tuple(HFTensor(f"t{number}", shape) for number, shape in enumerate(shapes))
+    entry = MappedTensor(template=EMBEDDING, sources=sources, layout=layout)
+    whole = [torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) for shape in shapes]
+    filled = {source.name: torch.zeros(source.shape) for source in sources}
+    for rank in range(2):
+        flat = entry.cut(whole, rank, 2).flatten()
+        bounds = [0, *(cut for cut in cuts if cut < len(flat)), len(flat)]
+        for start, stop in itertools.pairwise(bounds):
+            boxes: dict[str, Boxes] = {}
+            place = ShardPlace(tp_rank=rank, tp_size=2)
+            add_boxes(boxes, entry, place, flat[start:stop], flat=range(start, stop))
+            for name, held in boxes.items():
+                for offset, part in held.parts.items():
+                    index = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+                    assert not filled[name][index].any(), "held twice"
+                    filled[name][index] = part
+    assert all(torch.equal(filled[source.name], tensor) for source, tensor in zip(sources, whole, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "saved_on", "resumed_on"),
+    [
+        ("deep", TP, PP),
+        ("deep", PP, TP | {"sequence_parallel": True}),
+        ("qwen2-tied", PP, TP | WHOLE),
+        ("qwen2-tied", TP, PP),
+        ("deep", WHOLE, {}),
+        ("deep", SGD, SGD | TP),
+        ("qwen3-moe", EP, TP | {"sequence_parallel": True} | WHOLE),
+        ("qwen3-moe", TP | EP, PP),
+        ("deep", PP, {}),
+    ],
+)
+def test_a_policy_resumes_on_another_layout(tmp_path, family, saved_on, resumed_on):
+    save_model(family, tmp_path / "model")
+
+    def rank(rank: int, world: int) -> Any:
+        want = saves_and_goes_on(tmp_path / "model", saved_on, tmp_path / "step_1")
+        return want, resumes(tmp_path / "model", resumed_on, tmp_path / "step_1")
+
+    want, got = run_world(rank, 2, timeout=200)[0]
+    assert_same(got, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deep", WHOLE),
+        ("deep", BF16),
+        ("deep", BF16 | WHOLE),
+        ("deep", SGD),
+        ("deep", PP),
+        ("qwen2-tied", PP | BF16),
+        ("qwen3-moe", EP),
+        ("qwen3-moe", EP | WHOLE),
+    ],
+)
+def test_a_policy_resumes_to_the_bit(tmp_path, family, layout):
+    save_model(family, tmp_path / "model")
+
+    def rank(rank: int, world: int) -> Any:
+        want = saves_and_goes_on(tmp_path / "model", layout, tmp_path / "step_1")
+        return want, resumes(tmp_path / "model", layout, tmp_path / "step_1")
+
+    for want, got in run_world(rank, 2, timeout=200):
+        assert is_equal(got, want)
