@@ -1,0 +1,389 @@
+"""Megatron's optimizers and schedules: what the configuration asks for is what is computed."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.megatron.muon import orthogonalized, scaled
+from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.types import SamplingParams
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.worlds import run_world
+
+LR, MIN_LR = 1e-3, 1e-4
+ADAM = {"lr": 0.01, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-3}
+SGD = {"optimizer": "sgd", "lr": 0.01, "weight_decay": 0.3, "sgd_momentum": 0.5, "use_distributed_optimizer": False}
+
+
+def megatron_policy(*, optimizer: dict[str, Any], scheduler: dict[str, Any] | None = None, **megatron: Any) -> Any:
+    changes = {key: megatron.pop(key) for key in ("max_grad_norm", "precision") if key in megatron}
+    return policy_config(
+        dtensor_cfg=DTensorConfig(enabled=False),
+        optimizer=None,
+        padding_free=None,
+        megatron_cfg=MegatronConfig(
+            enabled=True,
+            optimizer=MegatronOptimizerConfig(**optimizer),
+            scheduler=MegatronSchedulerConfig(**(scheduler or {})),
+            **megatron,
+        ),
+        **changes,
+    )
+
+
+# -- schedules
+
+
+class Groups:
+    """What a schedule needs of an optimizer."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "wd_mult": 0.0}]
+
+
+def schedule(num_steps: int, **scheduler: Any) -> list[tuple[float, float, float]]:
+    """(learning rate, weight decay of matrices, of vectors) of each of the first steps."""
+    policy = megatron_policy(optimizer={"lr": LR, "min_lr": MIN_LR, "weight_decay": 0.1}, scheduler=scheduler)
+    groups: Any = Groups()
+    schedule = build_scheduler(policy, groups)
+    found = []
+    for _ in range(num_steps):
+        matrices, vectors = groups.param_groups
+        found.append((matrices["lr"], matrices["weight_decay"], vectors["weight_decay"]))
+        schedule.step(1)
+    return found
+
+
+def _linear(part: float) -> float:
+    return 1 - part
+
+
+def _cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize(("style", "falls"), [("constant", lambda part: 1.0), ("linear", _linear), ("cosine", _cosine)])
+def test_learning_rates_follow_the_formula(style: str, falls: Callable[[float], float], warmup: int) -> None:
+    decay, init = 11, 2e-4
+    rates = schedule(15, lr_decay_style=style, lr_warmup_iters=warmup, lr_decay_iters=decay, lr_warmup_init=init)
+    for step, (rate, *_) in enumerate(rates):
+        if step < warmup:
+            expected = init + (LR - init) * step / warmup
+        else:
+            part = min((step - warmup) / (decay - warmup), 1.0)
+            expected = MIN_LR + (LR - MIN_LR) * falls(part)
+        assert rate == pytest.approx(expected, rel=1e-12), step
+
+
+def test_inverse_square_root() -> None:
+    rates = schedule(60, lr_decay_style="inverse-square-root", lr_warmup_iters=4, lr_decay_iters=50)
+    assert [rate for rate, *_ in rates[:5]] == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4, LR])
+    assert [rate for rate, *_ in rates[4:51]] == pytest.approx([LR * math.sqrt(4 / step) for step in range(4, 51)])
+    assert {rate for rate, *_ in rates[51:]} == {MIN_LR}
+
+
+@pytest.mark.parametrize(
+    ("style", "falls"),
+    [
+        ("linear", _linear),
+        ("cosine", _cosine),
+        ("exponential", lambda part: 2 * 0.5**part - 1),
+        ("minus_sqrt", lambda part: 1 - math.sqrt(part)),
+    ],
+)
+def test_the_last_steps_fall_with_wsd(style: str, falls: Callable[[float], float]) -> None:
+    rates = schedule(12, lr_decay_style="WSD", lr_decay_iters=10, lr_wsd_decay_iters=4, lr_wsd_decay_style=style)
+    stable = [LR] * 7
+    falling = [MIN_LR + (LR - MIN_LR) * falls(step / 4) for step in range(1, 5)]
+    assert [rate for rate, *_ in rates] == pytest.approx([*stable, *falling, MIN_LR])
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_weight_decay_grows_for_matrices_alone(style: str) -> None:
+    found = schedule(8, weight_decay_incr_style=style, start_weight_decay=0.1, end_weight_decay=0.3, lr_decay_iters=5)
+    for step, (_, matrices, vectors) in enumerate(found):
+        part = min(step / 5, 1.0)
+        grown = part if style == "linear" else 1 - _cosine(part)
+        assert matrices == pytest.approx(0.1 + 0.2 * grown)
+        assert vectors == 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "optimizer", "scheduler"),
+    [
+        ("optimizer.params_dtype", {"params_dtype": "bfloat16"}, {}),
+        ("optimizer.use_precision_aware_optimizer", {"optimizer_cpu_offload": True}, {}),
+        ("optimizer.use_precision_aware_optimizer", {**SGD, "use_precision_aware_optimizer": True}, {}),
+        ("optimizer.use_distributed_optimizer", {"optimizer": "muon"}, {}),
+        ("optimizer.use_distributed_optimizer", {"optimizer": "sgd"}, {}),
+        ("scheduler.lr_wsd_decay_iters", {"min_lr": 0.0}, {"lr_decay_style": "WSD"}),
+        ("scheduler.lr_warmup_init", {}, {"lr_warmup_init": 1.0, "lr_warmup_iters": 2}),
+        ("scheduler.end_weight_decay", {}, {"end_weight_decay": 0.0, "weight_decay_incr_style": "linear"}),
+    ],
+)
+def test_what_does_not_go_together_is_refused(key: str, optimizer: Any, scheduler: Any) -> None:
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        megatron_policy(optimizer=optimizer, scheduler=scheduler)
+
+
+def test_every_value_reaches_megatron() -> None:
+    values = {
+        "lr": 1e-4, "min_lr": 1e-5, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_beta2": 0.7, "adam_eps": 1e-5,
+        "sgd_momentum": 0.6, "muon_momentum": 0.5, "muon_num_ns_steps": 4, "muon_scale_mode": "unit_rms_norm",
+        "use_distributed_optimizer": False,
+    }  # fmt: skip
+    built = vars(optimizer_config(megatron_policy(optimizer=values, max_grad_norm=0.25)))
+    assert {name: built[name] for name in values} == values
+    assert (built["clip_grad"], built["params_dtype"], built["bf16"]) == (0.25, torch.float32, False)
+
+
+# -- steps
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    save_model("deep", path)
+    return path
+
+
+def make_worker(path: Path, policy: Any, *, use_gpu: bool = False) -> MegatronPolicyWorker:
+    settings = PolicyWorkerSettings(
+        model_path=str(path),
+        sampling=SamplingParams(max_new_tokens=16),
+        use_gpu=use_gpu,
+        workers_per_node=8,
+        init_reference_model=False,
+        init_optimizer=True,
+        seed=0,
+    )
+    return MegatronPolicyWorker(policy, settings)
+
+
+def set_gradients(worker: MegatronPolicyWorker, seed: int) -> dict[str, torch.Tensor]:
+    """Give every parameter a made-up gradient; returns them by name."""
+    generator, made = torch.Generator().manual_seed(seed), {}
+    for name, parameter in worker.parameters.items():
+        weight: Any = parameter
+        made[name] = torch.randn(parameter.shape, generator=generator)
+        weight.main_grad.copy_(made[name])
+    return made
+
+
+def step(worker: MegatronPolicyWorker) -> float:
+    norm = worker._clip()
+    worker._take_step()
+    worker._zero_gradients()
+    return norm
+
+
+def held(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
+
+
+def reference_optimizer(settings: dict[str, Any], weights: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Torch's, with weight decay of matrices alone."""
+    groups = [
+        {"params": [w for w in weights if w.ndim > 1], "weight_decay": settings["weight_decay"]},
+        {"params": [w for w in weights if w.ndim == 1], "weight_decay": 0.0},
+    ]
+    if "sgd_momentum" in settings:
+        return torch.optim.SGD(groups, lr=settings["lr"], momentum=settings["sgd_momentum"])
+    betas = (settings["adam_beta1"], settings["adam_beta2"])
+    return torch.optim.AdamW(groups, lr=settings["lr"], betas=betas, eps=settings["adam_eps"])
+
+
+@pytest.mark.parametrize("settings", [ADAM, SGD], ids=["adam", "sgd"])
+def test_steps_are_torchs_and_a_skipped_one_leaves_nothing(model: Path, settings: dict[str, Any]) -> None:
+    max_norm = 5.0
+
+    def steps(rank: int, world: int) -> None:
+        worker = make_worker(model, megatron_policy(optimizer=settings, max_grad_norm=max_norm))
+        expected = {name: torch.nn.Parameter(weight) for name, weight in held(worker).items()}
+        reference = reference_optimizer(settings, list(expected.values()))
+        for seed in range(3):
+            gradients = set_gradients(worker, seed)
+            if seed == 1:  # one that is not finite comes first, and is skipped
+                before, poisoned = held(worker), set_gradients(worker, 99)
+                a_weight: Any = worker.parameters[next(iter(poisoned))]
+                a_weight.main_grad.view(-1)[7] = math.nan
+                assert not math.isfinite(worker._clip())
+                worker._zero_gradients()
+                assert all(torch.equal(before[name], weight) for name, weight in held(worker).items())
+                set_gradients(worker, seed)
+            norm = step(worker)
+            exact = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients.values()))
+            assert norm == pytest.approx(exact, rel=1e-6)
+            for name, gradient in gradients.items():
+                expected[name].grad = gradient * (max_norm / (exact + 1e-6))
+            reference.step()
+            for name, weight in held(worker).items():
+                torch.testing.assert_close(weight, expected[name].data, rtol=1e-5, atol=1e-7)
+
+    run_world(steps, 1)
+
+
+def test_bfloat16_weights_are_rounded_copies_of_float32_ones(model: Path) -> None:
+    def steps(rank: int, world: int) -> None:
+        small = {**ADAM, "lr": 1e-5, "weight_decay": 0.0}  # each step is lost in bfloat16
+        policy = megatron_policy(optimizer=small, precision="bfloat16", max_grad_norm=None)
+        worker = make_worker(model, policy)
+        before = held(worker)
+        for _ in range(100):
+            set_gradients(worker, 0)
+            step(worker)
+        assert {weight.dtype for weight in before.values()} == {torch.bfloat16}
+        gradients = set_gradients(worker, 0)
+        moved = [
+            ((before[name] - weight) * gradients[name].sign()).flatten()
+            for name, weight in held(worker).items()
+            if weight.ndim > 1
+        ]
+        assert torch.cat(moved).mean().item() == pytest.approx(100 * 1e-5, rel=0.05)
+
+    run_world(steps, 1)
+
+
+def test_learning_rate_is_that_of_the_step(model: Path) -> None:
+    def trained(rank: int, world: int) -> tuple[list[float], list[float]]:
+        rates = {"lr_warmup_iters": 4, "lr_decay_iters": 8, "lr_decay_style": "linear"}
+        settings = {**SGD, "lr": LR, "min_lr": 0.0, "sgd_momentum": 0.0, "weight_decay": 0.0}
+        policy = megatron_policy(optimizer=settings, scheduler=rates)
+        worker = make_worker(model, policy)
+        load_step(worker, policy)
+        worker.compute(Logprobs(), "prev_logprobs")
+        for row in worker.rows.values():
+            row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"]
+        before = held(worker)
+        first = worker.train(ClippedPGLoss(LOSS), Logprobs())
+        again = worker.train(ClippedPGLoss(LOSS), Logprobs())
+        return first.learning_rates + again.learning_rates, [
+            (weight - before[name]).abs().max().item() for name, weight in held(worker).items()
+        ]
+
+    ((rates, moved),) = run_world(trained, 1)
+    assert rates == pytest.approx([0, LR / 4, LR / 2, LR * 3 / 4])  # two optimizer steps in each call
+    assert max(moved) > 0
+
+
+# -- Muon
+
+
+def test_orthogonal_update() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((24, 64), (64, 24), (32, 32)):
+        matrix = torch.randn(*shape, generator=generator)
+        update = orthogonalized(matrix, 5)
+        u, singular, v = torch.linalg.svd(matrix, full_matrices=False)
+        found = torch.linalg.svdvals(update)
+        kept = singular > 0.05 * singular[0]  # the smallest need more steps
+        assert found[: int(kept.sum())].min() > 0.6 and found.max() < 1.3
+        aligned = u.mT @ update @ v.mT
+        torch.testing.assert_close(aligned, torch.diag(aligned.diagonal()), rtol=0, atol=1e-4)
+        theirs = torch.nn.Parameter(torch.zeros(shape))
+        theirs.grad = matrix
+        torch.optim.Muon([theirs], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+        torch.testing.assert_close(-theirs.data, scaled(update, "shape_scaling"), rtol=0, atol=0.05)
+
+
+MUON = {"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "use_distributed_optimizer": False}
+
+
+def muon_steps(path: Path, world: int, **megatron: Any) -> dict[str, torch.Tensor]:
+    optimizer = {**MUON, **megatron.pop("optimizer", {})}
+
+    def trained(rank: int, world: int) -> dict[str, torch.Tensor]:
+        policy = megatron_policy(optimizer=optimizer, max_grad_norm=None, **megatron)
+        worker = make_worker(path, policy)
+        load_step(worker, policy)
+        worker.compute(Logprobs(), "prev_logprobs")
+        for row in worker.rows.values():
+            row.columns["reference_policy_logprobs"] = row.columns["prev_logprobs"]
+        worker.train(ClippedPGLoss(LOSS), Logprobs())
+        return {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+
+    ranks = run_world(trained, world, timeout=120)
+    for other in ranks[1:]:
+        assert all(torch.equal(other[name], weight) for name, weight in ranks[0].items())
+    return ranks[0]
+
+
+def test_muon_moves_matrices_alone(model: Path) -> None:
+    def one(rank: int, world: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        policy = megatron_policy(optimizer={**MUON, "weight_decay": 0.0}, max_grad_norm=None)
+        worker = make_worker(model, policy)
+        before = {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+        set_gradients(worker, 0)
+        step(worker)
+        return before, {tensor.name: tensor.gather(None).clone() for tensor in worker._export()}
+
+    ((before, after),) = run_world(one, 1)
+    for name, weight in after.items():
+        moved = (before[name] - weight) / MUON["lr"]
+        if any(part in name for part in ("q_proj.w", "k_proj.w", "v_proj.w", "o_proj.w", "down_proj.w")):
+            singular = torch.linalg.svdvals(moved) / max(moved.shape) ** 0.5
+            assert singular.max() < 1.3 and singular.median() > 0.6, name
+        elif "gate_proj" not in name and "up_proj" not in name:  # Adam's first step
+            torch.testing.assert_close(moved.abs(), torch.ones_like(moved), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "megatron"),
+    [
+        (2, {"tensor_model_parallel_size": 2}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "optimizer": {"optimizer": "dist_muon"}}),
+        (2, {"optimizer": {"optimizer": "dist_muon"}}),
+        (2, {"pipeline_model_parallel_size": 2}),
+    ],
+    ids=["tp2", "tp2 distributed", "dp2 distributed", "pp2"],
+)
+def test_muon_on_every_layout(model: Path, world: int, megatron: dict[str, Any]) -> None:
+    expected = muon_steps(model, 1)
+    for name, weight in muon_steps(model, world, **megatron).items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-5, msg=name)
+
+
+# -- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="its Adam is needed")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "float16"},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5},
+        {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
+    ],
+    ids=["moments", "half on the host", "all on the host"],
+)
+def test_precision_aware_adam_is_adam(model: Path, settings: dict[str, Any]) -> None:
+    def weights(**more: Any) -> dict[str, torch.Tensor]:
+        def steps(rank: int, world: int) -> dict[str, torch.Tensor]:
+            policy = megatron_policy(optimizer={**ADAM, **more}, precision="bfloat16", max_grad_norm=5.0)
+            worker = make_worker(model, policy, use_gpu=True)
+            for seed in range(3):
+                set_gradients(worker, seed)
+                step(worker)
+            return {name: weight.float().cpu() for name, weight in held(worker).items()}
+
+        return run_world(steps, 1, timeout=120)[0]
+
+    expected = weights()
+    for name, weight in weights(use_precision_aware_optimizer=True, **settings).items():
+        torch.testing.assert_close(weight, expected[name], rtol=2e-2, atol=2e-3)
