@@ -7,6 +7,7 @@ after the other from the first token that is not computed yet.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -40,17 +41,14 @@ def as_experts(experts: np.ndarray, num_tokens: int) -> np.ndarray:
 
 
 class ExpertRecorder:
-    """Records the experts of every request of a model runner of vLLM (its V1, on a CPU).
+    """Records the experts of every request of a model runner of vLLM (its V1, on a CPU), whose `layers` have experts.
 
     Raises:
         ValueError: the model has no experts.
     """
 
-    def __init__(self, runner: Any) -> None:
-        from vllm.model_executor.layers.fused_moe.layer import MoERunner
-
+    def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
         config = runner.model_config
-        layers = [module for module in runner.model.modules() if isinstance(module, MoERunner)]
         if not layers:
             raise ValueError("policy.router_replay.enabled=true: the model has no experts; set it to false")
         shape = (config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())

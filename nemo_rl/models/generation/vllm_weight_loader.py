@@ -212,7 +212,10 @@ class WorkerExtension:
 
     def record_experts(self) -> None:
         """Record from now on through which experts the tokens of every request go."""
-        self.expert_recorder = ExpertRecorder(self.model_runner)
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
+        self.expert_recorder = ExpertRecorder(self.model_runner, layers)
 
     def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]:
         """See `ExpertRecorder.take`."""
