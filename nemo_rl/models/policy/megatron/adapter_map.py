@@ -200,12 +200,8 @@ def _check_others(settings: MegatronConfig, layers: Sequence[AdaptedLayer], *, h
         return
     if not settings.freeze_moe_router:
         raise ValueError(
-            f"policy.megatron_cfg.freeze_moe_router=false: {KEY}.enabled=true trains adapters alone; set it to true"
-        )
-    if settings.moe_router_bias_update_rate > 0:
-        raise ValueError(
-            f"policy.megatron_cfg.moe_router_bias_update_rate={settings.moe_router_bias_update_rate} changes the model "
-            f"that {KEY}.enabled=true leaves as it is; set it to 0"
+            f"policy.megatron_cfg.freeze_moe_router=false: {KEY}.enabled=true trains adapters alone; set it to true, "
+            "and moe_router_bias_update_rate to 0"
         )
     if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
         raise ValueError(
