@@ -7,9 +7,11 @@ import warnings
 
 import torch
 
-_WITHOUT_A_GPU = (  # of kernels for one
+_WITHOUT_A_GPU = (  # of one's kernels and queues
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "When using async grad allreduce it is recommended",
+    "When using sequence parallelism it is recommended",
     "full scope is deprecated",  # of CUDA graphs, which nobody asked for
 )
 _OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"

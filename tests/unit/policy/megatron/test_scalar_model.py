@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
 from nemo_rl.models.policy.head_tasks import Scalars
@@ -107,3 +107,28 @@ def test_weights_in_other_files_than_safetensors_are_refused(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="holds no safetensors"):
         run_world(lambda rank, size: make_worker(tmp_path), 1)
+
+
+def saved(rank: int, world_size: int, path: Path, checkpoint: Path, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
+    worker = make_worker(path, **layout)
+    worker.save_checkpoint(checkpoint, save_optimizer=True, save_consolidated=True, model_save_format="torch_save")
+    return exported(worker)
+
+
+def resumed(rank: int, world_size: int, path: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    worker = make_worker(path)
+    worker.load_checkpoint(checkpoint, load_optimizer=True)
+    return exported(worker)
+
+
+def test_a_saved_score_is_read_on_other_ranks_and_by_transformers(tmp_path):
+    """Training began from a language model: the score is in no other file."""
+    save_reward_model("qwen2-tied", tmp_path)
+    checkpoint = tmp_path / "step_1"
+    checkpoint.mkdir()
+    (saved_weights, _) = run_world(saved, 2, tmp_path, checkpoint, LAYOUTS["tp2, by position"])
+    (resumed_weights,) = run_world(resumed, 1, tmp_path / "lm", checkpoint)
+    assert saved_weights.keys() == resumed_weights.keys()
+    assert all(torch.equal(weight, resumed_weights[name]) for name, weight in saved_weights.items())
+    model = AutoModelForSequenceClassification.from_pretrained(checkpoint / "policy" / "weights" / "consolidated")
+    assert torch.equal(model.score.weight, saved_weights[HEAD_WEIGHT])
