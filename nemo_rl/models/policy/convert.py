@@ -277,8 +277,8 @@ def find_source(checkpoint: Path) -> Source:
 
 def _only_adapters(directory: Path) -> ValueError:
     return ValueError(
-        f"{directory} holds adapters alone (policy.dtensor_cfg.lora_cfg); examples/converters/convert_lora_to_hf.py "
-        "merges them into their base model"
+        f"{directory} holds adapters alone (policy.dtensor_cfg.lora_cfg, policy.megatron_cfg.peft); "
+        "examples/converters/convert_lora_to_hf.py merges them into their base model"
     )
 
 
@@ -288,9 +288,7 @@ def _convert_model_directory(directory: Path, output: Path, dtype: str | None) -
 
 
 def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
-    saved = saved_tensors(source.weights)
-    if any(name.rpartition(".")[2] in ("lora_A", "lora_B") for name in saved):
-        raise _only_adapters(source.weights)
+    saved = _saved_weights(source)
     chosen = _torch_dtype(dtype)
     config = _read_config(source.policy)
     with torch.device("meta"):
@@ -312,17 +310,25 @@ def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
 
 def _convert_megatron(source: Source, output: Path, dtype: str | None) -> None:
     """The tensors have the names and shapes of models on disk: they pass through, some at a time."""
-    config = _read_config(source.policy)
+    saved, config = _saved_weights(source), _read_config(source.policy)
     wanted = checkpoint_shapes(config)
     check_checkpoint_fits(source.weights, wanted)
     chosen = _torch_dtype(dtype)
-    config.dtype = chosen or _main_dtype(saved_tensors(source.weights))
+    config.dtype = chosen or _main_dtype(saved)
     save_config(config, output)
     if (source.policy / "generation_config.json").is_file():
         shutil.copy(source.policy / "generation_config.json", output)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
         write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), output)
+
+
+def _saved_weights(source: Source) -> dict[str, TensorStorageMetadata]:
+    """ValueError when they are adapters alone."""
+    saved = saved_tensors(source.weights)
+    if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
+        raise _only_adapters(source.weights)
+    return saved
 
 
 def _read_config(policy: Path) -> PretrainedConfig:

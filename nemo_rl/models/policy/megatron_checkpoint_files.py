@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, trained_map
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, WeightMap, weight_map
+from nemo_rl.models.policy.megatron_config import MegatronPeftConfig
 from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, is_scalar
 from nemo_rl.utils.checkpoint import CheckpointError
 from nemo_rl.utils.checkpoint_tensors import DamagedTensorsError, check_checkpoint_fits, saved_tensors
@@ -81,15 +83,20 @@ def refuse_megatron_checkpoint(directory: Path) -> None:
         )
 
 
-def checkpoint_shapes(model: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the checkpoint of a model. ValueError for one without a mapping."""
-    # The names of both implementations of the layers are made of the same tensors.
-    entries = weight_map(model, implementation="local").entries
-    if not is_scalar(model):
-        return {tensor.name: tensor.shape for entry in entries for tensor in entry.sources}
-    kept = [entry for entry in entries if entry.template != OUTPUT_LAYER]
-    body = {tensor.name: tensor.shape for entry in kept for tensor in entry.sources}
-    return body | {HEAD_WEIGHT: (1, model.get_text_config().hidden_size)}
+def checkpoint_shapes(model: PretrainedConfig, peft: MegatronPeftConfig | None = None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in the checkpoint of a model, or, with `peft`, of what adapts it.
+
+    Raises:
+        ValueError: for a model without a mapping, or layers that it has not.
+    """
+    weights = weight_map(model, implementation="local")  # the other one is made of the same tensors
+    head = {}
+    if is_scalar(model):
+        weights = replace(weights, entries=tuple(e for e in weights.entries if e.template != OUTPUT_LAYER))
+        head = {HEAD_WEIGHT: (1, model.get_text_config().hidden_size)}
+    if peft is not None and peft.enabled:
+        weights = trained_map(weights, adapted_layers(weights, peft))
+    return shapes_of(weights) | head
 
 
 def shapes_of(weights: WeightMap) -> dict[str, tuple[int, ...]]:
@@ -108,8 +115,7 @@ def check_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedCon
     """
     try:
         counters = Counters.read(directory)
-        if not policy.megatron_cfg.peft.enabled:  # adapters are tensors that no mapping of the model has
-            check_checkpoint_fits(directory / "weights", checkpoint_shapes(model))
+        check_checkpoint_fits(directory / "weights", checkpoint_shapes(model, policy.megatron_cfg.peft))
     except DamagedTensorsError as error:
         logger.warning("%s", error)
         return

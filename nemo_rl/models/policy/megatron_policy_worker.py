@@ -6,6 +6,7 @@ A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked p
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -189,10 +190,12 @@ class MegatronPolicyWorker(PolicyWorker):
         )
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
-        save_config(self.hf_config, directory)
+        config = copy.deepcopy(self.hf_config)
+        config.dtype = self.transformer.params_dtype
+        save_config(config, directory)
         if save_consolidated:
             consolidated = directory / "weights" / "consolidated"
-            save_config(self.hf_config, consolidated)
+            save_config(config, consolidated)
             save_consolidated_tensors(self._export(), consolidated)
         if self.adapters is not None:
             self.adapters.save(self.parameters, self.mesh, directory / "adapter", self.config.model_name)

@@ -42,6 +42,7 @@ from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world
 
 FORMAT: dict[str, Any] = {"save_optimizer": True, "save_consolidated": True, "model_save_format": "torch_save"}
+ONLY_STATE: dict[str, Any] = FORMAT | {"save_consolidated": False}
 Changes = dict[str, Any]
 TP: Changes = {"tensor_model_parallel_size": 2}
 PP: Changes = {"pipeline_model_parallel_size": 2}
@@ -133,7 +134,7 @@ def cannot_write(path: Path, changes: Changes, directory: Path) -> list[str]:
                 (folder / "policy" / blocked).mkdir()
         torch.distributed.barrier()
         with pytest.raises(RuntimeError, match="could not be written") as refused:
-            worker.start_save_checkpoint(folder, **(FORMAT | {"save_consolidated": False}))
+            worker.start_save_checkpoint(folder, **ONLY_STATE)
             train_once(worker)
             asyncio.run(worker.finish_save_checkpoint())
         said.append(str(refused.value))
