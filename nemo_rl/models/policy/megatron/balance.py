@@ -26,17 +26,19 @@ from nemo_rl.models.policy.model_batch import ModelBatch
 
 
 class BalancedRouter(TopKRouter):
-    """A router whose balancing loss is the module's. `sequences` is set before `routing`, `step_tokens` before a step.
+    """A router whose balancing loss is the module's. `step_tokens` is set before a step, the others before `routing`.
 
     Attributes:
         step_tokens: float32 scalar, N above.
         sequences: int64 [S], the sequence of each of this rank's positions, numbered over all ranks that share them.
         num_sequences: how many there are, with one for padding.
+        own_tokens: int64 scalar, how many of this rank's positions are no padding.
     """
 
     step_tokens: torch.Tensor | None = None
     sequences: torch.Tensor | None = None
     num_sequences: int = 0
+    own_tokens: torch.Tensor | None = None
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -48,9 +50,12 @@ class BalancedRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
-        """`activation`, with the gradient of this rank's part of the loss of `valid_token_count` tokens behind it."""
-        assert torch.is_tensor(valid_token_count) and self.step_tokens is not None
-        tokens = valid_token_count.detach().clone()
+        """`activation`, with the gradient of this rank's part of the loss of the tokens of `reduce_group` behind it.
+
+        `valid_token_count` is not read: Megatron adds it up over the group or not, by what a sum happens to share.
+        """
+        assert self.own_tokens is not None and self.step_tokens is not None
+        tokens = self.own_tokens.to(aux_loss.dtype)  # a copy: they are integers
         dist.all_reduce(tokens, group=reduce_group)
         part = aux_loss * (tokens / self.step_tokens)
         return self._attach(activation, aux_loss_coeff, part, aux_loss_name, reduce_group, reduce_group_has_dp)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -176,6 +177,7 @@ def _replace_tensor_methods() -> None:
 
 def _close_gaps() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -184,7 +186,10 @@ def _close_gaps() -> None:
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Undefined without Transformer Engine, and asked for by name.
     parallel_random.__dict__.setdefault("FP8GlobalStateManager", _NoFp8)
-    parallel_random.__dict__.setdefault("activation_recompute_forward", lambda **phase: contextlib.nullcontext())
+    for name in ("activation_recompute_forward", "fp8_autocast"):
+        parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
+    mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
     moe_utils.__dict__.setdefault("te_general_gemm", None)
     # Without Transformer Engine its classes are mocks, of which nothing can be an instance.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
@@ -200,6 +205,36 @@ def _close_gaps() -> None:
         return fresh_state(self)
 
     DistributedOptimizer.state_dict = state_dict
+
+
+def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gathers parts of any length [n, ...], which gloo does of equal ones alone."""
+
+    def gather(part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
+        if output_split_sizes is None or len(set(output_split_sizes)) == 1:
+            return even(part, group, output_split_sizes, *args)
+        parts = [part.new_empty(size, *part.shape[1:]) for size in output_split_sizes]
+        parts[group.rank()].copy_(part)
+        for rank, one in enumerate(parts):
+            dist.broadcast(one, src=dist.get_global_rank(group, rank), group=group)
+        return torch.cat(parts)
+
+    return gather
+
+
+def _reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The inverse of `_gather`, with a sum."""
+
+    def scatter(
+        whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any
+    ) -> torch.Tensor:
+        if input_split_sizes is None or len(set(input_split_sizes)) == 1:
+            return even(whole, group, input_split_sizes, *args)
+        total = whole.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    return scatter
 
 
 def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:

@@ -62,6 +62,7 @@ class PolicyRouter(BalancedRouter):
             self.choice.given = self._own_positions(given).long()
         numbers, self.num_sequences = sequence_numbers(batch, self.config.context_parallel_size)
         self.sequences = self._own_positions(numbers)
+        self.own_tokens = is_token.sum()
         result = super().routing(logits, padding_mask=~is_token[:, None])
         if torch.is_grad_enabled() and self.load is not None:
             self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
