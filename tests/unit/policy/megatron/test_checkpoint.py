@@ -290,7 +290,7 @@ def test_boxes_of_flat_stretches_make_up_the_tensors(layout: Layout, shapes, cut
         ("deep", WHOLE, {}),
         ("deep", SGD, SGD | TP),
         ("qwen3-moe", EP, TP | {"sequence_parallel": True} | WHOLE),
-        ("qwen3-moe", TP | EP, PP),
+        ("qwen3-moe", TP | EP | {"sequence_parallel": True}, PP),
         ("deep", PP, {}),
     ],
 )
