@@ -19,6 +19,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.conversion_cache import check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
     OUTPUT_LAYER,
@@ -66,6 +67,7 @@ def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: st
     check_experts(policy, text)
     stage_layers(settings, text.num_hidden_layers)
     check_recomputation(settings, text)
+    check_adapters(policy, model)
 
 
 def _is_installed(module: str) -> bool:

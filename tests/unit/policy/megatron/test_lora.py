@@ -269,7 +269,8 @@ def test_dropout_acts_in_training_mode_and_a_fused_norm_comes_before_the_adapter
     linear.layer_norm_weight = nn.Parameter(torch.rand(8) + 0.5)
     (layer, *_) = adapted_layers(weight_map(LLAMA, implementation="local"), MegatronPeftConfig(enabled=True, dim=2))
     peft = MegatronPeftConfig(enabled=True, dim=2, alpha=4, dropout=0.5)
-    linear.adapter = Adapter(linear, layer, peft, _OneRank())
+    group: Any = _OneRank()
+    linear.adapter = Adapter(linear, layer, peft, group)
     for part in linear.adapter.parameters():
         nn.init.normal_(part)
     states, given = torch.randn(5, 1, 8), torch.randn(5, 1, 6)
