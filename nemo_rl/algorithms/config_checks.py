@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.generation_checks import check_backend, check_http_server
+from nemo_rl.algorithms.generation_checks import check_backend, check_http_server, check_precision
 from nemo_rl.algorithms.machines import division_problems, kind_of_devices
 from nemo_rl.algorithms.metric_names import Sections, check_metric_names, divisors, near
 from nemo_rl.algorithms.rollout_batch import check_batching
@@ -22,6 +22,7 @@ from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
 from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.megatron_device import device_problems
+from nemo_rl.models.policy.megatron_fp8_checks import fp8_problems
 from nemo_rl.models.policy.training_layout import training_problems, training_sizes
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
     yield from check_engines(cfg)
     yield from check_backend(cfg)
     yield from check_http_server(cfg)
+    yield from check_precision(cfg)
     yield from check_sampling(cfg)
     yield from check_lengths(cfg)
     unknown = list(check_env_names(cfg))
@@ -121,6 +123,8 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
         yield f"{key}.{problem}", message
     if policy.megatron_cfg.enabled:
         for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
+            yield f"{key}.megatron_cfg.{problem}", message
+        for problem, message in fp8_problems(policy.megatron_cfg, policy.precision):
             yield f"{key}.megatron_cfg.{problem}", message
 
 

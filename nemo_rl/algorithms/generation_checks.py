@@ -37,6 +37,16 @@ def check_http_server(cfg: RolloutMasterConfig) -> Problems:
         )
 
 
+def check_precision(cfg: RolloutMasterConfig) -> Problems:
+    """Whether the engines' devices can do what is asked of them."""
+    vllm = cfg.policy.generation.vllm_cfg
+    if not cfg.cluster.use_gpus and not cfg.policy.generation.is_by_policy:
+        for asked in vllm.gpu_only:
+            key, _, value = asked.partition("=")
+            works = f"policy.precision={cfg.policy.precision}" if key == "precision" else "auto"
+            yield f"policy.generation.vllm_cfg.{key}", f"{value} runs on GPUs only; use {works}"
+
+
 def check_backend(cfg: RolloutMasterConfig) -> Problems:
     """Whether the policy's layout, and everything that is set of generation, goes with the backend."""
     generation = cfg.policy.generation

@@ -125,7 +125,7 @@ def _make_refit(
         generation,
         accelerator,
         transport=weight_transfer_backend(settings, use_gpus=config.cluster.use_gpus),
-        wire_dtype=settings.vllm_cfg.precision,
+        wire_dtype=settings.vllm_cfg.dtype,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
         rendezvous=rendezvous,
         recompute_kv_cache=config.recomputes_kv_cache,

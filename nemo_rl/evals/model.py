@@ -88,7 +88,7 @@ def _checkpoint(config: EvalMasterConfig) -> CheckpointModel | None:
     if (path / "config.json").is_file() or not is_checkpoint(path):
         return None
     return model_of_checkpoint(
-        path, dtype=config.generation.vllm_cfg.precision, cache=cache_root(), resolve_base=resolve_model
+        path, dtype=config.generation.vllm_cfg.dtype, cache=cache_root(), resolve_base=resolve_model
     )
 
 
@@ -98,7 +98,7 @@ def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
     generation = config.generation.model_dump()
     values: Mapping[str, Any] = {
         "model_name": config.generation.model_name,
-        "precision": config.generation.vllm_cfg.precision,
+        "precision": config.generation.vllm_cfg.dtype,
         "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
         "train_global_batch_size": 1,
         "tokenizer": config.tokenizer.model_dump(),

@@ -69,6 +69,10 @@ class ServingChatConfig(StrictModel):
     """Arguments of the chat template, e.g. `{enable_thinking: false}`."""
 
 
+def _null_is_auto(value: Any) -> Any:
+    return "auto" if value is None else value
+
+
 def _null_is_off(value: Any) -> Any:
     return False if value is None else value
 
@@ -80,8 +84,15 @@ def _null_is_empty(value: Any) -> Any:
 class VllmConfig(StrictModel):
     """The vLLM engine."""
 
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${...precision}")]
-    """Data type of weights and activations."""
+    precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"], Derived("${...precision}")]
+    """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and those of linear
+    layers and experts are kept in FP8, with a scale for each 128 x 128 of them."""
+
+    kv_cache_dtype: Annotated[
+        Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head"], BeforeValidator(_null_is_auto)
+    ] = "auto"
+    """Data type of keys and values in the cache; `auto`: that of activations. `fp8` and `fp8_e4m3` (GPUs) are stored as
+    they are; `fp8_per_token_head` with a scale of each token and head, computed when it is written."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share every layer of one engine."""
@@ -117,11 +128,9 @@ class VllmConfig(StrictModel):
         # Rollouts always use the asynchronous engine, which is what either value asks for here.
         NotYet("async_engine", one_of(True, False)),
         NotYet("expert_parallel_size", one_of(1), fill=1),
-        NotYet("kv_cache_dtype", one_of("auto", None)),
         NotYet("use_deep_gemm", one_of(False, None)),
         NotYet("num_first_layers_in_bf16", one_of(0, None)),
         NotYet("num_last_layers_in_bf16", one_of(0, None)),
-        NotYet("precision", lambda value: value != "fp8"),
         # Weights are born from the policy and the tokenizer stays outside, whatever these say.
         NotYet("load_format", one_of("dummy", "auto", None)),
         NotYet("skip_tokenizer_init", one_of(True, False, None)),
@@ -131,6 +140,24 @@ class VllmConfig(StrictModel):
         NotYet("enable_vllm_metrics_logger", one_of(False, None), harmless=True),
         NotYet("vllm_metrics_logger_interval", anything),
     )
+
+    @property
+    def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
+        """Data type of activations, and in which weights are sent."""
+        return "bfloat16" if self.precision == "fp8" else self.precision
+
+    @property
+    def gpu_only(self) -> list[str]:
+        """`key=value` of what no engine on a CPU can do."""
+        wanted = {"precision": self.precision, "kv_cache_dtype": self.kv_cache_dtype}
+        return [f"{key}={value}" for key, value in wanted.items() if value.startswith("fp8")]
+
+    def data_types(self, device: str) -> dict[str, str | None]:
+        """The engine's arguments of data types. ValueError for what `device` ("cpu" or "cuda") cannot do."""
+        if device == "cpu" and self.gpu_only:
+            raise ValueError(f"policy.generation.vllm_cfg.{self.gpu_only[0]} needs GPUs")
+        quantization = "fp8_per_block" if self.precision == "fp8" else None
+        return {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "quantization": quantization}
 
     @property
     def engine_size(self) -> int:

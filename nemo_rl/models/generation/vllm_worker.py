@@ -47,6 +47,8 @@ def check_vllm_kwargs(cfg: GenerationConfig) -> None:
         "model": "policy.model_name",
         "tokenizer": "policy.tokenizer.name",
         "dtype": "policy.generation.vllm_cfg.precision",
+        "quantization": "policy.generation.vllm_cfg.precision",
+        "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
         "max_model_len": "policy.generation.vllm_cfg.max_model_len",
         "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
         "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
@@ -446,7 +448,7 @@ def engine_args(
     arguments: dict[str, Any] = {
         "model": model,
         "tokenizer": tokenizer,
-        "dtype": vllm_cfg.precision,
+        **vllm_cfg.data_types(device),
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": _DEFAULT_MAX_NUM_SEQS,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,

@@ -229,7 +229,7 @@ class Fp8Config(StrictModel):
     """Where scales are shared: over blocks of 128 (Hopper), whole tensors, or, delayed, with those of past steps."""
 
     fp8_param: bool = False
-    """Keep the parameters of linear layers in FP8 too."""
+    """Keep the parameters of linear layers in FP8 too, which is not supported yet."""
 
 
 class MegatronConfig(StrictModel):

@@ -23,6 +23,7 @@ from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.head_tasks_distillation import drop_stored_heads
 from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
 from nemo_rl.models.policy.megatron.conversion_cache import readable_model
+from nemo_rl.models.policy.megatron.fp8 import width_multiple
 from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
 from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import weight_map
@@ -118,7 +119,7 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _row_layout(self) -> RowLayout:
         reward = self.config.reward_model_cfg
-        multiples = [self.config.make_sequence_length_divisible_by]
+        multiples = [self.config.make_sequence_length_divisible_by, width_multiple(self.megatron)]
         if self.megatron.sequence_parallel:
             multiples.append(self.megatron.tensor_model_parallel_size)
         if self.megatron.context_parallel_size > 1:

@@ -214,7 +214,6 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
         "policy.draft.enabled=true",
         "policy.sequence_packing.fuse_loss=true",
         "policy.generation.backend=sglang",
-        "policy.generation.vllm_cfg.precision=fp8",
         "policy.precision=float16",
         "grpo.adv_estimator.name=gdpo",
         "logger.mlflow_enabled=true",

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.megatron.fp8 import fp8_fields
 from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_layer
 from nemo_rl.models.policy.megatron.rotary import latent_rope, rope_of
 
@@ -30,7 +31,7 @@ def transformer_config(
     """
     config = model.get_text_config()
     values = _shape(model) | _training(policy, use_transformer_engine=use_transformer_engine) | _layout(policy)
-    values |= _windows(config)
+    values |= _windows(config) | fp8_fields(policy.megatron_cfg, has_experts=num_experts(model) > 0)
     if num_experts(model) > 0:
         values |= _experts(model, policy)
     if not is_latent(config):

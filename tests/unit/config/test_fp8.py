@@ -1,0 +1,94 @@
+"""FP8 in training and generation: what is asked for reaches Megatron and vLLM, what cannot work is refused by name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nemo_rl.models.generation.config import VllmConfig
+from nemo_rl.models.policy.megatron.fp8 import fp8_fields, width_multiple
+from nemo_rl.models.policy.megatron_config import Fp8Config, MegatronConfig
+from tests.unit.config.run_configs import build, problems_of
+from tests.unit.generation.configs import generation_config
+
+KEY = "policy.megatron_cfg"
+ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null", f"{KEY}.fp8_cfg.enabled=true")
+CPU = ("cluster.gpus_per_node=0", "policy.precision=float32")
+VLLM = "policy.generation.vllm_cfg"
+
+
+def test_megatron_gets_its_fields() -> None:
+    off = MegatronConfig(enabled=True)
+    assert (fp8_fields(off, has_experts=True), width_multiple(off)) == ({}, 1)
+    on = MegatronConfig(enabled=True, fp8_cfg=Fp8Config(enabled=True, fp8="hybrid", fp8_recipe="tensorwise"))
+    assert fp8_fields(on, has_experts=False) == {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+    assert fp8_fields(on, has_experts=True)["moe_router_padding_for_quantization"] is True
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tensor_size", "sequence_parallel", "multiple"),
+    [("blockwise", 1, False, 16), ("blockwise", 4, False, 16), ("delayed", 4, True, 64), ("mxfp8", 2, True, 64)],
+)
+def test_rows_are_as_wide_as_products_need(
+    recipe: Any, tensor_size: int, sequence_parallel: bool, multiple: int
+) -> None:
+    fp8 = Fp8Config(enabled=True, fp8_recipe=recipe)
+    settings = MegatronConfig(
+        enabled=True, tensor_model_parallel_size=tensor_size, sequence_parallel=sequence_parallel, fp8_cfg=fp8
+    )
+    assert width_multiple(settings) == multiple
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ((*ON, "policy.precision=float32"), f"{KEY}.fp8_cfg.enabled", "set that to bfloat16"),
+        ((*ON, f"{KEY}.fp8_cfg.fp8_param=true"), f"{KEY}.fp8_cfg.fp8_param", "still multiplies in FP8"),
+        (
+            (*ON, f"{KEY}.moe_token_dispatcher_type=allgather"),
+            f"{KEY}.moe_token_dispatcher_type",
+            "set it to alltoall",
+        ),
+        (
+            (
+                *ON,
+                f"{KEY}.fp8_cfg.fp8_recipe=delayed",
+                f"{KEY}.activation_checkpointing=true",
+                f"{KEY}.recompute_granularity=selective",
+                f"{KEY}.recompute_modules=[layernorm]",
+            ),
+            f"{KEY}.fp8_cfg.fp8_recipe",
+            "set tensorwise or blockwise",
+        ),
+        ((*CPU, f"{VLLM}.precision=fp8"), f"{VLLM}.precision", "runs on GPUs only; use policy.precision=float32"),
+        ((*CPU, f"{VLLM}.kv_cache_dtype=fp8"), f"{VLLM}.kv_cache_dtype", "runs on GPUs only; use auto"),
+        ((f"{VLLM}.kv_cache_dtype=int8",), f"{VLLM}.kv_cache_dtype", "fp8_per_token_head"),
+    ],
+)
+def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str, message: str) -> None:
+    problem = problems_of(*overrides)
+    assert key in problem and message in problem
+
+
+def test_engines_keep_fp8_and_get_bfloat16() -> None:
+    vllm = build(f"{VLLM}.precision=fp8", f"{VLLM}.kv_cache_dtype=fp8_e4m3").policy.generation.vllm_cfg
+    assert (vllm.dtype, vllm.gpu_only) == ("bfloat16", ["precision=fp8", "kv_cache_dtype=fp8_e4m3"])
+    plain = build(f"{VLLM}.kv_cache_dtype=null").policy.generation.vllm_cfg
+    assert (plain.dtype, plain.kv_cache_dtype, plain.gpu_only) == ("bfloat16", "auto", [])
+
+
+@pytest.mark.slow
+def test_what_vllm_is_told() -> None:
+    from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs, engine_args
+
+    asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)
+    cfg = generation_config().model_copy(update={"vllm_cfg": asked})
+    nodes: Any = SimpleNamespace(engine_arguments={})
+    told = engine_args("model", "model", cfg, "cuda", 0, "dummy", "packed_ipc", nodes)
+    assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")
+    with pytest.raises(ValueError, match=r"vllm_cfg\.precision=fp8 needs GPUs"):
+        engine_args("model", "model", cfg, "cpu", 0, "dummy", "packed_shm", nodes)
+    with pytest.raises(ValueError, match=r"vllm_kwargs\.quantization"):
+        check_vllm_kwargs(generation_config(quantization="fp8_per_tensor"))
