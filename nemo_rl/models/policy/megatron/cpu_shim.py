@@ -149,7 +149,7 @@ def _megatron_modules() -> list[types.ModuleType]:
     for name in _PACKAGES:
         module = importlib.import_module(f"megatron.core.{name}")
         modules.append(module)
-        for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{module.__name__}."):
+        for found in pkgutil.walk_packages(vars(module).get("__path__", ()), f"{module.__name__}."):
             if not any(part in found.name for part in _NOT_IMPORTED):
                 with contextlib.suppress(ImportError):  # modules of optional packages
                     modules.append(importlib.import_module(found.name))
