@@ -16,7 +16,7 @@ import torch
 
 from nemo_rl.distributed.exported_tensor import ExportedTensor
 from nemo_rl.distributed.shard_sender import ShardSender
-from nemo_rl.models.policy import megatron_remarks  # noqa: F401
+from nemo_rl.models.policy import megatron_remarks  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head_tasks import HeadTask
@@ -40,7 +40,7 @@ from nemo_rl.models.policy.megatron.optimizer import (
 from nemo_rl.models.policy.megatron.reference import SwappedMegatronReference
 from nemo_rl.models.policy.megatron.residency import Residency
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
-from nemo_rl.models.policy.megatron.scalar_model import load_scalar_weights, scalar_map
+from nemo_rl.models.policy.megatron.scalar_model import load_scalar_weights, scalar_map, without_score
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.megatron.weights_export import export_weights
@@ -104,15 +104,15 @@ class MegatronPolicyWorker(PolicyWorker):
             self.reference = self.adapters or SwappedMegatronReference(self.parameters)
 
     def _load_weights(self) -> None:
-        place = self.mesh.shard_place()
+        place, reward = self.mesh.shard_place(), self.config.reward_model_cfg
         path = readable_model(
             self.config.model_name,
             self.settings.model_path,
             self.hf_config,
-            self.weight_map,
+            without_score(self.weight_map) if reward.enabled else self.weight_map,
             force=self.megatron.force_reconvert_from_hf,
         )
-        if self.config.reward_model_cfg.enabled:
+        if reward.enabled:
             load_scalar_weights(self.parameters, self.weight_map, place, path, self.hf_config, self.settings.seed)
         else:
             load_weights(self.parameters, self.weight_map, place, path)

@@ -68,6 +68,12 @@ def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
     return replace(language, entries=(*entries, score), is_tied=False, extra=extra)
 
 
+def without_score(weights: WeightMap) -> WeightMap:
+    """What every checkpoint that a classifier is made of holds: a language model has no score."""
+    entries = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
+    return replace(weights, entries=entries, extra=re.compile(rf"{weights.extra.pattern}|^{re.escape(HEAD_WEIGHT)}$"))
+
+
 def load_scalar_weights(
     parameters: Mapping[str, torch.Tensor],
     weight_map: WeightMap,
@@ -76,24 +82,15 @@ def load_scalar_weights(
     config: PretrainedConfig,
     seed: int,
 ) -> None:
-    """`load_weights` of a classifier; of a language model, the score is drawn from `seed`. Collective.
-
-    Raises:
-        ValueError: as `load_weights`, and for weights in other files than safetensors.
-    """
+    """`load_weights` of a classifier; of a language model, the score is drawn from `seed`. Collective."""
     with StoredModel(model_path) as stored:
         names = stored.names
-    if names is None:
-        raise ValueError(
-            f"policy.model_name: {model_path} holds no safetensors, which reward and value models are read from with "
-            "policy.megatron_cfg; save it anew with save_pretrained, or train it with policy.dtensor_cfg"
-        )
+    assert names is not None, "other files are converted first"
     if HEAD_WEIGHT in names:
         load_weights(parameters, weight_map, place, model_path)
         return
     others = {name: parameter for name, parameter in parameters.items() if name != OUTPUT_LAYER}
-    body = replace(weight_map, entries=tuple(e for e in weight_map.entries if e.template != OUTPUT_LAYER))
-    load_weights(others, body, place, model_path)
+    load_weights(others, without_score(weight_map), place, model_path)
     if OUTPUT_LAYER in parameters:
         draw_head(parameters[OUTPUT_LAYER], config, seed)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # which has the last stage

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
 from nemo_rl.models.policy.head_tasks import Scalars
+from nemo_rl.models.policy.megatron.conversion_cache import DIRECTORY
 from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
 from nemo_rl.models.policy.microbatches import Row, scored_sequences
@@ -102,11 +104,16 @@ def test_a_language_model_gets_the_head_that_is_drawn_from_the_seed(tmp_path):
     assert torch.equal(weights[HEAD_WEIGHT], want) and "lm_head.weight" not in weights
 
 
-def test_weights_in_other_files_than_safetensors_are_refused(tmp_path):
+@pytest.mark.parametrize("directory", ["", "lm"], ids=["reward model", "language model"])
+def test_torch_files_are_read(tmp_path, monkeypatch, directory):
+    monkeypatch.setenv(DIRECTORY, str(tmp_path / "converted"))
     save_reward_model("qwen2-tied", tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="holds no safetensors"):
-        run_world(lambda rank, size: make_worker(tmp_path), 1)
+    file = tmp_path / directory / "model.safetensors"
+    (want,) = run_world(lambda rank, size: exported(make_worker(file.parent)), 1)
+    torch.save(load_file(file), file.with_name("pytorch_model.bin"))
+    file.unlink()
+    (got,) = run_world(lambda rank, size: exported(make_worker(file.parent)), 1)
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
 
 
 def saved(rank: int, world_size: int, path: Path, checkpoint: Path, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
