@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from nemo_rl.models.policy.megatron.fp8 import fp8_fields, width_multiple
 from nemo_rl.models.policy.megatron_config import Fp8Config, MegatronConfig
 from tests.unit.config.run_configs import build, problems_of
 from tests.unit.generation.configs import generation_config
+from tests.unit.policy.steps import save_model
 
 KEY = "policy.megatron_cfg"
 ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null", f"{KEY}.fp8_cfg.enabled=true")
@@ -80,15 +82,16 @@ def test_engines_keep_fp8_and_get_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_what_vllm_is_told() -> None:
+def test_what_vllm_is_told(tmp_path: Path) -> None:
     from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs, engine_args
 
+    save_model("deep", tmp_path)
     asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)
     cfg = generation_config().model_copy(update={"vllm_cfg": asked})
     nodes: Any = SimpleNamespace(engine_arguments={})
-    told = engine_args("model", "model", cfg, "cuda", 0, "dummy", "packed_ipc", nodes)
+    told = engine_args(str(tmp_path), str(tmp_path), cfg, "cuda", 0, "dummy", "packed_ipc", nodes)
     assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")
     with pytest.raises(ValueError, match=r"vllm_cfg\.precision=fp8 needs GPUs"):
-        engine_args("model", "model", cfg, "cpu", 0, "dummy", "packed_shm", nodes)
+        engine_args(str(tmp_path), str(tmp_path), cfg, "cpu", 0, "dummy", "packed_shm", nodes)
     with pytest.raises(ValueError, match=r"vllm_kwargs\.quantization"):
         check_vllm_kwargs(generation_config(quantization="fp8_per_tensor"))
