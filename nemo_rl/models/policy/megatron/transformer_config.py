@@ -34,6 +34,8 @@ def transformer_config(
     values |= _windows(config) | fp8_fields(policy.megatron_cfg, has_experts=num_experts(model) > 0)
     if num_experts(model) > 0:
         values |= _experts(model, policy)
+    if not use_transformer_engine and not policy.megatron_cfg.bias_activation_fusion:
+        values["activation_func"] = silu
     if not is_latent(config):
         return TransformerConfig(**values, **_attention(model))
     if use_transformer_engine and config.rms_norm_eps != LATENT_NORM_EPS:
@@ -43,6 +45,12 @@ def transformer_config(
             "policy.megatron_cfg.transformer_impl to local"
         )
     return MLATransformerConfig(**values, **_latent_attention(model))
+
+
+def silu(gate: torch.Tensor) -> torch.Tensor:
+    """SiLU, in place where no gradient is asked for: Megatron's gate and up projections are one tensor, which stays
+    in memory until both are multiplied, and a pass for logprobs needs room for no third part."""
+    return F.silu(gate, inplace=not torch.is_grad_enabled())
 
 
 def num_experts(model: PretrainedConfig) -> int:
