@@ -147,6 +147,7 @@ class SampleMeta:
     turns: list[TurnMeta] = field(default_factory=list)  # in order; none where `num_turns` is 0
     hit_turn_limit: bool = False  # TRUNCATED because `max_rollout_turns` was reached
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
+    routed_experts_bytes: int = 0  # of `Sample.routed_experts`; 0 without
 
     @property
     def has_reward(self) -> bool:

@@ -9,7 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.algorithms.generation_checks import check_backend, check_http_server, check_precision
+from nemo_rl.algorithms.generation_checks import (
+    check_backend,
+    check_http_server,
+    check_precision,
+    check_router_replay,
+)
 from nemo_rl.algorithms.machines import division_problems, kind_of_devices
 from nemo_rl.algorithms.metric_names import Sections, check_metric_names, divisors, near
 from nemo_rl.algorithms.rollout_batch import check_batching
@@ -44,6 +49,7 @@ def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
     yield from check_backend(cfg)
     yield from check_http_server(cfg)
     yield from check_precision(cfg)
+    yield from check_router_replay(cfg)
     yield from check_sampling(cfg)
     yield from check_lengths(cfg)
     unknown = list(check_env_names(cfg))

@@ -47,6 +47,35 @@ def check_precision(cfg: RolloutMasterConfig) -> Problems:
             yield f"policy.generation.vllm_cfg.{key}", f"{value} runs on GPUs only; use {works}"
 
 
+def check_router_replay(cfg: RolloutMasterConfig) -> Problems:
+    """Whether the engines say which experts every token went through, where training takes these."""
+    for model in cfg.further_models:
+        if model.config.router_replay.enabled:
+            yield f"{model.key}.router_replay.enabled", "its experts are not those that generated; set it to false"
+    if not cfg.policy.router_replay.enabled or cfg.rollout.replay_from is not None:
+        return
+    generation, why = cfg.policy.generation, "asked for by policy.router_replay.enabled=true"
+    if generation.is_by_policy:
+        yield (
+            "policy.router_replay.enabled",
+            f"policy.generation.backend={generation.backend} does not say which experts a token went through; set it "
+            "to false, or policy.generation.backend=vllm",
+        )
+        return
+    vllm = generation.vllm_cfg
+    if vllm.pipeline_parallel_size > 1:
+        yield (
+            "policy.generation.vllm_cfg.pipeline_parallel_size",
+            f"{vllm.pipeline_parallel_size}: engines of one stage alone return the experts of tokens, {why}; set it "
+            "to 1",
+        )
+    if cfg.cluster.use_gpus and not vllm.enable_prefix_caching:
+        yield (
+            "policy.generation.vllm_cfg.enable_prefix_caching",
+            f"vLLM returns the experts of tokens, {why}, only with a prefix cache; set it to true",
+        )
+
+
 def check_backend(cfg: RolloutMasterConfig) -> Problems:
     """Whether the policy's layout, and everything that is set of generation, goes with the backend."""
     generation = cfg.policy.generation

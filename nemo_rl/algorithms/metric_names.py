@@ -39,6 +39,9 @@ PACKING = frozenset(
 MOE = frozenset({"moe/load_max_over_mean", "moe/load_min_over_mean", "moe/dead_expert_fraction", "moe/router_entropy"})
 """Of models with experts only, which the configuration does not know: `preflight` does."""
 
+REPLAY = frozenset({"moe/replayed_fraction", "moe/replay_agreement"})
+"""Of routing replay, where it is configured."""
+
 TRAINING = UPDATE | PACKING | MOE
 
 ROLLOUT = frozenset(

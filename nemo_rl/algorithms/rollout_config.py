@@ -11,7 +11,7 @@ from pydantic import Field
 
 from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
 from nemo_rl.algorithms.machines import divide
-from nemo_rl.algorithms.metric_names import SPECULATION, TASK, of_tasks, rollout_validation
+from nemo_rl.algorithms.metric_names import REPLAY, SPECULATION, TASK, of_tasks, rollout_validation
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig
 from nemo_rl.data.task_names import prompt_tasks
@@ -225,5 +225,6 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def generation_metrics(self) -> frozenset[str]:
-        """What its steps report of generation under `train/`; nothing where no tokens are drafted ahead."""
-        return SPECULATION if self.policy.generation.speculates else frozenset()
+        """What its steps report under `train/` of tokens drafted ahead and of routing replay, where these are on."""
+        drafts = SPECULATION if self.policy.generation.speculates else frozenset[str]()
+        return drafts | (REPLAY if self.policy.router_replay.enabled else frozenset())

@@ -20,10 +20,12 @@ from nemo_rl.utils.checkpoint_files import size_text
 def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> dict[str, Any]:
     """What decides whether recorded samples can be trained on, out of the identity of the run.
 
-    Learning rates, losses, shaping of rewards and seeds may be others in a run that replays.
+    Learning rates, losses, shaping of rewards and seeds may be others in a run that replays. Experts of tokens must be
+    in the record where a run takes them; a run that does not leaves them alone.
     """
     rollout, generation = config.rollout, config.policy.generation
-    return {
+    replay = {"policy.router_replay": {"enabled": True}} if config.policy.router_replay.enabled else {}
+    return replay | {
         "policy.model": identity["policy.model"],
         "policy.tokenizer": identity["policy.tokenizer"],
         "policy.generation": {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k")},
@@ -49,6 +51,8 @@ def check_record(root: Path, identity: Mapping[str, Any], key: str) -> None:
     if steps != list(range(1, len(steps) + 1)):
         raise ValueError(f"{key}={root} holds steps {steps_text(steps)}; a replay needs all from 1 on")
     found = read_index(root, steps[0]).identity
+    if "policy.router_replay" not in identity:
+        found = {name: part for name, part in found.items() if name != "policy.router_replay"}
     if differences := flat_differences(found, identity, theirs="the record"):
         raise ValueError(f"{key}={root} was recorded by a run that this one cannot replay:\n" + "\n".join(differences))
 

@@ -290,6 +290,8 @@ class RolloutTrainer(PolicyTrainer):
         throughput["average_token_imbalance"] = token_imbalance(plan)
         throughput["controller_token_bytes"] = token_bytes - self.token_bytes_before
         self.token_bytes_before = token_bytes
+        if self.run.policy.router_replay.enabled:
+            throughput["routed_experts_bytes"] = sum(sample.routed_experts_bytes for sample in generated)
         is_frozen = self.run.policy.adapters.enabled
         train_flops = num_passes * self.flops.train((sample.length for sample in trained), is_frozen=is_frozen)
         throughput |= flops_metrics(train_flops, seconds["policy_training"], training, self.policy.peak_flops)

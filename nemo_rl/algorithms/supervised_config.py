@@ -88,6 +88,8 @@ class SupervisedMasterConfig(RunConfig):
                 f"{self.examples.max_input_seq_length} is more than policy.max_total_sequence_length={longest}; use at "
                 "most that",
             )
+        if self.policy.router_replay.enabled:
+            yield "policy.router_replay.enabled", "nothing is generated whose experts could be taken; set it to false"
         yield from check_validation(self, self.loop, self.examples.has_validation)
         yield from metric_names.check_metric_names(self, self.loop)
 

@@ -162,6 +162,7 @@ async def run_episode(
             sampling = _with_stop_strings(sampling, step.next_stop_strings)
     else:
         hit_turn_limit = True
+    experts = np.concatenate(transcript.routed_experts) if transcript.routed_experts else None
     meta = SampleMeta(
         sample_id=sample_id,
         status=status,
@@ -175,8 +176,9 @@ async def run_episode(
         turns=turns,
         hit_turn_limit=hit_turn_limit,
         hit_total_token_limit=is_out_of_room,
+        routed_experts_bytes=experts.nbytes if experts is not None else 0,
     )
-    return _sample(meta, transcript)
+    return _sample(meta, transcript, experts)
 
 
 def _with_stop_strings(sampling: SamplingParams, stop_strings: Sequence[str] | None) -> SamplingParams:
@@ -213,12 +215,12 @@ def without_reward(datum: DatumSpec, *, sample_id: str, status: SampleStatus, fa
     return _sample(meta, transcript)
 
 
-def _sample(meta: SampleMeta, transcript: _Transcript) -> Sample:
+def _sample(meta: SampleMeta, transcript: _Transcript, experts: np.ndarray | None = None) -> Sample:
     return Sample(
         meta=meta,
         token_ids=np.asarray(transcript.token_ids, dtype=np.int64),
         token_mask=np.asarray(transcript.token_mask, dtype=bool),
         generation_logprobs=np.asarray(transcript.logprobs, dtype=np.float32),
         messages=transcript.messages,
-        routed_experts=np.concatenate(transcript.routed_experts) if transcript.routed_experts else None,
+        routed_experts=experts,
     )

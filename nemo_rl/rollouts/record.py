@@ -3,7 +3,8 @@
     <folder>/groups.jsonl         a line per group: its id, prompt and task; of each sample what the controller knows
                                   and what was said
     <folder>/tokens.safetensors   token_ids int64 [N], token_mask bool [N], generation_logprobs float32 [N]: the
-                                  samples of all groups one after another
+                                  samples of all groups one after another; where engines said it, routed_experts
+                                  uint8 or int16 [M, layers, K], of the first tokens of each sample
 
 A record of a run has such a folder per step, with `index.json` (`StepIndex`) and a manifest of digests beside them.
 
@@ -13,6 +14,7 @@ Reading executes nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +33,7 @@ GROUPS = "groups.jsonl"
 TOKENS = "tokens.safetensors"
 INDEX = "index.json"
 STEP_FOLDER = re.compile(r"step_(\d{6,})")
+EXPERTS = "routed_experts"
 COLUMNS = {"token_ids": np.int64, "token_mask": np.bool_, "generation_logprobs": np.float32}
 
 
@@ -50,6 +53,8 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
     for name, dtype in COLUMNS.items():
         parts = [getattr(sample, name) for sample in samples]
         columns[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
+        columns[EXPERTS] = np.concatenate(experts)
     save_file(columns, folder / TOKENS)
 
 
@@ -62,18 +67,25 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     with (folder / GROUPS).open(encoding="ascii") as lines:
         records = [json.loads(line) for line in lines]
     columns = load_file(folder / TOKENS)
+    experts = columns.get(EXPERTS, np.zeros((0, 1, 1), np.uint8))
+    bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
     groups: list[RolloutGroup] = []
-    start = 0
+    start = first = 0
     for record in records:
         samples = []
         for stored in record["samples"]:
             meta = meta_from(stored["meta"])
             tokens = {name: columns[name][start : start + meta.length] for name in COLUMNS}
             start += meta.length
-            samples.append(Sample(meta=meta, messages=stored["messages"], **tokens))
+            count = meta.routed_experts_bytes // bytes_per_token
+            chosen = experts[first : first + count] if count else None
+            first += count
+            samples.append(Sample(meta=meta, messages=stored["messages"], routed_experts=chosen, **tokens))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     if start != len(columns["token_ids"]):
         raise ValueError(f"{folder}: {GROUPS} tells of {start} tokens, {TOKENS} holds {len(columns['token_ids'])}")
+    if first != len(experts):
+        raise ValueError(f"{folder}: {GROUPS} tells of experts of {first} tokens, {TOKENS} holds {len(experts)}")
     return groups, [record["task_name"] for record in records]
 
 

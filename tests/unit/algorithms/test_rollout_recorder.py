@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -18,6 +19,7 @@ from nemo_rl.types import GroupHandle, RolloutGroup, Sample
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun, alternate
 from tests.unit.config.run_configs import build
+from tests.unit.rollouts import recorded
 
 BASE = (
     "grpo.num_prompts_per_step=2",
@@ -222,6 +224,20 @@ def test_what_cannot_be_replayed_is_refused_with_the_differences(tmp_path):
         check_record(record, same, "grpo.replay_from")
     with pytest.raises(FileNotFoundError, match="holds no recorded step"):
         check_record(tmp_path / "nowhere", same, "grpo.replay_from")
+
+
+def test_a_record_without_experts_is_refused_where_they_are_taken(tmp_path):
+    megatron = ("policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true", "policy.optimizer=null")
+    plain = record_identity(build(*BASE, *megatron), IDENTITY)
+    taking = record_identity(build(*BASE, *megatron, "policy.router_replay.enabled=true"), IDENTITY)
+    for name, identity in (("plain", plain), ("with_experts", taking)):
+        groups = [recorded.group("1/0/d:0", 1.0)]
+        write_step(tmp_path / name, replace(recorded.index(1, groups), identity=identity), groups, ["math"])
+    check_record(tmp_path / "plain", plain, "grpo.replay_from")
+    check_record(tmp_path / "with_experts", taking, "grpo.replay_from")
+    check_record(tmp_path / "with_experts", plain, "grpo.replay_from")
+    with pytest.raises(ValueError, match=r"router_replay\.enabled: the record has '\(absent\)', this run True"):
+        check_record(tmp_path / "plain", taking, "grpo.replay_from")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from tests.unit.config.run_configs import build, problems_of
 KEY = "policy.megatron_cfg"
 ON = ("policy.dtensor_cfg.enabled=false", f"{KEY}.enabled=true", "policy.optimizer=null")
 CPU = "cluster.gpus_per_node=0"
+REPLAY = "policy.router_replay.enabled=true"
 
 
 def test_the_minimal_run_with_megatron_is_fine() -> None:
@@ -108,6 +109,22 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             f"{KEY}.pipeline_model_parallel_size",
             "not supported yet: pipeline stages where the policy's own workers generate",
         ),
+        # routing replay
+        (
+            (REPLAY, "policy.generation.backend=megatron"),
+            "policy.router_replay.enabled",
+            "does not say which experts a token went through; set it to false, or policy.generation.backend=vllm",
+        ),
+        (
+            (REPLAY, "policy.generation.vllm_cfg.enable_prefix_caching=false"),
+            "policy.generation.vllm_cfg.enable_prefix_caching",
+            "only with a prefix cache; set it to true",
+        ),
+        (
+            (REPLAY, "policy.generation.vllm_cfg.pipeline_parallel_size=2", "cluster.gpus_per_node=2"),
+            "policy.generation.vllm_cfg.pipeline_parallel_size",
+            "engines of one stage alone return the experts of tokens",
+        ),
         (
             ("+policy.generation.mcore_generation_config.num_speculative_tokens=2",),
             "policy.generation.mcore_generation_config.num_speculative_tokens",
@@ -119,6 +136,13 @@ def test_cross_checks(overrides: tuple[str, ...], key: str, message: str) -> Non
     problems = [line for line in problems_of(*ON, *overrides).splitlines() if message in line]
     assert len(problems) == 1, problems_of(*ON, *overrides)
     assert f"{key}: " in problems[0] or f"{key}=" in problems[0]
+
+
+def test_routing_replay_is_fine_with_vllm_and_has_metrics() -> None:
+    names = {"moe/replayed_fraction", "moe/replay_agreement"}
+    assert not names & build(*ON).train_metrics
+    assert names <= build(*ON, REPLAY).train_metrics
+    build(*ON, REPLAY, CPU, "policy.generation.vllm_cfg.enable_prefix_caching=false")  # engines on CPUs have no cache
 
 
 def test_what_needs_megatron_is_refused_without() -> None:

@@ -59,9 +59,11 @@ def test_experts_are_those_of_the_turn_that_computed_the_token_first():
     # Prompt 3, turn 2, observation 2, turn 1, observation 2, turn 2; the last token of a turn comes with the next.
     assert turns_of_tokens(sample) == [0] * 4 + [1] * 3 + [2] * 4
     assert len(sample.token_ids) == 12
+    assert sample.routed_experts is not None and sample.meta.routed_experts_bytes == sample.routed_experts.nbytes > 0
 
 
 def test_a_turn_without_experts_is_made_up_for_by_the_next():
     assert turns_of_tokens(play({0})) == [1] * 7 + [2] * 4
     assert turns_of_tokens(play({2})) == [0] * 4 + [1] * 3, "the rest has none"
-    assert play({0, 1, 2}).routed_experts is None
+    without = play({0, 1, 2})
+    assert without.routed_experts is None and without.meta.routed_experts_bytes == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from nemo_rl.rollouts.record import (
     recorded_steps,
     step_folder,
     steps_text,
+    write_groups,
     write_step,
 )
 from tests.unit.rollouts.recorded import group, index, record
@@ -32,10 +34,32 @@ def test_what_was_written_comes_back(tmp_path):
             assert a.meta == b.meta and a.messages == b.messages
             for name in ("token_ids", "token_mask", "generation_logprobs"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
+            assert a.routed_experts is None and b.routed_experts is None
     found, want = read_index(tmp_path, 3), index(3, groups)
     assert math.isnan(found.environment_metrics.pop("math/of_nothing"))
     want.environment_metrics.pop("math/of_nothing")
     assert found == want
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
+    groups = [group("0/1/d:7", 1.0, None, 0.5), group("0/0/d:3", 0.25)]
+    for n, sample in enumerate((groups[0].samples[0], groups[0].samples[2], groups[1].samples[0])):
+        shape = (sample.meta.length - 1 - n % 2, 3, 2)  # the last turn of one has none
+        sample.routed_experts = np.random.default_rng(n).integers(0, 200, shape).astype(dtype)
+        sample.meta.routed_experts_bytes = sample.routed_experts.nbytes
+    write_groups(tmp_path, groups, ["math", "chat"])
+    got, _ = read_groups(tmp_path)
+    for want, found in zip(groups, got, strict=True):
+        for a, b in zip(want.samples, found.samples, strict=True):
+            assert a.meta == b.meta
+            assert (a.routed_experts is None) == (b.routed_experts is None)
+            if a.routed_experts is not None:
+                np.testing.assert_array_equal(a.routed_experts, b.routed_experts, strict=True)
+    lines = (tmp_path / "groups.jsonl").read_text().splitlines()
+    (tmp_path / "groups.jsonl").write_text(re.sub(r'(?<="routed_experts_bytes": )\d+', "0", "\n".join(lines)))
+    with pytest.raises(ValueError, match="tells of experts of 0 tokens"):
+        read_groups(tmp_path)
 
 
 def test_whatever_was_said_comes_back(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
 
+from nemo_rl.models.policy.megatron.moe import routers
 from nemo_rl.models.policy.megatron.router_replay import ExpertChoice, choose, highest
 from tests.unit.policy.megatron.parity import Layout, steps_in_one_world, torch_step
 
@@ -137,6 +139,32 @@ def test_the_bias_of_experts_moves_towards_those_with_fewer_tokens(tmp_path, wor
     want = stored(tmp_path)[name] + rate * (load.mean() - load).sign().float()
     for step in run_world(lambda rank, world: step_of(make_worker(tmp_path, config), config), world, timeout=120):
         torch.testing.assert_close(step.weights[name], want, rtol=0, atol=1e-6)
+
+
+def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
+    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path / "model")
+    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS}
+    config = Layout(world=1, megatron={"moe_router_bias_update_rate": 2.0**-6}, policy=policy).config()
+
+    def on_rank(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+        worker = make_worker(tmp_path / "model", config)
+        step_of(worker, config)
+        worker.start_save_checkpoint(
+            tmp_path / "step_1", save_optimizer=True, save_consolidated=False, model_save_format="torch_save"
+        )
+        [router] = routers(worker.stages)
+        bias: Any = router.expert_bias
+        saved = bias.clone()
+        step_of(worker, config)  # while it is written
+        asyncio.run(worker.finish_save_checkpoint())
+        assert not torch.equal(bias, saved)
+        worker.load_checkpoint(tmp_path / "step_1", load_optimizer=True)
+        return saved, bias.clone()
+
+    [(saved, loaded)] = run_world(on_rank, 1, timeout=120)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert not torch.equal(saved, stored(tmp_path / "model")[name]), "it has moved"
+    assert saved.dtype == torch.float32 and torch.equal(loaded, saved)
 
 
 # -- what they report
