@@ -8,19 +8,27 @@ the same tokens. Prints worker / loop.
 of the step, lengths log-normal. Prints tokens per second packed / padded, and against padding of micro-batches that
 were sorted by length.
 
+`--compare backends`: the worker of Megatron Core against that of PyTorch, rows end to end on both, every sequence of
+the greatest length, steps taken by turns in one process. Then each alone, for the memory of its ranks: the peak of the
+resident set in a step, after one step, beyond what it was before the worker was made - weights, gradients, optimizer
+state and activations. Prints megatron / pytorch of both.
+
     uv run --extra cpu benchmarks/training_step.py --compare loop --ranks 1
     uv run --extra cpu benchmarks/training_step.py --compare padding
+    uv run --extra cpu --extra mcore benchmarks/training_step.py --compare backends --ranks 2
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -33,10 +41,17 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from nemo_rl.algorithms.config import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
-from nemo_rl.models.policy.config import OptimizerConfig, PolicyConfig, SequencePackingConfig, TokenizerConfig
+from nemo_rl.models.policy.config import (
+    DTensorConfig,
+    OptimizerConfig,
+    PolicyConfig,
+    SequencePackingConfig,
+    TokenizerConfig,
+)
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import (
     BatchPlan,
@@ -49,13 +64,19 @@ from nemo_rl.types import (
     SamplingParams,
 )
 
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+    PolicyWorker = DTensorPolicyWorker | MegatronPolicyWorker
+
+BACKENDS = ("megatron", "pytorch")
 LEARNING_RATE = 1e-5
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=["loop", "padding"], required=True)
+    parser.add_argument("--compare", choices=["loop", "padding", "backends"], required=True)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--threads", type=int, help="per rank; default: all cores shared out")
     parser.add_argument("--hidden", type=int, default=256)
@@ -86,7 +107,7 @@ def make_model(args: argparse.Namespace, path: Path) -> None:
 
 def lengths_of(args: argparse.Namespace) -> np.ndarray:
     """All of the greatest length, or log-normal (sigma 1) with the wanted mean, cut at the greatest length."""
-    if args.compare == "loop":
+    if args.compare != "padding":
         return np.full(args.samples, args.max_length)
     draw = np.random.default_rng(0).lognormal(0.0, 1.0, args.samples)
     low, high = 0.0, float(args.max_length)
@@ -127,6 +148,27 @@ def make_groups(args: argparse.Namespace) -> tuple[list[GroupHandle], list[Rollo
 
 
 def make_worker(args: argparse.Namespace, path: Path, **changes: object) -> DTensorPolicyWorker:
+    worker = DTensorPolicyWorker(*arguments_of(args, path, **changes))
+    torch.set_num_threads(args.threads)
+    return worker
+
+
+def make_backend(args: argparse.Namespace, path: Path, backend: str) -> PolicyWorker:
+    """A worker of `pytorch` or `megatron`, with Adam of the same settings and rows without padding."""
+    if backend == "pytorch":
+        return DTensorPolicyWorker(*arguments_of(args, path, padding_free=True))
+    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+    optimizer = MegatronOptimizerConfig(lr=LEARNING_RATE)
+    sections = {
+        "dtensor_cfg": DTensorConfig(enabled=False),
+        "megatron_cfg": MegatronConfig(enabled=True, optimizer=optimizer),
+        "optimizer": None,
+    }
+    return MegatronPolicyWorker(*arguments_of(args, path, **sections))
+
+
+def arguments_of(args: argparse.Namespace, path: Path, **changes: object) -> tuple[PolicyConfig, PolicyWorkerSettings]:
     settings = {
         "model_name": str(path),
         "tokenizer": TokenizerConfig(name=str(path)),
@@ -137,8 +179,8 @@ def make_worker(args: argparse.Namespace, path: Path, **changes: object) -> DTen
         "precision": "float32",
         "optimizer": OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": LEARNING_RATE}),
     }
-    worker = DTensorPolicyWorker(
-        PolicyConfig(**{**settings, **changes}),  # type: ignore[arg-type]
+    return (
+        PolicyConfig(**(settings | changes)),  # type: ignore[arg-type]
         PolicyWorkerSettings(
             model_path=str(path),
             sampling=SamplingParams(max_new_tokens=16),
@@ -149,8 +191,6 @@ def make_worker(args: argparse.Namespace, path: Path, **changes: object) -> DTen
             seed=0,
         ),
     )
-    torch.set_num_threads(args.threads)
-    return worker
 
 
 def sorted_plan(args: argparse.Namespace, worker: DTensorPolicyWorker, handles: list[GroupHandle]) -> BatchPlan:
@@ -158,6 +198,20 @@ def sorted_plan(args: argparse.Namespace, worker: DTensorPolicyWorker, handles: 
     weight = ModelFlops.of(worker.stages[0].hf.config).quadratic_weight
     batching = Batching.of(worker.config, quadratic_weight=weight)
     return plan_batch(handles, ones, ones, num_ranks=args.ranks, global_batch_size=args.samples, batching=batching)
+
+
+def even_plan(args: argparse.Namespace, handles: list[GroupHandle]) -> BatchPlan:
+    """Of samples of one length, for any worker."""
+    ones = [[1.0]] * len(handles)
+    config, _ = arguments_of(args, Path("model"), padding_free=True)
+    return plan_batch(
+        handles,
+        ones,
+        ones,
+        num_ranks=args.ranks,
+        global_batch_size=args.samples,
+        batching=Batching.of(config, quadratic_weight=0.0),
+    )
 
 
 def arrival_plan(args: argparse.Namespace, handles: list[GroupHandle], plan: BatchPlan) -> BatchPlan:
@@ -172,7 +226,7 @@ def arrival_plan(args: argparse.Namespace, handles: list[GroupHandle], plan: Bat
     return BatchPlan(groups=plan.groups, ranks=ranks)
 
 
-def worker_step(worker: DTensorPolicyWorker, plan: BatchPlan, groups: list[RolloutGroup]) -> Callable[[], float]:
+def worker_step(worker: PolicyWorker, plan: BatchPlan, groups: list[RolloutGroup]) -> Callable[[], float]:
     loss = ClippedPGLoss(LOSS)
 
     def step() -> float:
@@ -215,6 +269,30 @@ def hand_written_step(args: argparse.Namespace, path: Path, plan: RankPlan, grou
     return step
 
 
+def status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(field + ":")]
+    return int(line.split()[1]) * 1024
+
+
+def peak_of(args: argparse.Namespace, folder: Path, backend: str) -> int:
+    """Bytes of this rank in its second step, beyond those before it had a worker."""
+    if backend == "megatron":  # what it imports is not the model's
+        from nemo_rl.models.policy.megatron_policy_worker import cpu_shim
+
+        cpu_shim.install()
+    handles, groups = make_groups(args)
+    before = status("VmRSS")
+    worker = make_backend(args, folder / "model", backend)
+    plan = even_plan(args, handles)
+    step = worker_step(worker, plan, groups)
+    step()
+    Path("/proc/self/clear_refs").write_text("5")
+    step()
+    return status("VmHWM") - before
+
+
 def by_turns(args: argparse.Namespace, sides: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
     """Seconds of `args.steps` steps of each side, after one that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -228,13 +306,44 @@ def by_turns(args: argparse.Namespace, sides: dict[str, Callable[[], float]]) ->
     return seconds
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+def join_world(rank: int, args: argparse.Namespace, folder: Path, name: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
-    store = dist.FileStore(str(folder / "rendezvous"), args.ranks)
+    store = dist.FileStore(str(folder / name), args.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=args.ranks)
+
+
+def run_memory_rank(rank: int, args: argparse.Namespace, folder: Path, backend: str) -> None:
+    join_world(rank, args, folder, backend)
+    peaks = [0] * args.ranks
+    dist.all_gather_object(peaks, peak_of(args, folder, backend))
+    if rank == 0:
+        (folder / f"{backend}.json").write_text(json.dumps(max(peaks)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare_memory(args: argparse.Namespace, folder: Path) -> None:
+    # A fixed threshold: what is freed goes back to the system at once, and does not count as memory in use.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    peaks = {}
+    for backend in BACKENDS:
+        mp.start_processes(run_memory_rank, args=(args, folder, backend), nprocs=args.ranks, start_method="spawn")
+        peaks[backend] = json.loads((folder / f"{backend}.json").read_text())
+        print(f"{backend:<22} {peaks[backend] / 2**20:8.1f} MiB per rank")
+    first, second = BACKENDS
+    print(f"ratio of memory {first} / {second}: {peaks[first] / peaks[second]:.3f}")
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: Path) -> None:
+    join_world(rank, args, folder, "rendezvous")
     path = folder / "model"
     handles, groups = make_groups(args)
-    if args.compare == "loop":
+    if args.compare == "backends":
+        plan = even_plan(args, handles)
+        workers = {backend: make_backend(args, path, backend) for backend in BACKENDS}
+        torch.set_num_threads(args.threads)
+        seconds = by_turns(args, {name: worker_step(worker, plan, groups) for name, worker in workers.items()})
+    elif args.compare == "loop":
         worker = make_worker(args, path)
         plan = sorted_plan(args, worker, handles)
         ours = worker_step(worker, plan, groups)
@@ -269,7 +378,7 @@ def report(args: argparse.Namespace, seconds: dict[str, list[float]], num_tokens
         )
     first, *others = medians
     for other in others:
-        if args.compare == "loop":
+        if args.compare != "padding":
             print(f"ratio {first} / {other}: {medians[first] / medians[other]:.3f}")
         else:
             print(f"ratio of tokens per second {first} / {other}: {medians[other] / medians[first]:.2f}")
@@ -281,6 +390,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_model(args, Path(folder) / "model")
         mp.start_processes(run_rank, args=(args, Path(folder)), nprocs=args.ranks, start_method="spawn")
+        if args.compare == "backends":
+            compare_memory(args, Path(folder))
 
 
 if __name__ == "__main__":

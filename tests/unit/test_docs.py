@@ -35,6 +35,7 @@ from nemo_rl.data.example_config import (
 )
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.models.policy.megatron_config import MegatronConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples/configs"
@@ -172,7 +173,7 @@ def test_a_command_runs_with_this_configuration(page: str, words: list[str], tmp
         load_config(model, ROOT / given, overrides)
 
 
-GUIDES_WITH_YAML = ("environments", "eval", "multi-turn", "training-backends")
+GUIDES_WITH_YAML = ("environments", "eval", "megatron", "multi-turn", "training-backends")
 YAML_PAGES = [*SUPERVISED, *(f"docs/guides/{name}.md" for name in GUIDES_WITH_YAML)]
 YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[page], "yaml")]
 
@@ -180,11 +181,19 @@ YAML_BLOCKS = [(page, block) for page in YAML_PAGES for block in blocks(PAGES[pa
 @pytest.mark.parametrize(("page", "block"), YAML_BLOCKS, ids=[f"{page} {i}" for i, (page, _) in enumerate(YAML_BLOCKS)])
 def test_a_piece_of_yaml_loads_on_top_of_the_default_file(page: str, block: str, tmp_path: Path):
     model, base = SCRIPTS.get(f"run_{Path(page).stem}", SCRIPTS["run_grpo_math"])
+    if page == "docs/guides/megatron.md":
+        base = "grpo_math_1B_megatron.yaml"
     if "env" in yaml.safe_load(block):
         model, base = SCRIPTS["run_grpo_math"]
     file = tmp_path / "piece.yaml"
     file.write_text(f"defaults: {CONFIGS / base}\n{block}")
     load_config(model, file, [])
+
+
+def test_the_guide_to_megatron_names_every_key():
+    page = PAGES["docs/guides/megatron.md"]
+    named = set(re.findall(r"\w+", " ".join([*code(without_blocks(page)), *blocks(page, "yaml")])))
+    assert set(MegatronConfig.model_fields) - named == set()
 
 
 # -- links, files, metrics
