@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.rollouts.record import read_index, recorded_steps
-from tests.functional.cli import SMALL, run
+from tests.functional.cli import ROOT, SMALL, run
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -48,6 +48,34 @@ def test_a_synchronous_run_is_replayed_bit_for_bit(tmp_path):
     replayed = run(
         tmp_path / "replayed", *small, *REPLAY, f"grpo.replay_from={record}", "policy.train_global_batch_size=8"
     )
+    assert replayed.status == 0, replayed.output[-4000:]
+    assert trained(replayed.metrics) == trained(recorded.metrics)
+
+
+def test_experts_of_generation_are_taken_recorded_and_replayed_bit_for_bit(tmp_path):
+    record = tmp_path / "record"
+    moe = (
+        *SMALL,
+        "grpo.max_num_steps=2",
+        "grpo.val_period=0",
+        "grpo.val_at_end=false",
+        "checkpointing.enabled=false",
+        "checkpointing.metric_name=null",
+        "policy.model_name=tiny:arithmetic-moe",
+        "policy.router_replay.enabled=true",
+        "policy.megatron_cfg.freeze_moe_router=false",
+    )
+    config = ROOT / "examples" / "configs" / "grpo_math_megatron_cpu.yaml"
+    keys = ("grpo.rollout_record.enabled=true", f"grpo.rollout_record.save_dir={record}")
+    recorded = run(tmp_path / "recorded", *moe, *keys, config=config)
+    assert recorded.status == 0, recorded.output[-4000:]
+    first = recorded.metrics[0]
+    num_tokens = first["train/total_num_tokens"]
+    num_samples = num_tokens / first["train/mean_total_tokens_per_sample"]
+    assert first["train/moe/replayed_fraction"] == pytest.approx(1 - num_samples / num_tokens), "all but the last ones"
+    assert first["train/moe/replay_agreement"] > 0.99
+    assert first["performance/routed_experts_bytes"] == (num_tokens - num_samples) * 2 * 2, "2 layers, 2 experts each"
+    replayed = run(tmp_path / "replayed", *moe, f"grpo.replay_from={record}", config=config)
     assert replayed.status == 0, replayed.output[-4000:]
     assert trained(replayed.metrics) == trained(recorded.metrics)
 

@@ -158,9 +158,9 @@ class VllmWorker:
 
         params = self._sampling_params(len(prompt_token_ids), sampling, seed)
         async with self._admitted:
+            await self._record_experts()
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
-            await self._record_experts()
             request_id = f"{next(self._request_ids)}"
             prompt: Any = {"prompt_token_ids": list(prompt_token_ids), "cache_salt": self._cache_salt()}
             request = self._engine.generate(prompt, params, request_id)
