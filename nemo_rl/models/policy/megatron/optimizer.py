@@ -113,7 +113,7 @@ def take_step(optimizer: MegatronOptimizer) -> None:
     """Update the weights by gradients that `clip_gradients` has made ready. Collective."""
     optimizer.step_with_ready_grads()
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        optimizer.allgather_params()  # its own `step` would do it
+        optimizer.broadcast_params()  # its own `step` gathers: gloo refuses the parts, which are not of one size
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
