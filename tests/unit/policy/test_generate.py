@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.generate import GenerationSettings, draw_tokens
-from nemo_rl.models.policy.generate_worker import GeneratingPolicyWorker
+from nemo_rl.models.policy.generate_worker import GeneratingPolicyWorker, GeneratingWorker
 from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.models.policy.token_filter import filter_logits
@@ -101,7 +101,7 @@ def make_worker(path: Path, how: GenerationSettings, **dtensor: Any) -> Generati
     return worker
 
 
-def complete(worker: GeneratingPolicyWorker, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
+def complete(worker: GeneratingWorker, requests: Sequence[GenerationRequest]) -> dict[str, Completion]:
     """Completions by request id."""
     return {a.request_id: a.completion for a in worker.generate(requests, 7) if a.completion is not None}
 

@@ -21,6 +21,7 @@ class MegatronDecoder:
         self.device = device
 
     def active(self) -> contextlib.AbstractContextManager[None]:
+        assert not any(module.training for module in self.model.modules())
         return contextlib.nullcontext()
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _MegatronSequences:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class MegatronRunner:
 
     Losses are sums, and so are gradients, over micro-batches and ranks: Megatron's own divisions are switched off
     (`calculate_per_token_loss` with a count of tokens that is never handed on). Stages are in training mode while they
-    train, which is when Megatron recomputes activations and balances experts; nothing in them drops out.
+    train and no longer: then Megatron recomputes activations, balances experts, and adapters drop out.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class MegatronRunner:
             for chunk in self.chunks:
                 _wait_for_head(chunk)
         self._run = get_forward_backward_func()
+        for chunk in self.chunks:
+            chunk.eval()
         self.gather_parameters()
 
     def _overlap(self, config: TransformerConfig) -> None:
@@ -87,17 +90,25 @@ class MegatronRunner:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-            chunk.train()
         if self.balanced:
             set_step_tokens(self.balanced, batches, self.groups.dp_cp, self.device)
-        self._schedule(batches, task, loss)
+        with self._training():
+            self._schedule(batches, task, loss)
         if self.empty_level >= 1:
             torch.cuda.empty_cache()
 
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        for chunk in self.chunks:
+            chunk.train()
+        try:
+            yield
+        finally:
+            for chunk in self.chunks:
+                chunk.eval()
+
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
-        for chunk in self.chunks:
-            chunk.eval()
         if self.mesh.pipeline_group is None:
             for batch in batches:
                 with torch.no_grad():

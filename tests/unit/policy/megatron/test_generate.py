@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
+from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.models.policy.megatron_generate_worker import MegatronGeneratingWorker
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, SamplingParams
-from tests.unit.policy.steps import policy_config, save_model
+from tests.unit.policy.megatron.parity import Layout
+from tests.unit.policy.steps import load_step, policy_config, save_model, whole_weights
 from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
 from tests.worlds import run_world
 
@@ -59,6 +65,28 @@ def test_the_completions_of_the_model_of_transformers(family: str, tmp_path: Pat
     expected = generate(tmp_path, REQUESTS)
     assert len({len(completion.token_ids) for completion in expected.values()}) > 1
     assert_same(by_megatron(tmp_path), expected)
+
+
+def test_what_was_trained_generates_with_its_new_weights(tmp_path: Path) -> None:
+    save_model("qwen2-tied", tmp_path / "before")
+    config = Layout(world=1).config()
+    how = {**vars(WORKER), "model_path": str(tmp_path / "before"), "init_optimizer": True}
+
+    def rank_main(rank: int, _: int) -> tuple[dict[str, Completion], dict[str, Completion]]:
+        worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**how))
+        worker.prepare_generation(settings())
+        first = complete(worker, REQUESTS)
+        load_step(worker, config)
+        worker.compute(Logprobs(), "prev_logprobs")
+        worker.train(ClippedPGLoss(ClippedPGLossConfig()), Logprobs())
+        (tmp_path / "after").mkdir()
+        save_file(whole_weights(worker), tmp_path / "after" / "model.safetensors", metadata={"format": "pt"})
+        return first, complete(worker, REQUESTS)
+
+    [(first, second)] = run_world(rank_main, 1)
+    shutil.copy(tmp_path / "before" / "config.json", tmp_path / "after")
+    assert_same(second, generate(tmp_path / "after", REQUESTS))
+    assert any(second[name].logprobs != completion.logprobs for name, completion in first.items())
 
 
 @pytest.mark.slow
