@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
@@ -148,6 +149,7 @@ def _training(policy: PolicyConfig, *, use_transformer_engine: bool) -> dict[str
         "masked_softmax_fusion": False,
         "bias_activation_fusion": settings.bias_activation_fusion,
         "bias_dropout_fusion": False,
+        "attention_backend": AttnBackend[settings.attention_backend],
         "apply_rope_fusion": settings.apply_rope_fusion,
         "persist_layer_norm": use_transformer_engine,
         "deterministic_mode": policy.deterministic,
