@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from nemo_rl.algorithms.config import ClippedPGLossConfig, GRPOMasterConfig
     from nemo_rl.algorithms.loop_config import LoopConfig
     from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
+    from nemo_rl.utils.config import CheckpointingConfig
 
 Problems = Iterator[tuple[str, str]]
 
@@ -43,6 +44,7 @@ def check_rollout_run(cfg: RolloutMasterConfig) -> Problems:
     yield from division_problems(cfg.cluster, cfg.policy.generation.colocated)
     yield from check_rollout_batches(cfg, cfg.policy)
     yield from check_layout(cfg.policy, cfg.training_cluster)
+    yield from check_saving(cfg.checkpointing, cfg.policy)
     for model in cfg.further_models:
         yield from check_layout(model.config, model.cluster, model.key)
     yield from check_engines(cfg)
@@ -132,6 +134,16 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
             yield f"{key}.megatron_cfg.{problem}", message
         for problem, message in fp8_problems(policy.megatron_cfg, policy.precision):
             yield f"{key}.megatron_cfg.{problem}", message
+
+
+def check_saving(checkpointing: CheckpointingConfig, policy: PolicyConfig, key: str = "policy") -> Problems:
+    """Whether what trains the model `key` can be saved as asked."""
+    if checkpointing.enabled and checkpointing.model_save_format == "safetensors" and policy.megatron_cfg.enabled:
+        yield (
+            "checkpointing.model_save_format",
+            f"safetensors hold one part of a tensor per rank, and those of {key}.megatron_cfg hold several; set it to "
+            "torch_save (checkpointing.save_consolidated=true writes safetensors besides)",
+        )
 
 
 def check_engines(cfg: RolloutMasterConfig) -> Problems:

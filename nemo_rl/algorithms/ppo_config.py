@@ -9,7 +9,7 @@ from pydantic import Field
 
 from nemo_rl.algorithms import metric_names
 from nemo_rl.algorithms.config import ClippedPGLossConfig
-from nemo_rl.algorithms.config_checks import check_reference_kl, check_rollout_batches, check_rollout_run
+from nemo_rl.algorithms.config_checks import check_reference_kl, check_rollout_batches, check_rollout_run, check_saving
 from nemo_rl.algorithms.loss_config import ValueLossConfig
 from nemo_rl.algorithms.rollout_config import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
@@ -123,6 +123,7 @@ class PPOMasterConfig(RolloutMasterConfig):
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from check_rollout_run(self)
         yield from check_rollout_batches(self, self.value, "value")
+        yield from check_saving(self.checkpointing, self.value, "value")
         skips_reference = self.ppo.skip_reference_policy_logprobs_calculation
         yield from check_reference_kl(self, self.loss_fn, skips_reference=skips_reference)
         yield from self._check_updates()

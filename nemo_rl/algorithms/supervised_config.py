@@ -9,7 +9,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.algorithms import metric_names
-from nemo_rl.algorithms.config_checks import check_batch_size, check_layout, check_validation, data_parallel_size
+from nemo_rl.algorithms.config_checks import (
+    check_batch_size,
+    check_layout,
+    check_saving,
+    check_validation,
+    data_parallel_size,
+)
 from nemo_rl.algorithms.loop_config import LoopConfig, RunConfig
 from nemo_rl.algorithms.loss_config import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.data.example_config import (
@@ -81,6 +87,7 @@ class SupervisedMasterConfig(RunConfig):
         fix = f"make it a multiple of {num_ranks}"
         yield from check_batch_size(self.policy, self.cluster, fix=fix, sequences_per_sample=self.sequences_per_row)
         yield from check_layout(self.policy, self.cluster)
+        yield from check_saving(self.checkpointing, self.policy)
         longest = self.policy.max_total_sequence_length
         if self.examples.max_input_seq_length > longest:
             yield (
