@@ -137,6 +137,11 @@ def _check_layout(policy: PolicyConfig, why: str) -> Problems:
                 f"policy.{policy.backend_key}.{name}",
                 f"not supported yet: {what} where {why}; set it to 1, or policy.generation.backend=vllm",
             )
+    if policy.backend_key == "megatron_cfg" and megatron.fp8_cfg.enabled:
+        yield (
+            "policy.megatron_cfg.fp8_cfg.enabled",
+            f"not supported yet: products in FP8 where {why}; set it to false, or policy.generation.backend=vllm",
+        )
     if policy.backend_cfg.sequence_parallel:
         yield (
             f"policy.{policy.backend_key}.sequence_parallel",
