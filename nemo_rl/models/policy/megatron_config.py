@@ -410,8 +410,11 @@ class MegatronConfig(StrictModel):
             yield "recompute_modules", "names nothing to compute again; use [core_attn], or recompute_granularity=full"
         if "moe_act" in self.recompute_modules and not self.moe_grouped_gemm:
             yield "recompute_modules", "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
-            yield "moe_token_dispatcher_type", "moe_shared_expert_overlap=true needs alltoall"
+        yield from self._check_dispatcher()
+        if self.attention_backend == "local" and self.transformer_impl != "local":
+            yield "attention_backend", "local is for transformer_impl=local; set that, or this to auto"
+        if not self.use_linear_ce_fusion_loss:
+            yield "use_linear_ce_fusion_loss", "logprobs always come from hidden states in tiles here; set it to true"
         decay, rates = self.scheduler.lr_decay_style, self.optimizer
         if decay != "constant" and (rates.min_lr is None or rates.min_lr == rates.lr):
             yield (
@@ -439,3 +442,30 @@ class MegatronConfig(StrictModel):
         for section, values in nested.items():
             for key, message in values.problems():
                 yield f"{section}.{key}", message
+        if self.distributed_data_parallel_config.overlap_param_gather and not rates.use_distributed_optimizer:
+            yield (
+                "distributed_data_parallel_config.overlap_param_gather",
+                "gathers what the distributed optimizer updates in shares; set it to false, or "
+                "optimizer.use_distributed_optimizer=true",
+            )
+
+    def _check_dispatcher(self) -> Iterator[tuple[str, str]]:
+        """Whether tokens can travel to their experts as asked."""
+        key, chosen = "moe_token_dispatcher_type", self.moe_token_dispatcher_type
+        if chosen == "flex":
+            yield key, "not supported yet: flex, which needs DeepEP; set it to alltoall"
+        elif chosen == "allgather" and self.expert_model_parallel_size > 1:
+            yield (
+                key,
+                "allgather needs micro-batches of one width, and those of ranks that share experts "
+                f"(expert_model_parallel_size={self.expert_model_parallel_size}) differ; set it to alltoall",
+            )
+        elif chosen == "allgather" and self.expert_tensor_parallel_size > self.tensor_model_parallel_size:
+            yield (
+                key,
+                "allgather needs micro-batches of one width, and those of ranks that share an expert "
+                f"(expert_tensor_parallel_size={self.expert_tensor_parallel_size}, more than "
+                "tensor_model_parallel_size) differ; set it to alltoall",
+            )
+        if self.moe_shared_expert_overlap and chosen != "alltoall":
+            yield key, "moe_shared_expert_overlap=true needs alltoall"

@@ -55,5 +55,3 @@ def _gpu_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
         "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
     }
     yield from ((key, "true", "false") for key, is_on in switches.items() if is_on)
-    if settings.moe_token_dispatcher_type == "flex":
-        yield "moe_token_dispatcher_type", "flex", "alltoall"

@@ -93,6 +93,45 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             f"{KEY}.moe_token_dispatcher_type",
             "needs alltoall",
         ),
+        ((f"{KEY}.moe_token_dispatcher_type=flex",), f"{KEY}.moe_token_dispatcher_type", "needs DeepEP"),
+        (
+            (
+                f"{KEY}.moe_token_dispatcher_type=allgather",
+                f"{KEY}.expert_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ),
+            f"{KEY}.moe_token_dispatcher_type",
+            "(expert_model_parallel_size=2) differ; set it to alltoall",
+        ),
+        (
+            (
+                f"{KEY}.moe_token_dispatcher_type=allgather",
+                f"{KEY}.expert_tensor_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ),
+            f"{KEY}.moe_token_dispatcher_type",
+            "(expert_tensor_parallel_size=2, more than tensor_model_parallel_size) differ; set it to alltoall",
+        ),
+        (
+            (
+                f"{KEY}.distributed_data_parallel_config={{overlap_grad_reduce: true, overlap_param_gather: true}}",
+                f"{KEY}.optimizer.use_distributed_optimizer=false",
+            ),
+            f"{KEY}.distributed_data_parallel_config.overlap_param_gather",
+            "set it to false, or optimizer.use_distributed_optimizer=true",
+        ),
+        ((f"{KEY}.attention_backend=local",), f"{KEY}.attention_backend", "local is for transformer_impl=local"),
+        ((f"{KEY}.use_linear_ce_fusion_loss=false",), f"{KEY}.use_linear_ce_fusion_loss", "set it to true"),
+        (
+            (f"{KEY}.fp8_cfg.enabled=true", "policy.generation.backend=megatron"),
+            f"{KEY}.fp8_cfg.enabled",
+            "not supported yet: products in FP8 where the policy's own workers generate",
+        ),
+        (
+            ("checkpointing.model_save_format=safetensors",),
+            "checkpointing.model_save_format",
+            "set it to torch_save",
+        ),
         # generation
         (("policy.generation.backend=hf",), "policy.generation.backend", "set it to vllm or megatron"),
         (

@@ -301,7 +301,6 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
         bias_activation_fusion=True,
         moe_grouped_gemm=True,
         moe_permute_fusion=True,
-        moe_token_dispatcher_type="flex",
         optimizer=MegatronOptimizerConfig(use_precision_aware_optimizer=True),
         fp8_cfg=Fp8Config(enabled=True),
     )
@@ -314,7 +313,6 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
         "moe_grouped_gemm": "false",
         "moe_permute_fusion": "false",
         "bias_activation_fusion": "false",
-        "moe_token_dispatcher_type": "alltoall",
     }
     assert set(found) == set(fixes)
     for key, fix in fixes.items():
