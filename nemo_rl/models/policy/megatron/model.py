@@ -18,6 +18,7 @@ from nemo_rl.models.policy.logprobs import logit_transform
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.layer_specs import layer_specs
 from nemo_rl.models.policy.megatron.mapping import WeightMap
+from nemo_rl.models.policy.megatron.moe import routers
 from nemo_rl.models.policy.megatron.rotary import set_frequencies
 from nemo_rl.models.policy.megatron.scalar_model import stage_class
 from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
@@ -93,7 +94,11 @@ def wrap(
         bucket_size=ddp.bucket_size,
         use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
     )
+    # Biases of experts and counts of tokens stay float32, with the values they have.
+    exact = [(router, name, buffer) for router in routers(stages) for name, buffer in router.named_buffers()]
     wrapped = [Float16Module(config, stage) if config.bf16 else stage for stage in stages]
+    for router, name, buffer in exact:
+        setattr(router, name, buffer)
     return [
         DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
         for number, stage in enumerate(wrapped)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.router_load import LOAD_METRICS
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.models import VOCAB
@@ -17,10 +18,12 @@ from tests.unit.policy.steps import (
     NUM_GENERATIONS,
     NUM_GROUPS,
     Step,
+    load_step,
     make_groups,
     make_worker,
     save_model,
     step_of,
+    whole_weights,
 )
 from tests.worlds import run_world
 
@@ -165,6 +168,26 @@ def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert not torch.equal(saved, stored(tmp_path / "model")[name]), "it has moved"
     assert saved.dtype == torch.float32 and torch.equal(loaded, saved)
+
+
+def test_the_bias_of_experts_stays_exact_in_bfloat16(tmp_path):
+    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path)
+    config = Layout(world=1, policy={"precision": "bfloat16"}).config()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+    def on_rank(rank: int, world: int) -> list[torch.Tensor]:
+        worker = make_worker(tmp_path, config)
+        load_step(worker, config)
+        found = [whole_weights(worker)[name]]
+        worker.compute(Logprobs(), "prev_logprobs")
+        found.append(whole_weights(worker)[name])
+        worker.compute_reference_logprobs()
+        return [*found, whole_weights(worker)[name]]
+
+    want = stored(tmp_path)[name]
+    assert not torch.equal(want, want.bfloat16().float())
+    [found] = run_world(on_rank, 1)
+    assert all(bias.dtype == torch.float32 and torch.equal(bias, want) for bias in found)
 
 
 # -- what they report
