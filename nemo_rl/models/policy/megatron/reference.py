@@ -29,6 +29,7 @@ class SwappedMegatronReference:
     def _exchange(self) -> None:
         # One parameter at a time: no second copy of the model on the device.
         for parameter, other in zip(self.parameters, self.copies, strict=True):
+            assert parameter.dtype == other.dtype
             current = parameter.detach().clone()
             parameter.copy_(other, non_blocking=True)
             other.copy_(current, non_blocking=True)
