@@ -75,7 +75,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.stages = build_stages(
             self.hf_config, self.transformer, config, settings.sampling, self.device, use_transformer_engine=use_te
         )
-        self.router_load = connect_routers(self.stages, self.mesh, per_layer=self.megatron.moe_per_layer_logging)
+        self.router_load = connect_routers(
+            self.stages, self.mesh, self.device, per_layer=self.megatron.moe_per_layer_logging
+        )
         mark_experts(self.stages)
         if self.megatron.freeze_moe_router:
             freeze_routers(self.stages)

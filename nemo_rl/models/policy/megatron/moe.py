@@ -128,7 +128,9 @@ def mark_experts(stages: Sequence[nn.Module]) -> None:
                     parameter.allreduce = False
 
 
-def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: bool) -> StageRouterLoad | None:
+def connect_routers(
+    stages: Sequence[Any], mesh: MegatronMesh, device: torch.device, *, per_layer: bool
+) -> StageRouterLoad | None:
     """Have every router know its micro-batch, and count what it does; None where this is no model with experts.
 
     `per_layer`: metrics of every layer too.
@@ -137,11 +139,11 @@ def connect_routers(stages: Sequence[Any], mesh: MegatronMesh, *, per_layer: boo
     for stage in stages:
         for layer in stage.decoder.layers:
             for router in routers([layer]):
-                load = load or StageRouterLoad(stage.config, mesh, per_layer=per_layer)
+                load = load or StageRouterLoad(stage.config, mesh, device, per_layer=per_layer)
                 router.load = load
                 layer.register_forward_pre_hook(_tell_batch, with_kwargs=True)
     if load is None and stages[0].config.num_moe_experts is not None:  # a stage of dense layers takes part in sums
-        load = StageRouterLoad(stages[0].config, mesh, per_layer=per_layer)
+        load = StageRouterLoad(stages[0].config, mesh, device, per_layer=per_layer)
     return load
 
 
@@ -162,9 +164,10 @@ class StageRouterLoad:
     `read`.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: MegatronMesh, *, per_layer: bool) -> None:
+    def __init__(self, config: TransformerConfig, mesh: MegatronMesh, device: torch.device, *, per_layer: bool) -> None:
         self._num_layers = config.num_layers
         self._mesh = mesh
+        self._device = device
         self._per_layer = per_layer
         self._is_independent = config.moe_router_score_function == "sigmoid"
         # By layer of the whole model, from 0: float64 [E + 4], replayed and agreeing tokens before `choice_counts`.
@@ -187,8 +190,7 @@ class StageRouterLoad:
         and `moe/layer_<number from 0>/<name>` when these are asked for.
         """
         names = LOAD_METRICS + (REPLAY_METRICS if replays else ())
-        device = next(iter(self._counts.values())).device if self._counts else _device(self._mesh)
-        table = torch.zeros(self._num_layers, len(names) + 1, dtype=torch.float64, device=device)
+        table = torch.zeros(self._num_layers, len(names) + 1, dtype=torch.float64, device=self._device)
         if self._counts:
             layers = sorted(self._counts)
             counts = torch.stack([self._counts[layer] for layer in layers])
@@ -207,8 +209,3 @@ class StageRouterLoad:
         if self._per_layer:
             metrics |= {f"moe/layer_{layer}/{name}": row[at] for layer, row in rows for at, name in enumerate(names)}
         return metrics
-
-
-def _device(mesh: MegatronMesh) -> torch.device:
-    backend = dist.get_backend(mesh.data_group)
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
