@@ -82,6 +82,8 @@ def distances(ranks: Sequence[Step], want: Step) -> Distances:
     """Over all ranks of a layout. Every sample must be on one of them, and every rank must know all weights."""
     assert {name for step in ranks for name in step.logprobs} == want.logprobs.keys()
     assert all(step.weights.keys() == want.weights.keys() for step in ranks)
+    assert all(w.isfinite().all() for step in ranks for w in step.weights.values()), "which no maximum would show"
+    assert all(kind.isfinite().all() for step in ranks for kinds in step.logprobs.values() for kind in kinds)
     return Distances(
         logprobs=max(
             float((own - other).abs().max())

@@ -49,6 +49,8 @@ PP: Changes = {"pipeline_model_parallel_size": 2}
 EP: Changes = {"expert_model_parallel_size": 2}
 WHOLE: Changes = {"optimizer": {"use_distributed_optimizer": False}}
 SGD: Changes = {"optimizer": {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False}}
+MUON: Changes = {"optimizer": {"optimizer": "muon", "use_distributed_optimizer": False}}
+SHARED_MUON: Changes = {"optimizer": {"optimizer": "dist_muon", "use_distributed_optimizer": False}}
 BF16: Changes = {"precision": "bfloat16"}
 
 
@@ -289,6 +291,7 @@ def test_boxes_of_flat_stretches_make_up_the_tensors(layout: Layout, shapes, cut
         ("qwen2-tied", TP, PP),
         ("deep", WHOLE, {}),
         ("deep", SGD, SGD | TP),
+        ("deep", SHARED_MUON, MUON | TP),
         ("qwen3-moe", EP, TP | {"sequence_parallel": True} | WHOLE),
         ("qwen3-moe", TP | EP | {"sequence_parallel": True}, PP),
         ("deep", PP, {}),
@@ -313,6 +316,9 @@ def test_a_policy_resumes_on_another_layout(tmp_path, family, saved_on, resumed_
         ("deep", BF16),
         ("deep", BF16 | WHOLE),
         ("deep", SGD),
+        ("deep", SHARED_MUON),
+        ("deep", BF16 | MUON),
+        ("qwen3-moe", BF16 | SHARED_MUON | EP),
         ("deep", PP),
         ("qwen2-tied", PP | BF16),
         ("qwen3-moe", EP),
