@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from itertools import groupby
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.models.policy.config import PolicyConfig
@@ -13,21 +11,24 @@ from nemo_rl.models.policy.megatron_config import MegatronConfig
 from nemo_rl.models.policy.megatron_sizes import MegatronSizes
 from nemo_rl.models.policy.megatron_stages import stage_layers
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]:
-    """Titles and texts. The layers of stages are said of a model in a local directory, whose config.json is read.
+    """Titles and texts. The layers of stages are said of a model whose config.json is on this machine.
 
     Raises:
-        ConfigError: its layers or experts cannot be divided as asked.
+        ConfigError: as `_known_model`.
     """
-    settings, shape = policy.megatron_cfg, _model_shape(policy)
+    settings, model = policy.megatron_cfg, _known_model(policy)
     rows: dict[str, str] = {}
+    if model is None:
+        rows["model"] = "not checked against the layout: its config.json is not on this machine"
     if sizes.pipeline_parallel > 1:
-        rows["stages"] = _stages(settings, shape)
+        rows["stages"] = _stages(settings, model)
     if sizes.expert_parallel * sizes.expert_tensor_parallel > 1:
-        rows["experts"] = _experts(sizes, shape)
+        rows["experts"] = _experts(sizes, model)
     if settings.sequence_parallel:
         rows["sequences"] = f"between the matrices, cut over the {sizes.tensor_parallel} tensor ranks"
     rows["optimizer"] = _optimizer(settings, sizes, has_experts="experts" in rows)
@@ -40,30 +41,37 @@ def megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]:
     return rows
 
 
-def _model_shape(policy: PolicyConfig) -> dict[str, Any] | None:
-    """config.json of a model directory, with `policy.hf_config_overrides`; None for a model of the hub."""
-    file = Path(policy.model_name) / "config.json"
-    if not file.is_file():
-        return None
+def _known_model(policy: PolicyConfig) -> PretrainedConfig | None:
+    """The model, which can be cut as asked; None for one of the hub that is not in the cache.
+
+    Raises:
+        ConfigError: its config.json cannot be read, or its layers, heads or experts be cut so.
+    """
+    from nemo_rl.algorithms.local_model import local_model_config
+    from nemo_rl.models.policy.megatron_checks import check_megatron_layout
+
     try:
-        return {**json.loads(file.read_text(encoding="utf-8")), **policy.hf_config_overrides}
-    except (ValueError, TypeError) as error:
-        raise ConfigError([Problem(("policy", "model_name"), f"{file} cannot be read: {error}")]) from error
+        model = local_model_config(policy)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError([Problem(("policy", "model_name"), f"config.json cannot be read: {error}")]) from error
+    if model is not None:
+        try:
+            check_megatron_layout(policy, model)
+        except ValueError as error:
+            raise ConfigError([Problem((), str(error))]) from error
+    return model
 
 
-def _stages(settings: MegatronConfig, shape: dict[str, Any] | None) -> str:
+def _stages(settings: MegatronConfig, model: PretrainedConfig | None) -> str:
     """`0: layers 0-1; 1 to 14: 4 layers each; 15: layers 58-60`."""
     how = f"; interleaved, {settings.stages_per_rank} pieces each" if settings.stages_per_rank > 1 else ""
-    if shape is None or "num_hidden_layers" not in shape:
+    if model is None:
         first, last = settings.num_layers_in_first_pipeline_stage, settings.num_layers_in_last_pipeline_stage
         ends = {"the first": first, "the last": last}
         given = [f"{count} layers in {name}" for name, count in ends.items() if count is not None]
         others = "as many in each of the others" if given else "as many layers in each"
         return f"{settings.pipeline_model_parallel_size}: {', '.join([*given, others])}{how}"
-    try:
-        stages = stage_layers(settings, shape["num_hidden_layers"])
-    except ValueError as error:
-        raise ConfigError([Problem((), str(error))]) from error
+    stages = stage_layers(settings, model.get_text_config().num_hidden_layers)
     counts = [sum(map(len, pieces)) for pieces in stages]
     texts, start = [], 0
     for count, group in groupby(counts):
@@ -85,12 +93,11 @@ def _layers(pieces: list[range]) -> str:
     return ("layers " if sum(map(len, pieces)) > 1 else "layer ") + " and ".join(spans)
 
 
-def _experts(sizes: MegatronSizes, shape: dict[str, Any] | None) -> str:
+def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:
+    from nemo_rl.models.policy.moe import num_experts
+
     groups, cut = sizes.expert_parallel, sizes.expert_tensor_parallel
-    count = next((shape[name] for name in _EXPERT_COUNTS if shape.get(name)), None) if shape is not None else None
-    if count is not None and count % groups:
-        message = f"policy.megatron_cfg.expert_model_parallel_size={groups} does not divide the model's {count} experts"
-        raise ConfigError([Problem((), f"{message}; use a divisor of {count}")])
+    count = num_experts(model.get_text_config()) if model is not None else None
     what = "" if count is None else f"{count} of a layer, "
     text = f"{what}over groups of {groups} ranks" + ("" if count is None else f", {count // groups} on each")
     return text + (f"; each cut over {cut}" if cut > 1 else "")

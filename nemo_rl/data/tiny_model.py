@@ -40,7 +40,13 @@ from nemo_rl.utils.checkpoint_files import file_lock
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +108,27 @@ def resolve_model(name: str) -> str:
     """
     if not name.startswith(TINY_MODEL_PREFIX):
         return name
+    recipe = _recipe(name)
+    recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
+    return ensure_tiny_model(cache_root() / f"tiny-{recipe_name}-{recipe_hash(recipe)}", recipe)
+
+
+def _recipe(name: str) -> TinyModelRecipe:
     recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
     if recipe_name not in RECIPES:
         near = get_close_matches(recipe_name, RECIPES, n=1, cutoff=0.0)[0]
         raise ValueError(f"There is no model {name!r}. Did you mean '{TINY_MODEL_PREFIX}{near}'?")
-    recipe = RECIPES[recipe_name]
-    return ensure_tiny_model(cache_root() / f"tiny-{recipe_name}-{recipe_hash(recipe)}", recipe)
+    return RECIPES[recipe_name]
+
+
+def tiny_model_config(name: str) -> Qwen2Config | Qwen3MoeConfig:
+    """The configuration of the model `tiny:<recipe>`, which is not made for it.
+
+    Raises:
+        ValueError: for an unknown recipe.
+    """
+    recipe = _recipe(name)
+    return untrained_config(recipe, build_tiny_tokenizer(recipe.max_position_embeddings))
 
 
 def recipe_hash(recipe: TinyModelRecipe) -> str:
@@ -175,12 +196,9 @@ def build_tiny_tokenizer(max_positions: int = 2048) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_untrained_model(
-    recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
-) -> Qwen2ForCausalLM | Qwen3MoeForCausalLM:
-    """An untrained float32 model whose weights depend on `recipe.seed` only."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+def untrained_config(recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2Config | Qwen3MoeConfig:
+    """The configuration of the recipe's model."""
+    from transformers import Qwen2Config, Qwen3MoeConfig
 
     vocabulary = tokenizer.get_vocab()
     common = {
@@ -196,22 +214,31 @@ def build_untrained_model(
         "pad_token_id": vocabulary["<pad>"],
         "dtype": "float32",
     }
+    if recipe.num_experts == 0:
+        return Qwen2Config(**common, intermediate_size=2 * recipe.hidden_size, tie_word_embeddings=True)
+    return Qwen3MoeConfig(
+        **common,
+        intermediate_size=2 * recipe.hidden_size,
+        head_dim=recipe.head_dim,
+        num_experts=recipe.num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=recipe.hidden_size,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+
+
+def build_untrained_model(
+    recipe: TinyModelRecipe, tokenizer: PreTrainedTokenizerFast
+) -> Qwen2ForCausalLM | Qwen3MoeForCausalLM:
+    """An untrained float32 model whose weights depend on `recipe.seed` only."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+    config = untrained_config(recipe, tokenizer)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        if recipe.num_experts == 0:
-            dense = Qwen2Config(**common, intermediate_size=2 * recipe.hidden_size, tie_word_embeddings=True)
-            return Qwen2ForCausalLM(dense)
-        sparse = Qwen3MoeConfig(
-            **common,
-            intermediate_size=2 * recipe.hidden_size,
-            head_dim=recipe.head_dim,
-            num_experts=recipe.num_experts,
-            num_experts_per_tok=2,
-            moe_intermediate_size=recipe.hidden_size,
-            norm_topk_prob=True,
-            tie_word_embeddings=False,
-        )
-        return Qwen3MoeForCausalLM(sparse)
+        return Qwen2ForCausalLM(config) if isinstance(config, Qwen2Config) else Qwen3MoeForCausalLM(config)
 
 
 def _make(recipe: TinyModelRecipe, directory: Path) -> None:

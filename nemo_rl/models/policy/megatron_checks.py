@@ -51,7 +51,7 @@ _NUM_LISTED = 8
 
 def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
     """Raises ValueError naming the key to change and what would work."""
-    settings, text = policy.megatron_cfg, model.get_text_config()
+    settings = policy.megatron_cfg
     check_installed(is_installed=_is_installed("megatron") and _is_installed("megatron.core"))
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
     check_engine(
@@ -62,6 +62,17 @@ def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: st
     check_mapping(policy, model, model_path)
     if Path(model_path).is_dir():
         check_conversion(policy.model_name, model_path, model, force=settings.force_reconvert_from_hf)
+    _check_parts(policy, model)
+
+
+def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig) -> None:
+    """What of `check_megatron` needs neither weights nor what this machine has installed, for `--dry-run`."""
+    check_mapping(policy, model, None)
+    _check_parts(policy, model)
+
+
+def _check_parts(policy: PolicyConfig, model: PretrainedConfig) -> None:
+    settings, text = policy.megatron_cfg, model.get_text_config()
     check_rope(text)
     check_tensor_parallel(settings, text)
     check_experts(policy, text)
@@ -104,14 +115,15 @@ def check_engine(settings: MegatronConfig, *, is_installed: bool, capability: tu
         )
 
 
-def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
+def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None) -> None:
     """Whether the architecture, and every tensor of its checkpoint, has a mapping. Reads names only.
 
-    A model of the hub is looked at by the workers, when it has been downloaded.
+    A model of the hub is looked at by the workers, when it has been downloaded; of one without a path only the
+    architecture is.
     """
     text, key = model.get_text_config(), f"policy.model_name={policy.model_name!r}"
     names: set[str] | None = None
-    if Path(model_path).is_dir():
+    if model_path is not None and Path(model_path).is_dir():
         with StoredModel(model_path) as stored:
             names = stored.names
     if text.model_type not in known_model_types():
