@@ -29,7 +29,7 @@ from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
-from nemo_rl.models.policy.megatron.moe import connect_routers, freeze_routers, mark_experts
+from nemo_rl.models.policy.megatron.moe import ExpertBias, connect_routers, freeze_routers, mark_experts
 from nemo_rl.models.policy.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -78,6 +78,7 @@ class MegatronPolicyWorker(PolicyWorker):
         self.router_load = connect_routers(
             self.stages, self.mesh, self.device, per_layer=self.megatron.moe_per_layer_logging
         )
+        self.expert_bias = ExpertBias(self.stages, self.megatron.moe_router_bias_update_rate)
         mark_experts(self.stages)
         if self.megatron.freeze_moe_router:
             freeze_routers(self.stages)
@@ -153,6 +154,7 @@ class MegatronPolicyWorker(PolicyWorker):
     def _take_step(self) -> None:
         assert self.optimizer is not None
         take_step(self.optimizer)
+        self.expert_bias.take_step()
 
     def _step_scheduler(self) -> None:
         assert self.scheduler is not None
@@ -161,6 +163,7 @@ class MegatronPolicyWorker(PolicyWorker):
     def _zero_gradients(self) -> None:
         assert self.optimizer is not None
         self.optimizer.zero_grad()
+        self.expert_bias.forget_step()
 
     def _training_mode(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

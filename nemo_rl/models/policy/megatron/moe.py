@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_updated_expert_bias
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -43,6 +44,7 @@ class PolicyRouter(BalancedRouter):
         self.trains = False
         self.generates = False  # rows of one token after the other: no micro-batch, and nothing to count
         self.load: StageRouterLoad | None = None
+        self.step_choices: torch.Tensor | None = None  # float32 [E], tokens of the optimizer step so far
         modules = config.recompute_modules or ()
         self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
         self._held: deque[ModelBatch] = deque()  # micro-batches whose layer is computed again, in their order
@@ -86,11 +88,12 @@ class PolicyRouter(BalancedRouter):
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count tokens for the update of the bias; Megatron's own mask has one dimension too few."""
+        """Count tokens for `ExpertBias`, and not for Megatron, which moves biases before gradients are judged."""
         if self.enable_expert_bias and torch.is_grad_enabled():
-            assert padding_mask is not None and self.local_tokens_per_expert is not None
+            assert padding_mask is not None
             with torch.no_grad():
-                self.local_tokens_per_expert += (routing_map & ~padding_mask[:, None]).sum(dim=0)
+                counts = (routing_map & ~padding_mask[:, None]).sum(dim=0).float()
+                self.step_choices = counts if self.step_choices is None else self.step_choices + counts
 
 
 def use_policy_router(layer: Any) -> None:
@@ -113,6 +116,29 @@ def freeze_routers(stages: Sequence[nn.Module]) -> None:
     for router in routers(stages):
         for parameter in router.parameters():
             parameter.requires_grad_(False)
+
+
+class ExpertBias:
+    """Moves the biases of experts at every optimizer step towards those with fewer tokens (arXiv 2408.15664)."""
+
+    def __init__(self, stages: Sequence[nn.Module], rate: float) -> None:
+        self.routers = [router for router in routers(stages) if router.enable_expert_bias]
+        self.rate = rate
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        """By `rate`, up where an expert had fewer tokens than the mean of the step, down where more. Collective."""
+        if self.rate == 0:
+            return
+        for router in self.routers:
+            bias, counts = router.expert_bias, router.step_choices
+            assert isinstance(bias, torch.Tensor) and counts is not None
+            bias.copy_(get_updated_expert_bias(counts, bias, self.rate))
+
+    def forget_step(self) -> None:
+        """The next tokens are those of another step."""
+        for router in self.routers:
+            router.step_choices = None
 
 
 def mark_experts(stages: Sequence[nn.Module]) -> None:

@@ -25,6 +25,7 @@ from tests.unit.policy.steps import (
     step_of,
     whole_weights,
 )
+from tests.unit.policy.test_policy_worker import NanLoss
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -142,6 +143,26 @@ def test_the_bias_of_experts_moves_towards_those_with_fewer_tokens(tmp_path, wor
     want = stored(tmp_path)[name] + rate * (load.mean() - load).sign().float()
     for step in run_world(lambda rank, world: step_of(make_worker(tmp_path, config), config), world, timeout=120):
         torch.testing.assert_close(step.weights[name], want, rtol=0, atol=1e-6)
+
+
+def test_a_skipped_step_leaves_the_bias_of_experts(tmp_path):
+    random_model("deepseek_v3", vocab_size=VOCAB).save_pretrained(tmp_path)
+    policy = {"train_global_batch_size": NUM_GROUPS * NUM_GENERATIONS, "nonfinite_action": "skip"}
+    config = Layout(world=1, megatron={"moe_router_bias_update_rate": 2.0**-6}, policy=policy).config()
+
+    def on_rank(rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+        worker = make_worker(tmp_path, config)
+        load_step(worker, config)
+        assert worker.train(NanLoss(), Logprobs()).num_skipped_steps == 1
+        skipped, after = whole_weights(worker), step_of(worker, config).weights
+        worker.mesh.close()
+        return [skipped, after, step_of(make_worker(tmp_path, config), config).weights]
+
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    [(skipped, after, without)] = run_world(on_rank, 1)
+    assert torch.equal(skipped[name], stored(tmp_path)[name])
+    assert not torch.equal(after[name], skipped[name])
+    assert torch.equal(after[name], without[name]), "tokens of the skipped step do not count"
 
 
 def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
