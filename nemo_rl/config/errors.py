@@ -64,9 +64,10 @@ def dotted(path: Iterable[str | int]) -> str:
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     """The candidate most likely meant by the dotted `key`, or None when nothing is close.
 
-    A key of the same name in another section counts before a similar spelling, and a similar spelling counts more in
-    the section where it was looked for: `grpo.ratio_clip_min` gives `loss_fn.ratio_clip_min`. In other sections it has
-    to be much the same, or chance would find something.
+    The words of a key, with others between them, in the section where it was looked for count most: `a.tensor_size`
+    gives `a.tensor_parallel_size`. A key of the same name in another section counts before a similar spelling, and a
+    similar spelling counts more in the section where it was looked for: `grpo.ratio_clip_min` gives
+    `loss_fn.ratio_clip_min`. In other sections it has to be much the same, or chance would find something.
     """
     section, _, name = key.rpartition(".")
     best, best_score = None, 0.0
@@ -76,10 +77,18 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
         if similarity < (0.6 if candidate_section == section else 0.8):
             continue
         place = 1.0 if candidate_section == section else SequenceMatcher(a=section, b=candidate_section).ratio()
-        score = similarity + 0.25 * place
+        is_wordier = candidate_section == section and _hold_the_same_words(name, candidate_name)
+        score = similarity + 0.25 * place + 0.5 * is_wordier
         if score > best_score:
             best, best_score = candidate, score
     return best
+
+
+def _hold_the_same_words(first: str, second: str) -> bool:
+    """Whether the words of one name are, in their order, among those of the other; two words at least."""
+    few, many = sorted((first.split("_"), second.split("_")), key=len)
+    rest = iter(many)
+    return len(few) > 1 and all(word in rest for word in few)
 
 
 def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:

@@ -40,6 +40,20 @@ def test_nearest_key(key: str, nearest: str | None) -> None:
     assert nearest_key(key, KEYS) == nearest
 
 
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("megatron_cfg.tensor_parallel_size", "megatron_cfg.tensor_model_parallel_size"),
+        ("megatron_cfg.expert_parallel_size", "megatron_cfg.expert_model_parallel_size"),
+        ("megatron_cfg.virtual_pipeline_parallel_size", "megatron_cfg.virtual_pipeline_model_parallel_size"),
+        ("dtensor_cfg.pipeline_model_parallel_size", "dtensor_cfg.pipeline_parallel_size"),
+    ],
+)
+def test_the_words_of_a_key_in_its_section_come_before_its_name_in_another(key: str, nearest: str) -> None:
+    keys = known_keys(GRPOMasterConfig, build().model_dump())
+    assert nearest_key(f"policy.{key}", keys) == f"policy.{nearest}"
+
+
 def test_a_key_like_no_other_is_answered_with_those_of_its_section() -> None:
     problem = unknown_key(("loss_fn", "zzz"), KEYS, None)
     assert str(problem) == "loss_fn.zzz: unknown key; loss_fn has ratio_clip_min, ratio_clip_max"
