@@ -229,50 +229,82 @@ def build_plan(
     capacity = -(-bucket_bytes // ALIGNMENT) * ALIGNMENT
     units = _place(table, wants, capacity)
     pairs = _intersect(table, boxes, wants, units)
-    world = len(nodes)
     receiver = wants.rank[units.want[pairs.unit]]
     chosen = _choose(boxes, pairs, receiver, np.asarray(nodes, dtype=np.int64))
-    bucket = units.bucket[pairs.unit]
-    order = np.lexsort((pairs.unit, receiver, chosen, bucket))
-    bucket, source, receiver, pairs = bucket[order], chosen[order], receiver[order], pairs.take(order)
-    starts = run_starts(bucket, source, receiver)
-    first = np.append(starts, len(bucket))
-    aligned = round_up(pairs.nbytes, _MOVE_ALIGNMENT)
-    before = np.cumsum(aligned) - aligned
-    at = before - np.repeat(before[starts], np.diff(first))
-    between = source[starts] != receiver[starts]
-    nbytes = np.where(between, sums_by(np.repeat(np.arange(len(starts)), np.diff(first)), aligned, len(starts)), 0)
-    nbytes = np.where(between, nbytes + TRAILER_BYTES, 0)
-    num_buckets = int(units.bucket.max(initial=0)) + 1
     limit = 2 * capacity if send_bytes is None else send_bytes
-    number, num_rounds = _rounds(bucket[starts], source[starts], receiver[starts], nbytes, num_buckets, world, limit)
-    again = np.lexsort((receiver[starts], source[starts], number, bucket[starts]))
-    counts = np.diff(first)[again]
-    rows = np.repeat(first[:-1][again] - (np.cumsum(counts) - counts), counts) + np.arange(len(bucket))
-    pairs = pairs.take(rows)
-    unit = pairs.unit
-    strides = table.strides_of(wants)[units.want[unit]]
-    relative = pairs.lo - table.offsets_of(wants)[units.want[unit]]
-    itemsize = table.itemsize[wants.tensor[units.want[unit]]]
+    sent = _messages(pairs, units, chosen, receiver, world=len(nodes), limit=limit)
+    pairs = pairs.take(sent.rows)
+    unit, want = pairs.unit, units.want[pairs.unit]
+    strides = table.strides_of(wants)[want]
+    relative = pairs.lo - table.offsets_of(wants)[want]
     return ShardPlan(
         tensors=tuple(tensors),
         wants=wants,
         bucket_bytes=bucket_bytes,
-        world_size=world,
-        num_rounds=num_rounds,
-        bucket=bucket[starts][again],
-        round=number[again],
-        source=source[starts][again],
-        receiver=receiver[starts][again],
-        nbytes=nbytes[again],
-        first=np.append(0, np.cumsum(counts)),
-        tensor=wants.tensor[units.want[unit]],
+        world_size=len(nodes),
+        num_rounds=sent.num_rounds,
+        bucket=sent.bucket,
+        round=sent.round,
+        source=sent.source,
+        receiver=sent.receiver,
+        nbytes=sent.nbytes,
+        first=sent.first,
+        tensor=wants.tensor[want],
         local=pairs.lo - boxes.origin[pairs.box],
         size=pairs.hi - pairs.lo,
         strides=strides,
-        at=at[rows],
-        offset=units.base[unit] + (relative * strides).sum(axis=1) * itemsize,
+        at=sent.at,
+        offset=units.base[unit] + (relative * strides).sum(axis=1) * table.itemsize[wants.tensor[want]],
         payload=pairs.nbytes,
+    )
+
+
+# -- which messages carry what
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """Messages in the order in which they are sent; message m carries the pairs rows[first[m] : first[m + 1]]."""
+
+    bucket: Ints
+    round: Ints
+    source: Ints
+    receiver: Ints
+    nbytes: Ints  # 0 within a rank
+    first: Ints
+    rows: Ints
+    at: Ints  # of each row: where its bytes begin in the message
+    num_rounds: Ints  # of each bucket
+
+
+def _messages(pairs: _Pairs, units: _Units, source: Ints, receiver: Ints, *, world: int, limit: int) -> _Messages:
+    """All that goes from `source[pair]` to `receiver[pair]` for one bucket is one message."""
+    bucket = units.bucket[pairs.unit]
+    order = np.lexsort((pairs.unit, receiver, source, bucket))
+    bucket, source, receiver = bucket[order], source[order], receiver[order]
+    starts = run_starts(bucket, source, receiver)
+    first = np.append(starts, len(bucket))
+    aligned = round_up(pairs.nbytes[order], _MOVE_ALIGNMENT)
+    before = np.cumsum(aligned) - aligned
+    at = before - np.repeat(before[starts], np.diff(first))
+    bucket, source, receiver = bucket[starts], source[starts], receiver[starts]
+    nbytes = sums_by(np.repeat(np.arange(len(starts)), np.diff(first)), aligned, len(starts))
+    nbytes = np.where(source != receiver, nbytes + TRAILER_BYTES, 0)
+    num_buckets = int(units.bucket.max(initial=0)) + 1
+    number, num_rounds = _rounds(bucket, source, receiver, nbytes, num_buckets, world, limit)
+    again = np.lexsort((receiver, source, number, bucket))
+    counts = np.diff(first)[again]
+    rows = np.repeat(first[:-1][again] - (np.cumsum(counts) - counts), counts) + np.arange(len(order))
+    return _Messages(
+        bucket=bucket[again],
+        round=number[again],
+        source=source[again],
+        receiver=receiver[again],
+        nbytes=nbytes[again],
+        first=np.append(0, np.cumsum(counts)),
+        rows=order[rows],
+        at=at[rows],
+        num_rounds=num_rounds,
     )
 
 
