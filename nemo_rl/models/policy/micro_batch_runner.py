@@ -5,6 +5,7 @@ A runner knows the layout of the ranks; the worker only knows rows, losses and o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -78,3 +79,26 @@ def from_last_stage(values: dict[str, float], pipeline: dist.ProcessGroup) -> di
     carrier = [values]
     dist.broadcast_object_list(carrier, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
     return carrier[0]
+
+
+def scored_by_last_stage(
+    scored: Sequence[torch.Tensor],
+    batches: Sequence[ModelBatch],
+    task: HeadTask,
+    pipeline: dist.ProcessGroup,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """What `task` says of each micro-batch, in order, on all pipeline ranks. Collective.
+
+    `scored`: on the last of them all of that, [B, S] or [B, S, C] each, elsewhere nothing.
+    """
+    trailing = () if task.num_values is None else (task.num_values,)
+    shapes = [(*batch.shape, *trailing) for batch in batches]
+    sizes = [math.prod(shape) for shape in shapes]
+    if scored:
+        flat = torch.cat([values.flatten() for values in scored])
+    else:
+        flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
+    dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    for shape, part in zip(shapes, flat.split(sizes), strict=True):
+        yield part.view(shape)

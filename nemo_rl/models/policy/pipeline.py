@@ -13,7 +13,6 @@ anything a family does between its layers stays as it is. The schedules of train
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -35,7 +34,7 @@ from nemo_rl.models.policy import lora
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
 from nemo_rl.models.policy.head_tasks import HeadTask
 from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
+from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.model_batch import ModelBatch
 from nemo_rl.models.policy.scalar_head import auto_class, is_scalar, output_module
 
@@ -407,16 +406,7 @@ class PipelineRunner:
             return
         with torch.no_grad():
             scored = self._forward_all([batch.to(self.device) for batch in batches], task)
-        trailing = () if task.num_values is None else (task.num_values,)
-        shapes = [(*batch.shape, *trailing) for batch in batches]
-        sizes = [math.prod(shape) for shape in shapes]
-        if scored:
-            flat = torch.cat([values.flatten() for values in scored])
-        else:
-            flat = torch.empty(sum(sizes), dtype=task.dtype, device=self.device)
-        dist.broadcast(flat, src=dist.get_global_rank(self.group, self.size - 1), group=self.group)
-        for shape, part in zip(shapes, flat.split(sizes), strict=True):
-            yield part.view(shape)
+        yield from scored_by_last_stage(scored, batches, task, self.group, self.device)
 
     def _forward_all(self, batches: Sequence[ModelBatch], task: HeadTask) -> list[torch.Tensor]:
         """On the last rank what `task` says of all micro-batches, elsewhere nothing.

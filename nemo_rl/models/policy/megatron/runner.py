@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as megatron_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -21,7 +19,7 @@ from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.stage_links import StageLinks
 from nemo_rl.models.policy.megatron_config import MegatronConfig
-from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss
+from nemo_rl.models.policy.micro_batch_runner import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.model_batch import ModelBatch
 
 parallel_state: Any = megatron_state  # whose types say int | None of what is there
@@ -117,7 +115,7 @@ class MegatronRunner:
         elif batches:
             with torch.no_grad():
                 scored = self._schedule(batches, task, None)
-            yield from _from_last_stage(scored, batches, task, self.mesh.pipeline_group, self.device)
+            yield from scored_by_last_stage(scored, batches, task, self.mesh.pipeline_group, self.device)
         if self.empty_level >= 2:
             torch.cuda.empty_cache()
 
@@ -174,26 +172,6 @@ def _groups() -> ProcessGroupCollection:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def _from_last_stage(
-    scored: Sequence[torch.Tensor],
-    batches: Sequence[ModelBatch],
-    task: HeadTask,
-    pipeline: dist.ProcessGroup,
-    device: torch.device,
-) -> Iterator[torch.Tensor]:
-    """What the last pipeline rank has, on all of them."""
-    trailing = () if task.num_values is None else (task.num_values,)
-    shapes = [(*batch.shape, *trailing) for batch in batches]
-    sizes = [math.prod(shape) for shape in shapes]
-    if scored:
-        flat = torch.cat([values.flatten() for values in scored])
-    else:
-        flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
-    dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
-    for shape, part in zip(shapes, flat.split(sizes), strict=True):
-        yield part.view(shape)
 
 
 def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
