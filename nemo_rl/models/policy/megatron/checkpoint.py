@@ -138,10 +138,16 @@ def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool)
 def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters) -> None:
     assert policy.optimizer is not None and policy.scheduler is not None
     if counters.optimizer is None or counters.scheduler_steps is None:
-        raise CheckpointError(f"{directory.parent} holds no optimizer; set checkpointing.load_optimizer=false")
+        raise CheckpointError(f"{directory.parent} was saved without the optimizer; start anew from its weights")
     keys: dict[str, set[str]] = {}
-    for name in saved_tensors(directory) if holds_tensors(directory) else ():
+    saved = saved_tensors(directory) if holds_tensors(directory) else {}
+    for name, metadata in saved.items():
         tensor, _, key = name.rpartition(".")
+        if key == "main_param" and metadata.properties.dtype != torch.float32:
+            raise CheckpointError(
+                f"{directory} holds {name} as {metadata.properties.dtype}, and main parameters are float32; start anew "
+                "from its weights, with another checkpointing.checkpoint_dir"
+            )
         keys.setdefault(tensor, set()).add(key)
     boxes: dict[str, Boxes] = {}
     loaded: list[tuple[OptimizerPart, dict[str, torch.Tensor]]] = []

@@ -39,8 +39,9 @@ def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
         muon_momentum=settings.muon_momentum,
         muon_num_ns_steps=settings.muon_num_ns_steps,
         muon_scale_mode=settings.muon_scale_mode,
-        use_distributed_optimizer=settings.use_distributed_optimizer,
+        use_distributed_optimizer=settings.shards_optimizer,
         use_precision_aware_optimizer=settings.use_precision_aware_optimizer,
+        store_param_remainders=False,  # checkpoints hold main parameters, not the bits that bfloat16 weights lack
         main_params_dtype=DTYPES[settings.params_dtype],
         exp_avg_dtype=_MOMENT_DTYPES[settings.exp_avg_dtype],
         exp_avg_sq_dtype=_MOMENT_DTYPES[settings.exp_avg_sq_dtype],
