@@ -144,13 +144,12 @@ def check_saving(checkpointing: CheckpointingConfig, policy: PolicyConfig, key: 
             f"safetensors hold one part of a tensor per rank, and those of {key}.megatron_cfg hold several; set it to "
             "torch_save (checkpointing.save_consolidated=true writes safetensors besides)",
         )
-    if checkpointing.enabled and policy.megatron_cfg.enabled and policy.precision == "float32":
-        if policy.megatron_cfg.optimizer.optimizer_cpu_offload:
-            yield (
-                f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload",
-                f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this to "
-                "false",
-            )
+    is_offloaded = policy.megatron_cfg.enabled and policy.megatron_cfg.optimizer.optimizer_cpu_offload
+    if checkpointing.enabled and is_offloaded and policy.precision == "float32":
+        yield (
+            f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload",
+            f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this to false",
+        )
 
 
 def check_engines(cfg: RolloutMasterConfig) -> Problems:
