@@ -148,7 +148,7 @@ def check_saving(checkpointing: CheckpointingConfig, policy: PolicyConfig, key: 
     if checkpointing.enabled and is_offloaded and policy.precision == "float32":
         yield (
             f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload",
-            f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this to false",
+            f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this false",
         )
 
 
