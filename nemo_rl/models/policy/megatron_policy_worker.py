@@ -95,6 +95,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.adapters = None
         if self.megatron.peft.enabled:
             self.adapters = Adapters(self.stages, self.weight_map, self.megatron, self.mesh, settings.seed)
+        if not settings.init_optimizer:  # then no memory for gradients either
+            for stage in self.stages:
+                stage.requires_grad_(False)
         self.chunks = wrap(self.stages, self.transformer, self.megatron)
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()

@@ -44,6 +44,9 @@ def by_megatron(path: Path, world: int = 1, **megatron: Any) -> dict[str, Comple
         )
         worker = MegatronGeneratingWorker(config, PolicyWorkerSettings(**{**vars(WORKER), "model_path": str(path)}))
         worker.prepare_generation(settings())
+        assert not any(chunk.buffers for chunk in worker.chunks), "without an optimizer no gradients are kept"
+        worker.residency.offload()
+        worker.residency.onload(with_optimizer=False)
         return complete(worker, REQUESTS)
 
     return run_world(rank_main, world)[0]
