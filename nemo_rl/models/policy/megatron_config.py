@@ -59,8 +59,8 @@ class MegatronOptimizerConfig(StrictModel):
     muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
     """How Muon scales an orthogonalised update by the shape of its matrix."""
 
-    use_distributed_optimizer: bool = True
-    """Shard the optimizer state over data-parallel ranks."""
+    use_distributed_optimizer: bool | None = None
+    """Shard the optimizer state over data-parallel ranks; null: with adam, the one that can."""
 
     use_precision_aware_optimizer: bool = False
     """Keep main parameters and moments in the dtypes below (Transformer Engine's Adam)."""
@@ -80,6 +80,12 @@ class MegatronOptimizerConfig(StrictModel):
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Part of the parameters whose optimizer state is on the host."""
 
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the state lies over data-parallel ranks."""
+        chosen = self.use_distributed_optimizer
+        return self.optimizer == "adam" if chosen is None else chosen
+
     def problems(self) -> Iterator[tuple[str, str]]:
         """(key, message) of values that do not go together, for a section that is switched on."""
         if self.fp16:
@@ -88,12 +94,15 @@ class MegatronOptimizerConfig(StrictModel):
             yield "params_dtype", "steps of a small learning rate are lost in bfloat16; set it to float32"
         if self.min_lr is not None and self.min_lr > self.lr:
             yield "min_lr", f"{self.min_lr} is above lr={self.lr}; use at most that"
-        if self.use_precision_aware_optimizer and not self.use_distributed_optimizer:
-            yield "use_precision_aware_optimizer", "is part of the distributed optimizer; set that to true too"
-        if self.optimizer in ("muon", "dist_muon") and self.use_distributed_optimizer:
-            yield "use_distributed_optimizer", "Muon updates whole matrices; set it to false"
-        if self.optimizer == "sgd" and self.use_distributed_optimizer:
-            yield "use_distributed_optimizer", "SGD has next to no state to shard; set it to false"
+        if self.use_precision_aware_optimizer and self.use_distributed_optimizer is False:
+            yield "use_precision_aware_optimizer", "is part of use_distributed_optimizer; set that to true too"
+        if self.optimizer != "adam" and self.use_distributed_optimizer:
+            sgd = self.optimizer == "sgd"
+            why = "SGD has next to no state to shard" if sgd else "Muon updates whole matrices"
+            yield (
+                "use_distributed_optimizer",
+                f"{why} (policy.megatron_cfg.optimizer.optimizer={self.optimizer}); set it to null or false",
+            )
         if self.use_precision_aware_optimizer and self.optimizer != "adam":
             yield "use_precision_aware_optimizer", f"is Adam's, not that of {self.optimizer}; set it to false"
         if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
@@ -442,7 +451,7 @@ class MegatronConfig(StrictModel):
         for section, values in nested.items():
             for key, message in values.problems():
                 yield f"{section}.{key}", message
-        if self.distributed_data_parallel_config.overlap_param_gather and not rates.use_distributed_optimizer:
+        if self.distributed_data_parallel_config.overlap_param_gather and not rates.shards_optimizer:
             yield (
                 "distributed_data_parallel_config.overlap_param_gather",
                 "gathers what the distributed optimizer updates in shares; set it to false, or "

@@ -32,7 +32,7 @@ class MegatronSizes(ParallelSizes):
             expert_parallel=config.expert_model_parallel_size,
             expert_tensor_parallel=config.expert_tensor_parallel_size,
             stages_per_rank=config.stages_per_rank,
-            shards_optimizer=config.optimizer.use_distributed_optimizer,
+            shards_optimizer=config.optimizer.shards_optimizer,
         )
 
     def describe_shards(self) -> str:

@@ -92,7 +92,7 @@ def wrap(
         overlap_grad_reduce=ddp.overlap_grad_reduce,
         overlap_param_gather=ddp.overlap_param_gather,
         bucket_size=ddp.bucket_size,
-        use_distributed_optimizer=settings.optimizer.use_distributed_optimizer,
+        use_distributed_optimizer=settings.optimizer.shards_optimizer,
     )
     # Biases of experts and counts of tokens stay float32, with the values they have.
     exact = [(router, name, buffer) for router in routers(stages) for name, buffer in router.named_buffers()]
