@@ -83,11 +83,11 @@ def check_backend(cfg: RolloutMasterConfig) -> Problems:
         return
     backend, trains_with = generation.backend, cfg.policy.backend_key
     if trains_with != ("megatron_cfg" if backend == "megatron" else "dtensor_cfg"):
-        fitting = "hf" if backend == "megatron" else "megatron"
+        wanted = "megatron_cfg" if backend == "megatron" else "dtensor_cfg"
         yield (
             "policy.generation.backend",
-            f"{backend} is for a policy that trains with another backend than policy.{trains_with}; set it to vllm or "
-            f"{fitting}",
+            f"{backend} is for a policy that trains with policy.{wanted}; set policy.{wanted}.enabled=true and "
+            f"policy.{trains_with}.enabled=false, or policy.generation.backend=vllm",
         )
         return
     why = f"the policy's own workers generate (policy.generation.backend={backend})"

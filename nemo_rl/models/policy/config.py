@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.megatron_optimizer_keys import carried_over
 from nemo_rl.models.policy.router_replay_config import RouterReplayConfig
 
 
@@ -425,10 +426,16 @@ class PolicyConfig(StrictModel):
                 "megatron_cfg.optimizer.clip_grad",
                 f"is not policy.max_grad_norm={self.max_grad_norm}; set it to null",
             )
-        if self.optimizer not in (None, OptimizerConfig()):
-            yield "optimizer", "is for training with PyTorch; use policy.megatron_cfg.optimizer and set this to null"
+        if self.optimizer is not None and self.optimizer != OptimizerConfig():
+            yield "optimizer", f"is for training with PyTorch; set it to null{carried_over(self.optimizer.kwargs)}"
         if self.scheduler:
             yield "scheduler", "is for training with PyTorch; use policy.megatron_cfg.scheduler and set this to null"
+        chunk = megatron.linear_ce_fusion_chunk_size
+        if chunk is not None and self.logprob_chunk_size not in (None, chunk):
+            yield (
+                "megatron_cfg.linear_ce_fusion_chunk_size",
+                f"{chunk} is not policy.logprob_chunk_size={self.logprob_chunk_size}, which it repeats; set it to null",
+            )
         if self.padding_free is False:
             yield "padding_free", "Megatron always trains on sequences laid end to end; set it to null"
 

@@ -121,15 +121,19 @@ def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[st
 def not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
     """(the key of `sizes` to change, what would work) when their product does not divide the ranks."""
     used = {key: size for key, size in sizes.items() if size > 1}
-    key = max(used, key=lambda key: used[key])
-    works = divisor_list(world_size)
     if len(used) == 1:
-        return key, f"{used[key]} does not divide the {world_size} training ranks; these would: {works}"
+        [(key, size)] = used.items()
+        return key, f"{size} does not divide the {world_size} training ranks; these would: {divisor_list(world_size)}"
+    total = math.prod(used.values())
+    fixes = {}
+    for key, size in used.items():
+        if world_size % (total // size) == 0:
+            others = ", ".join(f"{name}={value}" for name, value in used.items() if name != key)
+            fixes[key] = f"with {others}, {key} may be {divisor_list(world_size // (total // size))}"
+    key = max(fixes or used, key=lambda key: used[key])
+    works = "; ".join(fixes.values()) or f"the product may be {divisor_list(world_size)}"
     product = " x ".join(f"{name}={size}" for name, size in used.items())
-    return key, (
-        f"{product} = {math.prod(used.values())} does not divide the {world_size} training ranks; the product may be "
-        f"{works}"
-    )
+    return key, (f"{product} = {total} does not divide the {world_size} training ranks; {works}")
 
 
 def divisor_list(number: int) -> str:

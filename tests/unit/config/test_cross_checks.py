@@ -76,7 +76,7 @@ def test_the_minimal_run_is_fine() -> None:
             ),
             "policy.dtensor_cfg.tensor_parallel_size",
             "tensor_parallel_size=4 x context_parallel_size=2 x pipeline_parallel_size=2 = 16 does not divide the 8 "
-            "training ranks; the product may be 1, 2, 4, 8",
+            "training ranks; with context_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size may be 1, 2",
         ),
         (
             ("policy.dtensor_cfg.dp_replicate_size=3", "cluster.gpus_per_node=8"),

@@ -133,7 +133,11 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             "set it to torch_save",
         ),
         # generation
-        (("policy.generation.backend=hf",), "policy.generation.backend", "set it to vllm or megatron"),
+        (
+            ("policy.generation.backend=hf",),
+            "policy.generation.backend",
+            "set policy.dtensor_cfg.enabled=true and policy.megatron_cfg.enabled=false, or",
+        ),
         (
             ("policy.generation.backend=megatron", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
             "policy.generation.vllm_cfg.tensor_parallel_size",
@@ -185,7 +189,8 @@ def test_routing_replay_is_fine_with_vllm_and_has_metrics() -> None:
 
 
 def test_what_needs_megatron_is_refused_without() -> None:
-    assert "set it to vllm or hf" in problems_of("policy.generation.backend=megatron")
+    fix = "set policy.megatron_cfg.enabled=true and policy.dtensor_cfg.enabled=false, or policy.generation.backend=vllm"
+    assert fix in problems_of("policy.generation.backend=megatron")
     assert "needs policy.megatron_cfg.enabled=true" in problems_of("policy.router_replay.enabled=true")
 
 
@@ -194,3 +199,35 @@ def test_megatron_generates_with_keys_of_nemo_rl_that_ask_for_nothing() -> None:
     generation = "policy.generation"
     config = build(*ON, f"{generation}.backend=megatron", f"+{generation}.mcore_generation_config={keys}")
     assert config.policy.generation.mcore_generation_config.max_batch_size == 64
+
+
+MEGATRON = ("policy.megatron_cfg.enabled=true", "policy.dtensor_cfg.enabled=false")
+
+
+def test_the_values_of_another_optimizer_are_carried_over() -> None:
+    kwargs = "policy.optimizer.kwargs={lr: 0.0003, weight_decay: 0.1, betas: [0.9, 0.95], eps: 0.5}"
+    said = problems_of(*MEGATRON, kwargs)
+    for value in ("lr=0.0003", "weight_decay=0.1", "adam_beta1=0.9", "adam_beta2=0.95", "adam_eps=0.5"):
+        assert f"policy.megatron_cfg.optimizer.{value}" in said
+
+
+def test_one_number_of_positions_for_logprobs() -> None:
+    ours, theirs = "policy.logprob_chunk_size=1024", "policy.megatron_cfg.linear_ce_fusion_chunk_size="
+    assert "is not policy.logprob_chunk_size=1024" in problems_of(*MEGATRON, ours, f"{theirs}512")
+    assert build(*MEGATRON, ours, f"{theirs}1024").policy.megatron_cfg.linear_ce_fusion_chunk_size == 1024
+
+
+@pytest.mark.parametrize(("name", "shards"), [("adam", True), ("sgd", False), ("muon", False), ("dist_muon", False)])
+def test_the_state_is_sharded_where_the_optimizer_can(name: str, shards: bool) -> None:
+    chosen = f"policy.megatron_cfg.optimizer.optimizer={name}"
+    assert build(*MEGATRON, chosen).policy.megatron_cfg.optimizer.shards_optimizer == shards
+    if not shards:
+        said = problems_of(*MEGATRON, chosen, "policy.megatron_cfg.optimizer.use_distributed_optimizer=true")
+        assert f"policy.megatron_cfg.optimizer.optimizer={name}); set it to null or false" in said
+
+
+def test_sizes_that_do_not_divide_the_ranks_are_told_what_the_others_leave() -> None:
+    sizes = [f"policy.megatron_cfg.{axis}_model_parallel_size={n}" for axis, n in (("tensor", 4), ("pipeline", 3))]
+    said = problems_of(*MEGATRON, "cluster.gpus_per_node=8", *sizes)
+    assert "with tensor_model_parallel_size=4, pipeline_model_parallel_size may be 1, 2" in said
+    assert said.startswith("command line: policy.megatron_cfg.pipeline_model_parallel_size=3: "), "tensor=4 can stay"
