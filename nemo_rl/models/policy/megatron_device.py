@@ -19,7 +19,7 @@ def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Problems:
     needs_engine = list(engine_switches(settings))
     if not use_gpus:
         for key, value, neutral in (*needs_engine, *_gpu_switches(settings)):
-            yield key, f"{value} runs on GPUs only, and {_CPU}; set it to {neutral}"
+            yield key, f"{value} runs on GPUs only, and {_CPU}; set it to {neutral}, or cluster.gpus_per_node above 0"
     elif settings.transformer_impl == "local":
         for key, value, neutral in needs_engine:
             yield (

@@ -316,7 +316,9 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
     }
     assert set(found) == set(fixes)
     for key, fix in fixes.items():
-        assert found[key].endswith(f"runs on GPUs only, and cluster.gpus_per_node is 0; set it to {fix}")
+        assert found[key].endswith(
+            f"runs on GPUs only, and cluster.gpus_per_node is 0; set it to {fix}, or cluster.gpus_per_node above 0"
+        )
     assert not dict(device_problems(settings, use_gpus=True))
 
 
