@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 from nemo_rl.algorithms.loop_config import RunConfig
@@ -12,6 +13,8 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 
 def start_cluster(config: RunConfig, stack: ExitStack, groups_per_bundle: int) -> RayVirtualCluster:
@@ -73,4 +76,6 @@ def start_policy(
         init_reference_model=init_reference_model,
     )
     stack.callback(policy.shutdown)
+    if config.megatron_cfg.enabled and not machines.use_gpus:
+        logger.info("%s: Megatron Core on the CPU, with host stand-ins for torch.cuda", name)
     return policy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from nemo_rl.models.policy import megatron_remarks  # noqa: F401  # pyright: ignore[reportUnusedImport]
 from nemo_rl.models.policy.generate import Decoder
 from nemo_rl.models.policy.generate_worker import GeneratingWorker
 from nemo_rl.models.policy.megatron.decoder import MegatronDecoder
