@@ -243,7 +243,10 @@ def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
         load_config(GRPOMasterConfig, V0_6, on)
     assert "policy.megatron_cfg.scheduler.weight_decay_incr_style: constant needs equal" in str(error.value)
     decays = [f"policy.megatron_cfg.scheduler.{end}_weight_decay=0.01" for end in ("start", "end")]
-    config = load_config(GRPOMasterConfig, V0_6, [*on, *decays])
+    with pytest.raises(ConfigError) as error:
+        load_config(GRPOMasterConfig, V0_6, [*on, *decays])
+    assert "checkpointing.model_save_format: safetensors hold one part" in str(error.value)
+    config = load_config(GRPOMasterConfig, V0_6, [*on, *decays, "checkpointing.model_save_format=torch_save"])
     assert config.policy.megatron_cfg.pipeline_dtype == config.policy.precision == "bfloat16"
 
 

@@ -42,6 +42,7 @@ class Worker(VllmWorker):
         self._request_ids = iter(range(100))
         self._admitted = asyncio.Semaphore(8)
         self._sampling_allowed = asyncio.Event()
+        self._must_record, self._returns_experts = None, False
         self._num_requests = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
