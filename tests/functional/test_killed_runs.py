@@ -75,7 +75,10 @@ def continued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield {kind: lanes.submit(killed_and_continued, folder, kind) for kind, folder in folders.items()}
 
 
-@pytest.mark.parametrize("kind", RUNS)
+SLOW = ("async", "sft")  # they share trainer and checkpoints with the first
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in RUNS])
 def test_it_continues_bit_for_bit(continued: dict[str, Future], kind: str) -> None:
     checkpoints = continued[kind].result()
     if kind == "async":

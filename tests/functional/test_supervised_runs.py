@@ -59,6 +59,7 @@ def test_sft_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     resumes_bit_for_bit(tmp_path, *command("sft"), small("sft"), "policy", at_once=True)
 
 
+@pytest.mark.slow
 def test_dpo_begins_with_ln_2_in_validation_and_in_training(tmp_path):
     """In packed sequences whose lengths differ, with the SFT term, whose weight changes the loss and not its part."""
     start = ("dpo.val_at_start=true", "++dpo.sft_loss_weight=0.1", "dpo.max_num_steps=2", "checkpointing.enabled=false")

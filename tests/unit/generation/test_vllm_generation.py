@@ -299,6 +299,7 @@ def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
 
 
 # The last test of the file: it ends replicas.
+@pytest.mark.slow
 def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: VllmGeneration) -> None:
     expected = one(generation, [80, 81, 82])
     pids = [replica.members[0].identity.pid for replica in generation._replicas]  # type: ignore[union-attr]

@@ -16,6 +16,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
 from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.export import export_weights
 from nemo_rl.models.policy.head_tasks import Logprobs
 from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
@@ -140,7 +141,11 @@ def load_step(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: Policy
 
 @torch.no_grad()
 def whole_weights(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, torch.Tensor]:
-    return {t.name: t.gather(None).clone() for t in worker._export()}
+    if isinstance(worker, DTensorPolicyWorker):  # merged, whatever a refit would send
+        tensors = export_weights([stage.hf for stage in worker.stages], worker.mesh, worker.device)
+    else:
+        tensors = worker._export()
+    return {tensor.name: tensor.gather(None).clone() for tensor in tensors}
 
 
 def logprobs_of(worker: DTensorPolicyWorker | MegatronPolicyWorker) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -332,8 +332,8 @@ class ByOwnCount:
 class OneSegment(RowLayout):
     """Packed sequences see those before them."""
 
-    def build(self, sequences: Any, columns: Any = None) -> ModelBatch:
-        batch = super().build(sequences, columns)
+    def build(self, sequences: Any, columns: Any = None, routed_experts: Any = None) -> ModelBatch:
+        batch = super().build(sequences, columns, routed_experts)
         return replace(batch, segments=Segments.of([batch.input_ids.shape[1]]))
 
 
