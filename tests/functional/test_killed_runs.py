@@ -75,7 +75,7 @@ def continued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield {kind: lanes.submit(killed_and_continued, folder, kind) for kind, folder in folders.items()}
 
 
-SLOW = ("async", "sft")  # they share trainer and checkpoints with the first
+SLOW = ("grpo", "async")  # two minutes each; trainer and checkpoints are those of the third
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in RUNS])
