@@ -179,6 +179,7 @@ def test_tied_float32(ray_local: None, tmp_path: Path) -> None:
             assert logprob_difference(policy.model, generation, version) < 1e-5
 
 
+@pytest.mark.slow
 def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path) -> None:
     with refit_into_engine(tmp_path, tied=False, dtype="float32") as (policy, generation, refit):
         policy.leave_out = {"lm_head.weight"}
