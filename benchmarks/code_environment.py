@@ -14,9 +14,8 @@ import json
 import logging
 import time
 
-from nemo_rl.environments.code import CodeEnvironment
-from nemo_rl.environments.code_config import CodeEnvironmentConfig
-from nemo_rl.environments.sandbox_config import SandboxConfig
+from nemo_rl.environments.code.environment import CodeEnvironment
+from nemo_rl.environments.config import CodeEnvironmentConfig, SandboxConfig
 
 PROGRAM = """<code>
 from collections import Counter

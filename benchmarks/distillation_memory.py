@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.models.policy.linear_distribution import linear_kl, linear_topk_logprobs
-from nemo_rl.models.policy.logit_tiles import TILE_BYTES, OutputHead
+from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
+from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 
 WAYS = ("tiles", "materialised")
 KINDS = ("topk", "kl")

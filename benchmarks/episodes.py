@@ -21,10 +21,10 @@ from typing import Any
 import ray
 import torch
 
-from nemo_rl.algorithms.rollout_parts import worker_settings
+from nemo_rl.algorithms.setup.rollout_parts import worker_settings
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processing import PromptProcessor, Task
-from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.data.rows.processors import math_hf_data_processor
+from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.megatron_config import MegatronConfig
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 
 SIDES = ("pytorch", "megatron")

@@ -18,16 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nemo_rl.algorithms.rollout_batch import (
-    Batching,
-    FixedSize,
-    PackedTokens,
-    PaddedTokens,
-    packing_metrics,
-    plan_batch,
-)
-from nemo_rl.data.balancing import sequence_cost
-from nemo_rl.data.packing import PackingAlgorithm, get_packer
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize, PackedTokens, PaddedTokens, packing_metrics, plan_batch
+from nemo_rl.data.packing import PackingAlgorithm, get_packer, sequence_cost
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 BEST = PackingAlgorithm.MODIFIED_FIRST_FIT_DECREASING

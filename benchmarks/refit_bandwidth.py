@@ -25,12 +25,11 @@ from typing import Any
 
 import torch
 
-from nemo_rl.distributed import weight_transfer
-from nemo_rl.distributed.exported_tensor import exported
-from nemo_rl.distributed.pack_layout import PackLayout
-from nemo_rl.distributed.transfer_buffers import host_copy_environment
-from nemo_rl.distributed.weight_fingerprint import host_fingerprint
-from nemo_rl.distributed.weight_transfer import Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit import transfer as weight_transfer
+from nemo_rl.refit.buffers import host_copy_environment
+from nemo_rl.refit.fingerprint import host_fingerprint
+from nemo_rl.refit.layout import PackLayout, exported
+from nemo_rl.refit.transfer import Segment, WeightReceiver, WeightSender, attach_buffer
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 7
@@ -121,7 +120,7 @@ def receive_forever(pipe: Connection) -> None:
 
 
 def sync_over_pipe(sender: WeightSender, pipe: Connection, version: int) -> None:
-    """The order of nemo_rl.models.refit.Refit.sync over a pipe."""
+    """The order of nemo_rl.refit.sync.Refit.sync over a pipe."""
     num_buckets = len(sender.layout.buckets)
     for bucket in range(num_buckets):
         if bucket >= 2:
@@ -216,7 +215,7 @@ async def _measure_engine(folder: Path, gib: float) -> float:
             max_num_seqs=4,
             skip_tokenizer_init=True,
             load_format="dummy",
-            worker_extension_cls="nemo_rl.models.generation.vllm_weight_loader.WorkerExtension",
+            worker_extension_cls="nemo_rl.models.generation.vllm.weight_loader.WorkerExtension",
             weight_transfer_config={"backend": "packed_shm"},  # type: ignore[arg-type]
         )
     )

@@ -25,12 +25,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.refit_bandwidth import model_shapes
-from nemo_rl.distributed.collective_buffer import Rendezvous
-from nemo_rl.distributed.exported_tensor import exported
-from nemo_rl.distributed.pack_layout import NUM_HALVES, PackLayout, Segment
-from nemo_rl.distributed.transfer_buffers import TransferBuffer
-from nemo_rl.distributed.weight_transfer import WeightReceiver, WeightSender, attach_buffer
-from nemo_rl.models.refit import OPEN_BUCKETS
+from nemo_rl.refit.buffers import TransferBuffer
+from nemo_rl.refit.collective import Rendezvous
+from nemo_rl.refit.layout import NUM_HALVES, PackLayout, Segment, exported
+from nemo_rl.refit.sync import OPEN_BUCKETS
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender, attach_buffer
 
 CPU = torch.device("cpu")
 TARGET = 0.70

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.pack_layout import NUM_HALVES, TensorMeta
-from nemo_rl.distributed.shard_exchange import ShardExchange
-from nemo_rl.distributed.shard_plan import ShardPlan, build_plan, first_layer
-from nemo_rl.distributed.shard_tables import Shards
+from nemo_rl.refit.layout import NUM_HALVES, TensorMeta
+from nemo_rl.refit.shard_exchange import ShardExchange
+from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan, first_layer
 
 BLOCK = 128
 

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.multiprocessing as torch_mp
 
-from nemo_rl.distributed.exported_tensor import exported
-from nemo_rl.distributed.pack_layout import PackLayout
-from nemo_rl.distributed.weight_transfer import Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.layout import PackLayout, exported
+from nemo_rl.refit.transfer import Segment, WeightReceiver, WeightSender, attach_buffer
 
 CPU = torch.device("cpu")
 MESSAGE = 1000

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.rollout_trainer import RolloutParts
-from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup

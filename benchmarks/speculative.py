@@ -73,7 +73,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of every round, and what became of the drafts."""
     from transformers import AutoTokenizer
 
-    from nemo_rl.models.generation.vllm_worker import VllmWorker
+    from nemo_rl.models.generation.vllm.worker import VllmWorker
 
     rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

@@ -38,9 +38,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.models.policy.config import (
     DTensorConfig,
     OptimizerConfig,
@@ -48,11 +48,11 @@ from nemo_rl.models.policy.config import (
     SequencePackingConfig,
     TokenizerConfig,
 )
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.flops import ModelFlops
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import (
     BatchPlan,
     GroupHandle,
@@ -65,7 +65,7 @@ from nemo_rl.types import (
 )
 
 if TYPE_CHECKING:
-    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
     PolicyWorker = DTensorPolicyWorker | MegatronPolicyWorker
 
@@ -157,7 +157,7 @@ def make_backend(args: argparse.Namespace, path: Path, backend: str) -> PolicyWo
     """A worker of `pytorch` or `megatron`, with Adam of the same settings and rows without padding."""
     if backend == "pytorch":
         return DTensorPolicyWorker(*arguments_of(args, path, padding_free=True))
-    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
     optimizer = MegatronOptimizerConfig(lr=LEARNING_RATE)
     sections = {
@@ -279,7 +279,7 @@ def status(field: str) -> int:
 def peak_of(args: argparse.Namespace, folder: Path, backend: str) -> int:
     """Bytes of this rank in its second step, beyond those before it had a worker."""
     if backend == "megatron":  # what it imports is not the model's
-        from nemo_rl.models.policy.megatron_policy_worker import cpu_shim
+        from nemo_rl.models.policy.megatron.worker import cpu_shim
 
         cpu_shim.install()
     handles, groups = make_groups(args)

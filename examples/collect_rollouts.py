@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -27,7 +27,7 @@ def main() -> int:
         placement=describe_placement,
         check=check_rollout_hardware,
     )
-    from nemo_rl.algorithms.collect_rollouts import collect_rollouts  # torch and Ray load here
+    from nemo_rl.algorithms.setup.collect_rollouts import collect_rollouts  # torch and Ray load here
 
     return collect_rollouts(config)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
-from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -26,7 +26,7 @@ def main() -> int:
         check=check,
     )
     # torch and Ray load here, after the configuration is known good
-    from nemo_rl.algorithms.distillation_setup import run_distillation
+    from nemo_rl.algorithms.setup.distillation import run_distillation
 
     return run_distillation(config)
 

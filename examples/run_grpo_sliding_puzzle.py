@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -25,7 +25,7 @@ def main() -> int:
         placement=describe_placement,
         check=check_rollout_hardware,
     )
-    from nemo_rl.algorithms.grpo_setup import run_grpo  # torch and Ray load here, after the configuration is known good
+    from nemo_rl.algorithms.setup.grpo import run_grpo  # torch and Ray load here, after the configuration is known good
 
     return run_grpo(config)
 

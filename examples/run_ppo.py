@@ -11,8 +11,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.algorithms.placement import check_rollout_hardware, describe_placement
-from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -26,7 +26,7 @@ def main() -> int:
         placement=describe_placement,
         check=partial(check_rollout_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
     )
-    from nemo_rl.algorithms.ppo_setup import run_ppo  # torch and Ray load here, after the configuration is known good
+    from nemo_rl.algorithms.setup.ppo import run_ppo  # torch and Ray load here, after the configuration is known good
 
     return run_ppo(config)
 

@@ -10,8 +10,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from nemo_rl.algorithms.placement import check_hardware, describe_supervised
-from nemo_rl.algorithms.supervised_config import SFTMasterConfig
+from nemo_rl.algorithms.config.supervised import SFTMasterConfig
+from nemo_rl.algorithms.setup.placement import check_hardware, describe_supervised
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -25,7 +25,7 @@ def main() -> int:
         placement=describe_supervised,
         check=partial(check_hardware, cpu_config="examples/configs/sft_cpu.yaml"),
     )
-    from nemo_rl.algorithms.supervised_setup import run_sft  # torch and Ray load here, after the configuration is good
+    from nemo_rl.algorithms.setup.supervised import run_sft  # torch and Ray load here, after the configuration is good
 
     return run_sft(config)
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.microbatches import RowKey, keys_of
-from nemo_rl.rollouts.busy_time import GenerationUse
-from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint_save import Written
+from nemo_rl.utils.checkpoint.save import Written
 
 
 def sample_meta(

@@ -20,7 +20,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl.models.policy.loss_metrics import reduce_micro_batches, reduction_of
+from nemo_rl.models.policy.batch.microbatches import reduce_micro_batches, reduction_of
 from nemo_rl.types import LossFunction, LossInputs, LossMetrics
 
 InputsT = TypeVar("InputsT", bound=LossInputs)

@@ -4,10 +4,10 @@
     python tools/compare_runs.py record /tmp/after                     # in the tree after it
     python tools/compare_runs.py compare /tmp/before /tmp/after        # exit status 1 if a number differs
 
-`record` runs each `examples/configs/**/*_cpu*.yaml` and leaves one folder per configuration. `--only` takes the names of
-configurations, `--set` further overrides: `--set max_num_steps=4` shortens every run that has such a key. `compare`
-reads `metrics.jsonl` of training runs and `results.jsonl` of evaluations and compares the values as text, bit for bit.
-It leaves out times and what depends on them (`TIMED`).
+`record` runs each `examples/configs/**/*_cpu*.yaml` and leaves one folder per configuration. `--only` takes the
+names of configurations, `--set` further overrides: `--set max_num_steps=4` shortens every run that has such a key.
+`compare` reads `metrics.jsonl` of training runs and `results.jsonl` of evaluations and compares the values as text, bit
+for bit. It leaves out times and metrics that depend on them (`TIMED`).
 
 An asynchronous run depends on the clock when weights change in flight, so `record` switches that off.
 """
@@ -114,7 +114,11 @@ def rows_of(folder: Path) -> list[dict[str, str]]:
     if not files:
         raise SystemExit(f"error: {folder} holds neither metrics.jsonl nor results.jsonl: did the run start?")
     return [
-        {key: json.dumps(value) for key, value in json.loads(line).items() if key in EXACT_PERFORMANCE or not TIMED.search(key)}
+        {
+            key: json.dumps(value)
+            for key, value in json.loads(line).items()
+            if key in EXACT_PERFORMANCE or not TIMED.search(key)
+        }
         for line in files[-1].read_text().splitlines()
     ]
 
@@ -134,7 +138,8 @@ def compare(before: Path, after: Path) -> int:
                 if left.get(key) != right.get(key):
                     differences.append(f"line {number}: {key} {left.get(key)} -> {right.get(key)}")
         num_values = sum(len(row) for row in old)
-        print(f"{name}: {f'{len(differences)} of {num_values} values differ' if differences else f'{num_values} values equal'}")
+        verdict = f"{len(differences)} of {num_values} values differ" if differences else f"{num_values} values equal"
+        print(f"{name}: {verdict}")
         for difference in differences[:5]:
             print(f"    {difference}")
         failures += bool(differences)

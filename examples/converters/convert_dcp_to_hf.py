@@ -22,7 +22,7 @@ def main() -> int:
     arguments = parser.parse_args()
 
     from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint
-    from nemo_rl.utils.checkpoint import CheckpointError
+    from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
         check_not_megatron(arguments.checkpoint)

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     import yaml
 
     from nemo_rl.models.policy.convert import convert_megatron_checkpoint
-    from nemo_rl.utils.checkpoint import CheckpointError
+    from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
         tokenizer = given.hf_model_name

@@ -14,15 +14,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.rollout_trainer import BUFFER_FOLDER, OPEN_GROUPS, RolloutParts
-from nemo_rl.algorithms.trainer import DataExhausted, RunTools
+from nemo_rl.algorithms.trainers.rollout_trainer import BUFFER_FOLDER, OPEN_GROUPS, RolloutParts
+from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.rollouts.replay_buffer import OpenGroup, ReplayBuffer
 from nemo_rl.types import GroupHandle
-from nemo_rl.utils.checkpoint import CheckpointError
-from nemo_rl.utils.checkpoint_save import StateWrite
+from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.save import StateWrite
 
 
 class AsyncGRPOTrainer(GRPOTrainer):

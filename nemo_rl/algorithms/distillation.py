@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
-from nemo_rl.algorithms.rewards import loss_mask
-from nemo_rl.algorithms.rollout_batch import Batching, plan_batch, plan_samples
-from nemo_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch, plan_samples
+from nemo_rl.algorithms.plan.rewards import loss_mask
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.batch.microbatches import RowKey
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.models.policy.microbatches import RowKey
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nemo_rl.algorithms.advantages import AdvantageResult, KLInReward, compute_advantages
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rewards import DynamicSampler, ScoredGroup, score_groups
-from nemo_rl.algorithms.rollout_batch import plan_batch
-from nemo_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainer import RunTools
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.algorithms.plan.advantages import AdvantageResult, KLInReward, compute_advantages
+from nemo_rl.algorithms.plan.batch import plan_batch
+from nemo_rl.algorithms.plan.rewards import DynamicSampler, ScoredGroup, score_groups
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import BatchPlan
 
 

@@ -35,8 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.data.datasets import arithmetic
-from nemo_rl.utils.cache import cache_root
-from nemo_rl.utils.checkpoint_files import file_lock
+from nemo_rl.utils.files import cache_root, file_lock
 
 if TYPE_CHECKING:
     import torch

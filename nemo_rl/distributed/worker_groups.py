@@ -6,10 +6,12 @@ names the actor, its rank and the method.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -25,8 +28,34 @@ from nemo_rl.distributed.actor_host import HostIdentity, actor_class
 from nemo_rl.distributed.diagnosis import inspect_workers, log_tail
 from nemo_rl.distributed.errors import WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
-from nemo_rl.distributed.tensor_bytes import tensor_bytes
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster
+
+# -- How many bytes of arrays an object carries.
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the torch and numpy arrays in `value`, looked for in dataclasses, mappings, lists, tuples and sets.
+
+    An ObjectRef counts nothing: what it stands for stays where it is.
+    """
+    # Without torch in the process there is no tensor in it either.
+    torch = sys.modules.get("torch")
+    total = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, np.ndarray):
+            total += item.nbytes
+        elif torch is not None and isinstance(item, torch.Tensor):
+            total += item.element_size() * item.nelement()
+        elif isinstance(item, Mapping):
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending.extend(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            pending.extend(getattr(item, field.name) for field in dataclasses.fields(item))
+    return total
+
 
 logger = logging.getLogger(__name__)
 

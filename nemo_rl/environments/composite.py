@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure
-from nemo_rl.environments.composite_config import CompositeEnvironmentConfig, RewardFunctionConfig
+from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.isolation import excerpt, step_each
 from nemo_rl.environments.registry import new_environment

@@ -16,16 +16,16 @@ from ray.exceptions import GetTimeoutError, RayActorError
 
 from nemo_rl.config.base import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.environments.actors_config import ActorsConfig
 from nemo_rl.environments.config import (
+    ENV_REGISTRY,
     OURS,
+    ActorsConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
     environment_gpus,
     gpus_per_actor,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
-from nemo_rl.environments.names import ENV_REGISTRY
 
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 

@@ -22,7 +22,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import LLMMessageLogType
-from nemo_rl.utils.checkpoint_tensors import holds_tensors, load_tensors, saved_tensors
+from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now
 
 logger = logging.getLogger(__name__)

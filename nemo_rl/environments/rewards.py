@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from nemo_rl.environments.verification import VERIFIERS, exact_integer
-from nemo_rl.environments.verifier_pool import Verification, VerifierPool, died
+from nemo_rl.environments.math.verification import VERIFIERS, exact_integer
+from nemo_rl.environments.math.verifier_pool import Verification, VerifierPool, died
 
 RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]

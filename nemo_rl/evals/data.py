@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.config import DatasetConfig, dataset_label
 from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.files import is_file
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, all_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
-from nemo_rl.data.processing import Task
-from nemo_rl.data.processors import find_processor
-from nemo_rl.data.task_names import dataset_label
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.rows.processors import find_processor
+from nemo_rl.data.rows.setup import Task
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 

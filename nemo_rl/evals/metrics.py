@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from nemo_rl.algorithms.metrics import pass_at_k
+from nemo_rl.algorithms.trainers.metrics import pass_at_k
 from nemo_rl.types import SampleStatus
 
 SUCCESS_REWARD = 1.0

@@ -17,7 +17,7 @@ from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.policy.weight_loading import weights_identity
-from nemo_rl.utils.cache import cache_root
+from nemo_rl.utils.files import cache_root
 from nemo_rl.utils.tokenizer import get_tokenizer
 
 # Parts that evaluation shares with training name the keys of a training configuration.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from nemo_rl.algorithms import placement
+from nemo_rl.algorithms.setup import placement
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.evals.config import EvalMasterConfig
 
@@ -41,7 +41,7 @@ def check_hardware(
 ) -> None:
     """ConfigError when there are too few GPUs for the engines and the environments that judge.
 
-    See `nemo_rl.algorithms.placement.check_hardware`.
+    See `nemo_rl.algorithms.setup.placement.check_hardware`.
     """
     used = {cfg.environment_of(dataset) for dataset in cfg.data.chosen}
     apart = environment_gpus(sections_of(cfg.env, [name for name in used if name is not None]))

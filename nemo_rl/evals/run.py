@@ -13,13 +13,12 @@ from typing import Any
 import ray
 import xxhash
 
-from nemo_rl.algorithms.environment_sections import sections_to_start
-from nemo_rl.algorithms.launch import RUN_ERRORS, USER_ERRORS
-from nemo_rl.algorithms.preflight import check_environment_inputs, check_prompts
-from nemo_rl.algorithms.rollout_parts import train_sampling, worker_settings
-from nemo_rl.algorithms.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.setup.launch import RUN_ERRORS, USER_ERRORS
+from nemo_rl.algorithms.setup.preflight import check_environment_inputs, check_prompts, sections_to_start
+from nemo_rl.algorithms.setup.rollout_parts import train_sampling, worker_settings
+from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import dump_config
-from nemo_rl.data.processing import PromptProcessor
+from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
@@ -30,12 +29,12 @@ from nemo_rl.evals.data import EvalData, load_eval_data
 from nemo_rl.evals.model import EvalModel, in_eval_keys, prepare_model
 from nemo_rl.evals.report import make_results, show_results
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
-from nemo_rl.utils import strict_json
+from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
 from nemo_rl.utils.seeds import sample_seed, seed_everything
 

@@ -18,10 +18,10 @@ from typing import Any
 
 from nemo_rl.evals.metrics import SCORED, Outcome
 from nemo_rl.types import SampleStatus
-from nemo_rl.utils import strict_json
-from nemo_rl.utils.checkpoint import CheckpointError, flat_differences
-from nemo_rl.utils.checkpoint_files import try_lock
-from nemo_rl.utils.checkpoint_manifest import sync_directory, write_synced
+from nemo_rl.utils import files as strict_json
+from nemo_rl.utils.checkpoint.manager import CheckpointError, flat_differences
+from nemo_rl.utils.checkpoint.manifest import sync_directory, write_synced
+from nemo_rl.utils.files import try_lock
 from nemo_rl.utils.logger import LogError
 
 SAMPLES = "samples.jsonl"

@@ -20,9 +20,8 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import TENANT as GENERATION
-from nemo_rl.rollouts.busy_time import GenerationUse
-from nemo_rl.rollouts.record import StepIndex
-from nemo_rl.rollouts.rollout_worker import GroupKeeper, GroupRequest, KeeperLost, RolloutWorkerSettings
+from nemo_rl.rollouts.records.record import StepIndex
+from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupKeeper, GroupRequest, KeeperLost, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nemo_rl.utils import strict_json
+from nemo_rl.utils import files as strict_json
 
 if TYPE_CHECKING:
     from nemo_rl.utils.config import LoggerConfig, WandbConfig

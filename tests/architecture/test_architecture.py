@@ -15,8 +15,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nemo_rl"
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 100
+MAX_FILES_IN_FOLDER = 20
 
 # Imports go down only. The longest matching prefix decides.
 LEVELS = {
@@ -24,11 +25,12 @@ LEVELS = {
     "nemo_rl.config": 0,
     "nemo_rl.utils": 0,
     "nemo_rl.distributed": 1,
+    "nemo_rl.refit": 1,
     "nemo_rl.data": 2,
     "nemo_rl.environments": 2,
     "nemo_rl.models.policy": 2,
     "nemo_rl.models.generation": 2,
-    "nemo_rl.models.refit": 3,
+    "nemo_rl.refit.sync": 3,
     "nemo_rl.rollouts": 3,
     "nemo_rl.algorithms": 4,
     "nemo_rl.evals": 4,
@@ -43,15 +45,15 @@ LEVEL_0_MAY_IMPORT = {
 
 # Heavy or optional packages: the only files that may import them, at any depth.
 ENGINE_FILES = {
-    "vllm": ("models/generation/vllm_*.py",),
-    "megatron": ("models/policy/megatron*.py", "models/policy/megatron/*.py"),
-    "transformer_engine": ("models/policy/megatron*.py", "models/policy/megatron/*.py"),
+    "vllm": ("models/generation/vllm/*.py",),
+    "megatron": ("models/policy/megatron/*.py",),
+    "transformer_engine": ("models/policy/megatron/*.py",),
 }
 # Never at the top of a module: imported where they are switched on.
 ONLY_INSIDE_FUNCTIONS = {"wandb", "mlflow", "swanlab", "tensorboard", "matplotlib"}
 # Configuration is read by `--help`; these would take seconds.
 NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets"}
-RAY_FREE = ("types.py", "config/*.py", "data/*.py", "data/*/*.py", "algorithms/losses/*.py")
+RAY_FREE = ("types.py", "config/*.py", "data/*.py", "data/*/*.py", "algorithms/losses/*.py", "algorithms/plan/*.py")
 
 
 @cache
@@ -133,11 +135,13 @@ def forbidden(importer: str, imported: str) -> bool:
     if source == target:
         return False
     last = imported.rpartition(".")[2]
-    # The typed configuration of one owner may hold that of another: policy.generation, and all of them in algorithms.
+    # The typed configuration of one owner may hold another's: policy.generation, and all of them in algorithms.
     if importer.endswith(".config") and last == "config" and LEVELS[target] <= LEVELS[source]:
         return False
     if LEVELS[source] == 0:
         return target not in LEVEL_0_MAY_IMPORT[source]
+    if (source, target) == ("nemo_rl.refit", "nemo_rl.distributed"):
+        return False
     if LEVELS[source] == 3 and LEVELS[target] == 2:
         return last not in ("interfaces", "config")
     if LEVELS[source] == 4 and LEVELS[target] == 4:
@@ -154,11 +158,11 @@ def forbidden(importer: str, imported: str) -> bool:
         ("nemo_rl.models.policy.lm_policy", "nemo_rl.distributed.worker_groups", False),
         ("nemo_rl.models.policy.lm_policy", "nemo_rl.models.generation.interfaces", True),
         ("nemo_rl.models.policy.config", "nemo_rl.models.generation.config", False),
-        ("nemo_rl.data.processors", "nemo_rl.environments.registry", True),
-        ("nemo_rl.models.refit", "nemo_rl.models.policy.interfaces", False),
-        ("nemo_rl.models.refit", "nemo_rl.models.policy.lm_policy", True),
-        ("nemo_rl.rollouts.collector", "nemo_rl.models.generation.vllm_generation", True),
-        ("nemo_rl.rollouts.collector", "nemo_rl.algorithms.config", True),
+        ("nemo_rl.data.rows.processors", "nemo_rl.environments.registry", True),
+        ("nemo_rl.refit.sync", "nemo_rl.models.policy.interfaces", False),
+        ("nemo_rl.refit.sync", "nemo_rl.models.policy.lm_policy", True),
+        ("nemo_rl.rollouts.collector", "nemo_rl.models.generation.vllm.generation", True),
+        ("nemo_rl.rollouts.collector", "nemo_rl.algorithms.config.grpo", True),
         ("nemo_rl.algorithms.grpo", "nemo_rl.models.policy.lm_policy", False),
     ],
 )
@@ -223,7 +227,7 @@ def test_pure_packages_do_not_know_ray():
     report(problems, "ray belongs where actors are spawned or called:")
 
 
-@pytest.mark.parametrize("module", ["nemo_rl.algorithms.config", "nemo_rl.config.cli"])
+@pytest.mark.parametrize("module", ["nemo_rl.algorithms.config.grpo", "nemo_rl.config.cli"])
 def test_reading_a_configuration_loads_no_heavy_package(module):
     code = f"import sys, {module}; print(*sorted({NOT_IN_CONFIG!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

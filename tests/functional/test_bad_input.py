@@ -23,14 +23,14 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.grpo_setup import prepare
-from nemo_rl.algorithms.launch import USER_ERRORS
-from nemo_rl.algorithms.rollout_setup import RolloutInputs
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.grpo import prepare
+from nemo_rl.algorithms.setup.launch import USER_ERRORS
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
-from nemo_rl.utils.checkpoint import CheckpointError, CheckpointIdentityError, CheckpointManager
-from nemo_rl.utils.checkpoint_manifest import find_damage
+from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
+from nemo_rl.utils.checkpoint.manifest import find_damage
 from tests.functional.cli import CPU_CONFIG, ROOT, SCRIPT, SMALL
 
 MINE = "data.default.env_name=mine"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms import distillation_setup, ppo_setup
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
-from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.setup import distillation as distillation_setup
+from nemo_rl.algorithms.setup import ppo as ppo_setup
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
 from tests.functional.cli import ROOT

@@ -160,7 +160,7 @@ def test_without_a_save_path_every_evaluation_has_its_own_folder(tmp_path):
 
 def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
     """As the folder of a run holds it; a damaged one is refused before anything starts."""
-    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.checkpoint.manager import CheckpointManager
     from nemo_rl.utils.config import CheckpointingConfig
 
     tiny = Path(resolve_model("tiny:arithmetic"))

@@ -11,18 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.algorithms.launch import USER_ERRORS, launch
-from nemo_rl.algorithms.supervised_config import (
+from nemo_rl.algorithms.config.supervised import (
     DPOMasterConfig,
     RMMasterConfig,
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.algorithms.supervised_setup import SupervisedInputs, prepare
+from nemo_rl.algorithms.setup.launch import USER_ERRORS, launch
+from nemo_rl.algorithms.setup.supervised import SupervisedInputs, prepare
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.utils.checkpoint import CheckpointIdentityError, CheckpointManager
+from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, CheckpointManager
 from tests.functional.cli import ROOT
 
 CONFIGS: dict[str, type[SupervisedMasterConfig]] = {

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
-from nemo_rl.algorithms.loss_config import DPOLossConfig, RewardModelLossConfig
-from nemo_rl.algorithms.losses.bradley_terry import PreferenceLoss
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
+from nemo_rl.algorithms.config.loss import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.losses.preference import DPOLoss
+from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss
 from nemo_rl.types import LossFunction
 from tests.parity import ours, theirs
 from tests.parity.batch import LONGEST_COMPLETION

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from nemo_rl.models.policy.attention import ATTENTION
-from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs, Scalars
-from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.microbatches import Row, loss_inputs, scored_sequences
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, scored_sequences
+from nemo_rl.models.policy.batch.row_layout import RowLayout
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
 from nemo_rl.types import LossFunction
 from tests.parity.batch import batch, model
 

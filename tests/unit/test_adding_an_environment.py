@@ -15,11 +15,10 @@ import pytest
 import torch
 import yaml
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.metric_names import TASK
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.processing import PromptProcessor
-from nemo_rl.data.setup import setup_data
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.environments.client import StepRefused, split_return
 from nemo_rl.environments.interfaces import EnvironmentReturn

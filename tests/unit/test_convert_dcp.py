@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
-from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
@@ -27,7 +26,8 @@ from nemo_rl.models.policy.checkpoint import (
     save_tensors,
 )
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.refit.layout import exported
+from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
 from tests.unit.policy.models import VOCAB, save_random_model
 from tests.worlds import run_world

@@ -12,11 +12,11 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
-from nemo_rl.algorithms.loop_config import EarlyStoppingConfig
-from nemo_rl.algorithms.ppo_config import PPOMasterConfig
-from nemo_rl.algorithms.supervised_config import (
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.supervised import (
     DPOConfig,
     DPOMasterConfig,
     RMConfig,
@@ -27,15 +27,10 @@ from nemo_rl.algorithms.supervised_config import (
 )
 from nemo_rl.config.base import Derived
 from nemo_rl.config.loader import load_config
-from nemo_rl.data.example_config import (
-    ExampleDataConfig,
-    ExampleDatasetConfig,
-    PreferenceDataConfig,
-    PreferenceDatasetConfig,
-)
+from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, PreferenceDataConfig, PreferenceDatasetConfig
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron.config import MegatronConfig
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples/configs"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.aggregate import (
     constant_length_mean,
     divide_by_count,

@@ -2,14 +2,91 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_rl.algorithms.loss_config import DPOLossConfig
+from nemo_rl.algorithms.config.loss import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.aggregate import divide_by_count, nan_unless_finite
-from nemo_rl.algorithms.losses.pairs import Pairs, split_pairs
-from nemo_rl.types import LossMetrics, PreferenceInputs
+from nemo_rl.types import LossInputs, LossMetrics, PairInputs, PreferenceInputs
+
+# -- Rows that come as pairs: even rows are the chosen, odd rows the rejected sequences.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """The pairs of a micro-batch, [P] with P = B / 2, and how many the optimizer step has."""
+
+    mask: Tensor  # 1 where both sequences take part
+    global_count: Tensor  # 0-d
+
+    @classmethod
+    def of(cls, inputs: LossInputs, global_valid_seqs: Tensor) -> Pairs:
+        """`global_valid_seqs` counts sequences, so pairs are half of it."""
+        assert len(inputs.sample_mask) % 2 == 0, "half a pair"
+        return cls(mask=inputs.sample_mask[::2] * inputs.sample_mask[1::2], global_count=global_valid_seqs / 2)
+
+    @property
+    def row_mask(self) -> Tensor:
+        """[B]"""
+        return self.mask.repeat_interleave(2)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Sum over the pairs that take part / pairs of the optimizer step; values [P]."""
+        return divide_by_count((values * self.mask).sum(), self.global_count)
+
+    def reward_metrics(self, chosen: Tensor, rejected: Tensor) -> LossMetrics:
+        """Means of rewards [P] and of their difference, and the share of pairs whose chosen one has the larger."""
+        return {
+            "accuracy": self.mean((chosen > rejected).to(chosen.dtype)),
+            "rewards_chosen_mean": self.mean(chosen),
+            "rewards_rejected_mean": self.mean(rejected),
+            "rewards_margin_mean": self.mean(chosen - rejected),
+            "num_valid_samples": self.mask.sum(),
+        }
+
+
+def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, ...] -> chosen and rejected, [B / 2, ...] each."""
+    return values[::2], values[1::2]
+
+
+# -- The loss of reward models.
+
+
+class PreferenceLoss:
+    """A `nemo_rl.types.LossFunction` of scores [B, S]: even rows chosen, odd rows rejected.
+
+    A row holds its score at one position and 0 elsewhere, so its score is the sum. The loss of a pair is
+    -logsigmoid(chosen - rejected) (Bradley and Terry, 1952; arXiv 2203.02155, eq. 1), with `use_margin`
+    -logsigmoid(chosen - rejected - margin) (Llama 2, arXiv 2307.09288, eq. 2).
+
+    Values of masked pairs are never looked at; a non-finite one elsewhere makes the loss NaN.
+    """
+
+    inputs_type = PairInputs
+
+    def __init__(self, cfg: RewardModelLossConfig) -> None:
+        self.cfg = cfg
+
+    def __call__(
+        self, scores: Tensor, inputs: PairInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
+    ) -> tuple[Tensor, LossMetrics]:
+        """Metrics: the loss, and the scores as rewards; a pair counts as accurate whatever its margin."""
+        assert scores.shape == inputs.token_mask.shape, (scores.shape, inputs.token_mask.shape)
+        pairs = Pairs.of(inputs, global_valid_seqs)
+        chosen, rejected = split_pairs(torch.where(pairs.row_mask[:, None] > 0, scores, 0.0).sum(-1))
+        difference = chosen - rejected
+        must_be_finite = [chosen, rejected]
+        if self.cfg.use_margin:
+            margin = torch.where(pairs.mask > 0, inputs.margin[::2], 0.0)
+            difference = difference - margin
+            must_be_finite.append(margin)
+        loss = nan_unless_finite(pairs.mean(-logsigmoid(difference)), must_be_finite)
+        metrics = pairs.reward_metrics(chosen, rejected) | {"loss": loss}
+        return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 class DPOLoss:

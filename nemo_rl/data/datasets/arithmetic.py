@@ -14,9 +14,8 @@ import numpy as np
 import xxhash
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import generated_options
-from nemo_rl.data.example_config import ExampleDatasetConfig
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import (
+    JsonLines,
     column_names,
     converted,
     load_example_table,
@@ -19,8 +20,6 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.datasets.json_lines import JsonLines
-from nemo_rl.data.example_config import ExampleDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl.data.config import TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.conversations import chat_row, columns_row, squad_row
 from nemo_rl.data.datasets.files import (
     ColumnsToProblem,
@@ -22,7 +22,6 @@ from nemo_rl.data.datasets.files import (
     require_used_keys,
 )
 from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row
-from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
 

@@ -6,7 +6,7 @@ import random
 import string
 
 from nemo_rl.data.datasets.arithmetic import arithmetic_space
-from nemo_rl.utils.judge_prompt import fill
+from nemo_rl.utils.task_formats import fill
 
 TEMPLATE = "{question}={reference}\n{answer}\n"  # examples/prompts/judge_tiny.txt
 RIGHT, WRONG, NO_ANSWER = 10, 2, 0  # scores of a right number, of a wrong one, and of a text without a number

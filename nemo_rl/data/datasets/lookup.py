@@ -15,7 +15,7 @@ import xxhash
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.files import generated_options
-from nemo_rl.utils import retrieval_tags
+from nemo_rl.utils import task_formats as retrieval_tags
 
 _PLACES = """
 Accra Amman Ankara Athens Baku Beirut Berlin Bern Bogota Cairo Caracas Dakar Delhi Dhaka Doha Dublin Hanoi Harare

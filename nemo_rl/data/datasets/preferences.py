@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import TableConfig
+from nemo_rl.data.config import ExampleTableConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.arithmetic import arithmetic_rows
 from nemo_rl.data.datasets.files import (
     column_names,
@@ -23,7 +23,6 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.example_config import ExampleTableConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
 HELPSTEER3_COLUMNS = {"prompt": "context", "chosen": "response1, response2", "rejected": "response1, response2"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl.data.config import TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label, is_local
 from nemo_rl.data.datasets import (
     arithmetic,
     code_arithmetic,
@@ -22,9 +22,7 @@ from nemo_rl.data.datasets import (
     tool_arithmetic,
 )
 from nemo_rl.data.datasets.files import load_response_rows
-from nemo_rl.data.example_config import ExampleDatasetConfig, PreferenceDatasetConfig
 from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
-from nemo_rl.data.task_names import dataset_label, is_local
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Of the dataset's section of the configuration, a `TableConfig`; it streams when that `is_streamed`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets import arithmetic
-from nemo_rl.utils.tool_specs import CALCULATOR
+from nemo_rl.utils.task_formats import CALCULATOR
 
 
 def load_tool_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:

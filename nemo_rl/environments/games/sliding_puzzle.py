@@ -8,8 +8,8 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.sliding_puzzle_config import SlidingPuzzleEnvironmentConfig
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.sliding_puzzle import ACTION_END, Board, describe, is_solved, parse_grid, play, rows_and_columns
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,9 +10,34 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
-from nemo_rl.models.policy.megatron_optimizer_keys import carried_over
-from nemo_rl.models.policy.router_replay_config import RouterReplayConfig
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
+
+# -- Configuration of routing replay: `policy.router_replay`.
+
+
+class RouterReplayConfig(StrictModel):
+    """Training a mixture-of-experts model with the experts that generation chose for the same tokens."""
+
+    enabled: bool = False
+    """Have the engine return the experts of every token, and take these in logprob and training passes. With
+    `policy.megatron_cfg`."""
+
+
+# -- How `policy.optimizer` is written for Megatron Core.
+
+_SECTION = "policy.megatron_cfg.optimizer"
+_NAMES = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps", "momentum": "sgd_momentum"}
+
+
+def carried_over(kwargs: Mapping[str, Any]) -> str:
+    """`, and say policy.megatron_cfg.optimizer.lr=0.0003 ... instead`, for arguments that Megatron has too."""
+    values = {new: kwargs[old] for old, new in _NAMES.items() if old in kwargs}
+    betas = kwargs.get("betas")
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        values |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+    if not values:
+        return f", and use {_SECTION}"
+    return ", and carry its values over: " + " ".join(f"{_SECTION}.{name}={value}" for name, value in values.items())
 
 
 def _as_list(value: Any) -> Any:

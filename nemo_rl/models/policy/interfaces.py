@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.microbatches import RowKey
+from nemo_rl.models.policy.batch.microbatches import RowKey
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint_save import StateWrite
+from nemo_rl.utils.checkpoint.save import StateWrite
 
 
 class PolicyInterface(ABC):

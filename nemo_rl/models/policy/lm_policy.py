@@ -10,23 +10,23 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.transfer_buffers import host_copy_environment
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.flops import peak_flops
-from nemo_rl.models.policy.head_tasks import HeadTask
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.models.policy.microbatches import RowKey, keys_of
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
-from nemo_rl.models.policy.training_layout import training_sizes
+from nemo_rl.models.policy.layout import training_sizes
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
+from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint_save import StateWrite
+from nemo_rl.utils.checkpoint.save import StateWrite
 
 WORKERS = {
-    "dtensor_cfg": "nemo_rl.models.policy.dtensor_policy_worker.DTensorPolicyWorker",
-    "megatron_cfg": "nemo_rl.models.policy.megatron_policy_worker.MegatronPolicyWorker",
+    "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
+    "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronPolicyWorker",
 }
 # Threads that spin while they wait for one another slow each other down twenty times where something else runs too;
 # threads that sleep at once halve the speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.lora import KEY, adapter_tensors, adapters, apply_lora
-from nemo_rl.models.policy.scalar_head import HEAD, auto_class, is_scalar
+from nemo_rl.models.policy.dtensor.lora import KEY, adapter_tensors, adapters, apply_lora
+from nemo_rl.models.policy.head.scalar import HEAD, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
 
 CONFIG_FILE = "adapter_config.json"

@@ -13,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
 from nemo_rl.models.policy.expert_names import ExpertNames
-from nemo_rl.models.policy.parallelize import build_on_meta
-from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, KEY, foreign_heads, is_scalar, scalar_config
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, KEY, foreign_heads, is_scalar, scalar_config
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 
 WEIGHT_FILES = (

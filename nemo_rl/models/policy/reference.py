@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.models.policy import lora
-from nemo_rl.models.policy.logprobs import LogprobModel
+from nemo_rl.models.policy.dtensor import lora
+from nemo_rl.models.policy.head.logprobs import LogprobModel
 
 
 class ReferencePolicy(Protocol):

@@ -13,16 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.algorithms.supervised import SupervisedParts, SupervisedTrainer
-from nemo_rl.algorithms.supervised_config import DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
-from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
+from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config, load_config
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
-from nemo_rl.data.example_loader import ExampleLoader
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.models.policy.batch.microbatches import (
+    Row,
+    RowKey,
+    loss_inputs,
+    reduce_micro_batches,
+    rows_of_plan,
+    select,
+)
 from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.loss_metrics import reduce_micro_batches
-from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs, rows_of_plan, select
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import (
     BatchPlan,
     Example,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.rollout_config import RolloutMasterConfig
-from nemo_rl.algorithms.rollout_trainer import RolloutParts, RolloutTrainer
-from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.advantages import (
+from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.plan.advantages import (
     ADVANTAGE_ESTIMATORS,
     GroupRewards,
     KLInReward,
@@ -15,7 +16,6 @@ from nemo_rl.algorithms.advantages import (
     whiten,
     whitening_sums,
 )
-from nemo_rl.algorithms.config import AdvEstimatorConfig, ClippedPGLossConfig
 
 
 def group(rewards: list[float], valid: list[bool] | None = None, tokens: list[int] | None = None) -> GroupRewards:

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle
-from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint.manager import CheckpointError
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.config.run_configs import build

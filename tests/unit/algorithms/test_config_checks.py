@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.metrics import rollout_metrics, validation_metrics
-from nemo_rl.algorithms.preflight import check_metric_name
-from nemo_rl.algorithms.rollout_batch import Batching, packing_metrics, plan_batch
+from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
+from nemo_rl.algorithms.setup.preflight import check_metric_name
+from nemo_rl.algorithms.trainers.metrics import rollout_metrics, validation_metrics
 from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 

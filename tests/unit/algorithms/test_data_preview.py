@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.data_preview import load_run_config, preview_inputs
+from nemo_rl.algorithms.setup.data_preview import load_run_config, preview_inputs
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 

@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen2Config
 
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig, TeacherConfig
-from nemo_rl.algorithms.distillation_setup import TeacherInputs, tasks_by_teacher, warn_of_large_states
-from nemo_rl.algorithms.model_inputs import ModelInputs
-from nemo_rl.algorithms.placement import check_hardware, describe_placement
-from nemo_rl.algorithms.rollout_batch import Batching
+from nemo_rl.algorithms.plan.batch import Batching
+from nemo_rl.algorithms.setup.distillation import TeacherInputs, tasks_by_teacher, warn_of_large_states
+from nemo_rl.algorithms.setup.model_inputs import ModelInputs
+from nemo_rl.algorithms.setup.placement import check_hardware, describe_placement
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
-from nemo_rl.data.task_names import dataset_label
+from nemo_rl.data.config import dataset_label
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.head_tasks_distillation import TopKLogits, TopKLogprobs
+from nemo_rl.models.policy.head.distillation import TopKLogits, TopKLogprobs
 from nemo_rl.types import GroupHandle
 from tests.fakes import FakePolicy, keys_of_plan, sample_meta
 from tests.unit.algorithms.fake_runs import FLOPS, FakeRun

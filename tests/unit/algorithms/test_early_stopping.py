@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.loop_config import EarlyStoppingConfig
-from nemo_rl.algorithms.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
+from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger

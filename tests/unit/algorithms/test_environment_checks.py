@@ -7,8 +7,7 @@ from pydantic_core import ErrorDetails
 
 from nemo_rl.config.loader import _explain
 from nemo_rl.config.sources import SourcedTree
-from nemo_rl.environments.config import OURS
-from nemo_rl.environments.names import ENV_REGISTRY
+from nemo_rl.environments.config import ENV_REGISTRY, OURS
 from nemo_rl.environments.registry import register_env
 from tests.unit.config.run_configs import build, problems_of
 

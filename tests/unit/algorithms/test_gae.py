@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
-from nemo_rl.algorithms.gae import GAEAdvantages, generalized_advantages
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
+from nemo_rl.algorithms.ppo import GAEAdvantages, generalized_advantages
 
 NO_KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
 KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_type="k1", use_kl_in_reward=True)

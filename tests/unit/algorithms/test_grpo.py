@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.policy_trainer import NonFiniteLoss
-from nemo_rl.algorithms.rollout_trainer import RolloutParts, TooManyFailures
-from nemo_rl.algorithms.trainer import RunTools
+from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, TooManyFailures
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
-from nemo_rl.utils.checkpoint import CheckpointIdentityError
+from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts, sample_meta

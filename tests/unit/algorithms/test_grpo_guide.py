@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig, GRPOConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOConfig
 
 GUIDE = (Path(__file__).parents[3] / "docs/guides/grpo.md").read_text()
 SECTION = GUIDE.split("## From paper to keys")[1].split("\n## ")[0]

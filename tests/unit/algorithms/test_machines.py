@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.placement import describe_placement
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.placement import describe_placement
 from tests.unit.config.run_configs import build, problems_of
 
 APART = "policy.generation.colocated.enabled=false"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.metric_names import NUM_TURNS_REPORTED, turns
-from nemo_rl.algorithms.metrics import (
+from nemo_rl.algorithms.config.metric_names import NUM_TURNS_REPORTED, turns
+from nemo_rl.algorithms.trainers.metrics import (
     best_of_k,
     pass_at_k,
     performance_metrics,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.openai_setup import is_loopback, token_of, write_address
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.serve import is_loopback, token_of, write_address
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.generation.config import HttpServerConfig

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.placement import check_hardware, check_rollout_hardware, describe_placement, num_visible_gpus
+from nemo_rl.algorithms.setup.placement import (
+    check_hardware,
+    check_rollout_hardware,
+    describe_placement,
+    num_visible_gpus,
+)
 from nemo_rl.config.errors import ConfigError
 from tests.unit.config.run_configs import build
 

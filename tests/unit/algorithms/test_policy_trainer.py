@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.policy_trainer import NonFiniteLoss, PolicyTrainer, merged
-from nemo_rl.algorithms.trainer import RunTools, Schedule
+from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss, PolicyTrainer, merged
+from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.pool_metrics import PoolUse
-from nemo_rl.rollouts.busy_time import GenerationUse
+from nemo_rl.algorithms.trainers.metrics import PoolUse
+from nemo_rl.rollouts.rollout_worker import GenerationUse
 
 
 def use(busy_s: float) -> GenerationUse:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.placement import describe_placement
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
-from nemo_rl.algorithms.ppo_config import PPOMasterConfig
+from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.distributed.errors import WorkerDied

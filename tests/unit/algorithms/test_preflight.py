@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.preflight import check_environment_inputs
-from nemo_rl.environments.retrieval_config import LANGUAGES, RetrievalEnvironmentConfig
-from nemo_rl.environments.retrieval_index import PassageIndex
+from nemo_rl.algorithms.setup.preflight import check_environment_inputs
+from nemo_rl.environments.config import LANGUAGES, RetrievalEnvironmentConfig
+from nemo_rl.environments.retrieval import PassageIndex
 from tests.unit.config.run_configs import build, problems_of
 
 JUDGE = "type: llm_judge, base_url: 'http://localhost:1/v1', model: m"
@@ -49,7 +49,7 @@ def test_what_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JUDGE_KEY", "secret")
     check(f"type: retrieval, dataset_name: {tmp_path / 'corpus.jsonl'}")
     check("type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'")
-    check("type: python_tools, tools: [python, 'nemo_rl.environments.tools.tools:calculator']")
+    check("type: python_tools, tools: [python, 'nemo_rl.environments.code.tools.tools:calculator']")
     check(f"{JUDGE}, api_key_env: JUDGE_KEY")
 
 

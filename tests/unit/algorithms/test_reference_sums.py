@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nemo_rl.algorithms.reference_sums import ReferenceSums
-from nemo_rl.algorithms.rollout_batch import Batching, FixedSize
-from nemo_rl.algorithms.supervised import plan_examples
+from nemo_rl.algorithms.dpo import ReferenceSums
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize
+from nemo_rl.algorithms.trainers.supervised import plan_examples
 from tests.fakes import keys_of_plan
 from tests.unit.algorithms.example_runs import ScoringPolicy, handles, prompts
 

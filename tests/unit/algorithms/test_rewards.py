@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config import GRPOConfig
-from nemo_rl.algorithms.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
-from nemo_rl.algorithms.rollout_config import RewardScalingConfig, RewardShapingConfig
+from nemo_rl.algorithms.config.grpo import GRPOConfig
+from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig
+from nemo_rl.algorithms.plan.rewards import DynamicSampler, loss_mask, scale_reward, score_groups, shape_reward
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.unit.algorithms.handles import handle, rewarded, sample
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.rollout_batch import (
+from nemo_rl.algorithms.plan.batch import (
     Batching,
     FixedSize,
     PackedTokens,
@@ -20,8 +20,8 @@ from nemo_rl.algorithms.rollout_batch import (
     token_imbalance,
 )
 from nemo_rl.data.packing import PackingAlgorithm, round_up
+from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.config import RolloutPolicyConfig
-from nemo_rl.models.policy.microbatches import RowKey, keys_of
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 

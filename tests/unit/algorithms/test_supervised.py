@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.dpo import SUM, DPOTrainer
-from nemo_rl.algorithms.loss_config import RewardModelLossConfig
-from nemo_rl.algorithms.losses.bradley_terry import PreferenceLoss
+from nemo_rl.algorithms.config.loss import RewardModelLossConfig
+from nemo_rl.algorithms.dpo import SUM, DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.policy_trainer import NonFiniteLoss
-from nemo_rl.algorithms.reference_sums import ReferenceSums
-from nemo_rl.algorithms.rollout_batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.supervised import SupervisedTrainer, plan_examples
+from nemo_rl.algorithms.losses.preference import PreferenceLoss
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
+from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
+from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from tests.fakes import keys_of_plan
 from tests.unit.algorithms.example_runs import (

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.rollout_setup import first_prompts
-from nemo_rl.algorithms.task_metrics import task_step_metrics, task_validation_metrics
+from nemo_rl.algorithms.setup.rollouts import first_prompts
+from nemo_rl.algorithms.trainers.metrics import task_step_metrics, task_validation_metrics
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.data.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.types import GroupHandle, SampleStatus
 from tests.unit.algorithms.fake_runs import FakeRun
 from tests.unit.algorithms.handles import handle, rewarded, sample

@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
-from nemo_rl.algorithms.teacher_checks import check_teacher
+from nemo_rl.algorithms.setup.distillation import check_teacher
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 
 TOKENS = ["<pad>", "<eos>", "a", "b", "c", "ab", "bc"]

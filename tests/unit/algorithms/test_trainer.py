@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.utils.checkpoint import CheckpointManager, DiskFullError
+from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.models.generation.config import VllmConfig
-from nemo_rl.models.policy.megatron.fp8 import fp8_fields, width_multiple
-from nemo_rl.models.policy.megatron_config import Fp8Config, MegatronConfig
+from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig
+from nemo_rl.models.policy.megatron.transformer_config import fp8_fields, width_multiple
 from tests.unit.config.run_configs import build, problems_of
 from tests.unit.generation.configs import generation_config
 from tests.unit.policy.steps import save_model
@@ -83,7 +83,7 @@ def test_engines_keep_fp8_and_get_bfloat16() -> None:
 
 @pytest.mark.slow
 def test_what_vllm_is_told(tmp_path: Path) -> None:
-    from nemo_rl.models.generation.vllm_worker import check_vllm_kwargs, engine_args
+    from nemo_rl.models.generation.vllm.worker import check_vllm_kwargs, engine_args
 
     save_model("deep", tmp_path)
     asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.distillation_config import DistillationMasterConfig
-from nemo_rl.algorithms.ppo_config import PPOMasterConfig
-from nemo_rl.algorithms.supervised_config import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
 from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config, write_config

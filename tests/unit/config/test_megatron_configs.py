@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 from transformers import DeepseekV3Config, PretrainedConfig
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.rollout_batch import token_budgets
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.layout import MegatronSizes, stage_layers
+from nemo_rl.models.policy.megatron.checks import check_experts, check_rope, check_tensor_parallel
 from nemo_rl.models.policy.megatron.mapping import EMBEDDING, MappedTensor, WeightMap, weight_map
-from nemo_rl.models.policy.megatron_checks import check_experts, check_rope, check_tensor_parallel
-from nemo_rl.models.policy.megatron_sizes import MegatronSizes
-from nemo_rl.models.policy.megatron_stages import stage_layers
 from tests.unit.config.test_recipes import MODELS, ROOT, SCRIPT
 
 CONFIGS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from tests.unit.config.run_configs import MINIMAL, build, problems_of

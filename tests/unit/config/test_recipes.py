@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.rollout_batch import token_budgets
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.flops import ModelFlops
-from nemo_rl.models.policy.layout_checks import check_layout
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from nemo_rl.models.policy.layout import ParallelSizes
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "run_grpo_math.py"

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.balancing import balance, sequence_cost
+from nemo_rl.data.packing import balance, sequence_cost
 
 
 @settings(deadline=None, max_examples=80)

@@ -6,11 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl.data.config import DataConfig, DatasetConfig
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
-from nemo_rl.data.mixing import MixedOrder, whole_weights
-from nemo_rl.data.setup import setup_data
-from nemo_rl.data.task_names import prompt_tasks
+from nemo_rl.data.config import DataConfig, DatasetConfig, prompt_tasks
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.mixing import MixedOrder, whole_weights
+from nemo_rl.data.rows.setup import setup_data
 
 
 def make_dataset(size=23, word="p"):

@@ -3,12 +3,10 @@ import sys
 
 import pytest
 
-from nemo_rl.data.config import DataConfig, DatasetConfig
+from nemo_rl.data.config import DataConfig, DatasetConfig, ExampleDatasetConfig
 from nemo_rl.data.datasets.hub import after_hashes
 from nemo_rl.data.datasets.registry import DATASET_REGISTRY, load_rows, register_dataset
-from nemo_rl.data.example_config import ExampleDatasetConfig
-from nemo_rl.data.processing import PromptProcessor
-from nemo_rl.data.setup import setup_data
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Prompt
 
@@ -215,7 +213,7 @@ def test_a_conversation_without_an_answer_is_an_error_only_where_one_is_needed()
 
 def test_other_processors():
     from nemo_rl.data.interfaces import TaskDataSpec
-    from nemo_rl.data.processors import find_processor
+    from nemo_rl.data.rows.processors import find_processor
 
     tokenizer = build_tiny_tokenizer()
     spec = TaskDataSpec("t")

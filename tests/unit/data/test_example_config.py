@@ -7,7 +7,7 @@ import yaml
 from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config
-from nemo_rl.data.example_config import ExampleDataConfig, PreferenceDataConfig
+from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
 
 
 class Policy(StrictModel):
@@ -123,7 +123,5 @@ def test_keys_of_nemo_rl_that_ask_for_nothing_are_taken():
 
 def test_reading_it_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'datasets', 'ray'}"
-    code = (
-        f"import sys, nemo_rl.data.example_config; assert not {heavy} & set(sys.modules), sys.modules.keys() & {heavy}"
-    )
+    code = f"import sys, nemo_rl.data.config; assert not {heavy} & set(sys.modules), sys.modules.keys() & {heavy}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.dataloader import NamedRows, PromptDataLoader, PromptDataset
-from nemo_rl.data.example_loader import ExampleLoader
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.types import ExampleHandle, ExampleMeta
 
 

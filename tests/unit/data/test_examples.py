@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.example_config import ExampleDataConfig, PreferenceDataConfig
-from nemo_rl.data.example_processors import EXAMPLE_PROCESSOR_REGISTRY, find_example_processor, sft_processor
-from nemo_rl.data.examples import ExampleMaker, ExampleTask, check_examples, setup_examples
+from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import register_processor
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
+from nemo_rl.data.rows.example_processors import EXAMPLE_PROCESSOR_REGISTRY, find_example_processor, sft_processor
+from nemo_rl.data.rows.examples import ExampleMaker, ExampleTask, check_examples, setup_examples
+from nemo_rl.data.rows.processors import register_processor
 from nemo_rl.types import Prompt
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 

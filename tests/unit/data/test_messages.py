@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data import chat_template
-from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.messages import (
+from nemo_rl.data.chat import template as chat_template
+from nemo_rl.data.chat.messages import (
     ObservationRenderer,
     add_loss_mask_to_message_log,
     batched_message_log_to_flat_message,
@@ -15,6 +14,7 @@ from nemo_rl.data.messages import (
     message_log_to_flat_messages,
     render_chat,
 )
+from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 

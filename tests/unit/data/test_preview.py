@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.preview import LengthSummary, PromptPreview, show_rows, token_text, token_texts
-from nemo_rl.data.processing import PromptProcessor, Task
-from nemo_rl.data.processors import math_hf_data_processor
+from nemo_rl.data.rows.preview import LengthSummary, PromptPreview, show_rows, token_text, token_texts
+from nemo_rl.data.rows.processors import math_hf_data_processor
+from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.types import Example, ExampleMeta, Prompt
 

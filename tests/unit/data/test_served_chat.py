@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.data.served_chat import ServedChat
+from nemo_rl.data.chat.served import ServedChat
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
 HELLO = [{"role": "user", "content": "1+2"}]

@@ -8,7 +8,7 @@ from nemo_rl.data.datasets import sliding_puzzle
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.datasets.sliding_puzzle import demonstrate, is_held_out, sliding_puzzle_rows
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import find_processor
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, ensure_tiny_model, recipe_hash
 from nemo_rl.utils.sliding_puzzle import (
     TILE_MOVES,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.example_loader import ExampleLoader
-from nemo_rl.data.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
 
 
 def counted(size, name="s", repeat=1, read=None):

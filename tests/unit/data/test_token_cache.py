@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.token_cache import TokenCache, check_cache_dir, decode_row, default_cache_dir, encode_row
+from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir, decode_row, default_cache_dir, encode_row
 from nemo_rl.types import Example, ExampleMeta, Prompt
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from nemo_rl.data.interfaces import TaskDataSpec, as_tools
-from nemo_rl.data.processors import conversation_processor, math_data_processor, math_hf_data_processor
+from nemo_rl.data.rows.processors import conversation_processor, math_data_processor, math_hf_data_processor
 from tests.unit.data.templates import tokenizer_with
 
 SHOWS_TOOLS = (

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_rl.distributed.pack_layout import TensorMeta
-from nemo_rl.distributed.shard_plan import ShardPlan, build_plan
-from nemo_rl.distributed.shard_tables import Shards
+from nemo_rl.refit.layout import TensorMeta
+from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan
 
 DTYPES = ("float32", "bfloat16", "uint8", "int64")
 

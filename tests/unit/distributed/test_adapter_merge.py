@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.distributed.adapter_merge import merge
-from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
-from nemo_rl.distributed.pack_layout import PackLayout, Segment, TensorMeta
-from nemo_rl.distributed.weight_transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.adapter_merge import merge
+from nemo_rl.refit.layout import ExportedTensor, PackLayout, Segment, TensorMeta, exported
+from nemo_rl.refit.transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
 
 CPU = torch.device("cpu")
 RANK = 3

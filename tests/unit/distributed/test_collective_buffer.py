@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.distributed.collective_buffer import KEY, CollectiveBuffer, Rendezvous, _tcp_sockets
-from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
-from nemo_rl.distributed.pack_layout import PackLayout, Segment
-from nemo_rl.distributed.weight_transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.collective import KEY, CollectiveBuffer, Rendezvous, _tcp_sockets
+from nemo_rl.refit.layout import ExportedTensor, PackLayout, Segment, exported
+from nemo_rl.refit.transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
 
 CPU = torch.device("cpu")
 SOON_S = 10.0  # long before a limit that nobody waits for

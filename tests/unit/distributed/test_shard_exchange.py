@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.shard_exchange import ShardDamaged, ShardExchange
-from nemo_rl.distributed.shard_plan import ShardPlan
+from nemo_rl.refit.shard_exchange import ShardDamaged, ShardExchange
+from nemo_rl.refit.shard_plan import ShardPlan
 from tests.unit.distributed.shard_cases import Case, random_case
 from tests.worlds import run_world
 

@@ -8,9 +8,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from nemo_rl.distributed.pack_layout import PackLayout, TensorMeta
-from nemo_rl.distributed.shard_plan import _boxes_of_range, build_plan, first_layer
-from nemo_rl.distributed.shard_tables import Shards
+from nemo_rl.refit.layout import PackLayout, TensorMeta
+from nemo_rl.refit.shard_plan import Shards, _boxes_of_range, build_plan, first_layer
 from tests.unit.distributed.shard_cases import Case, random_case, shards_of
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.distributed.exported_tensor import exported
-from nemo_rl.distributed.pack_layout import PackLayout, Segment
-from nemo_rl.distributed.shard_exchange import ShardExchange
-from nemo_rl.distributed.shard_sender import ExportedShard, ShardSender
-from nemo_rl.distributed.transfer_buffers import SharedMemoryBuffer
-from nemo_rl.distributed.weight_transfer import RefitError, WeightReceiver, WeightSender
+from nemo_rl.refit.buffers import SharedMemoryBuffer
+from nemo_rl.refit.layout import PackLayout, Segment, exported
+from nemo_rl.refit.shard_exchange import ShardExchange
+from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
+from nemo_rl.refit.transfer import RefitError, WeightReceiver, WeightSender
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")

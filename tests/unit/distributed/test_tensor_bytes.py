@@ -3,7 +3,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nemo_rl.distributed.tensor_bytes import tensor_bytes
+from nemo_rl.distributed.worker_groups import tensor_bytes
 
 
 @dataclass

@@ -14,11 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
-from nemo_rl.distributed.pack_layout import ALIGNMENT, PackLayout, TensorMeta, choose_bucket_bytes
-from nemo_rl.distributed.transfer_buffers import SharedMemoryBuffer, host_key
-from nemo_rl.distributed.weight_fingerprint import pack_fingerprints, word_fingerprint
-from nemo_rl.distributed.weight_transfer import RefitError, Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.buffers import SharedMemoryBuffer, host_key
+from nemo_rl.refit.fingerprint import pack_fingerprints, word_fingerprint
+from nemo_rl.refit.layout import ALIGNMENT, ExportedTensor, PackLayout, TensorMeta, choose_bucket_bytes, exported
+from nemo_rl.refit.transfer import RefitError, Segment, WeightReceiver, WeightSender, attach_buffer
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -318,7 +317,7 @@ def test_sharded_parameters_are_gathered(world_size: int, wire_dtype: str) -> No
 def test_nothing_is_left_when_the_owner_is_killed() -> None:
     code = (
         "import json, sys, time\n"
-        "from nemo_rl.distributed.transfer_buffers import SharedMemoryBuffer\n"
+        "from nemo_rl.refit.buffers import SharedMemoryBuffer\n"
         "buffer = SharedMemoryBuffer.create(1 << 16)\n"
         "buffer.bytes[7] = 42\n"
         "print(json.dumps(buffer.endpoint()), flush=True)\n"
@@ -352,7 +351,7 @@ def test_buffer_cannot_be_cut_under_the_reader() -> None:
 
 
 def _read_on_gpu(endpoint: dict[str, object], results: object) -> None:
-    from nemo_rl.distributed.transfer_buffers import CudaIpcBuffer
+    from nemo_rl.refit.buffers import CudaIpcBuffer
 
     buffer = CudaIpcBuffer.attach(endpoint, torch.device("cuda", 0))
     results.put(buffer.bytes.cpu())  # type: ignore[attr-defined]
@@ -361,7 +360,7 @@ def _read_on_gpu(endpoint: dict[str, object], results: object) -> None:
 
 @pytest.mark.gpu
 def test_cuda_ipc_buffer_is_seen_by_another_process() -> None:
-    from nemo_rl.distributed.transfer_buffers import CudaIpcBuffer
+    from nemo_rl.refit.buffers import CudaIpcBuffer
 
     buffer = CudaIpcBuffer.create(1 << 20, torch.device("cuda", 0))
     buffer.bytes.copy_(torch.arange(1 << 20).to(torch.uint8))

@@ -3,7 +3,7 @@
 `MARK` in a source is replaced by a name that nothing else on the machine has: whatever they leave behind bears it.
 """
 
-from nemo_rl.environments.sandbox_limits import LimitHit
+from nemo_rl.environments.code.sandbox.limits import LimitHit
 
 HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()", LimitHit.PROCESSES),

@@ -12,8 +12,8 @@ import pytest
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
-from nemo_rl.algorithms.metrics import rollout_metrics
-from nemo_rl.algorithms.rollout_parts import EpisodeEnvironment
+from nemo_rl.algorithms.setup.rollout_parts import EpisodeEnvironment
+from nemo_rl.algorithms.trainers.metrics import rollout_metrics
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.client import (
@@ -268,10 +268,10 @@ def test_registry_names_what_is_missing():
     with pytest.raises(ValueError, match="no module 'no_such_package'"):
         find_env_class("no_such_package.envs:MyEnv")
     with pytest.raises(ValueError, match="has no 'Nothing'"):
-        find_env_class("nemo_rl.environments.math:Nothing")
+        find_env_class("nemo_rl.environments.math.environment:Nothing")
     with pytest.raises(ValueError, match="already"):
         register_env("math", "a.B")
-    register_env("of this test", "nemo_rl.environments.math.MathEnvironment")
+    register_env("of this test", "nemo_rl.environments.math.environment.MathEnvironment")
     assert find_env_class("of this test").__name__ == "MathEnvironment"
     del ENV_REGISTRY["of this test"]
 
@@ -406,8 +406,7 @@ def test_the_environment_of_the_guide_runs(ray_local, import_folder):
 
 def test_the_dataset_and_processor_of_the_guide_run(import_folder):
     from nemo_rl.data.config import DataConfig, DatasetConfig
-    from nemo_rl.data.processing import PromptProcessor
-    from nemo_rl.data.setup import setup_data
+    from nemo_rl.data.rows.setup import PromptProcessor, setup_data
     from nemo_rl.data.tiny_model import build_tiny_tokenizer
 
     (import_folder / "my_data.py").write_text(blocks_of_the_guide()["my_data.py"])

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from nemo_rl.data.datasets import code_arithmetic
-from nemo_rl.environments.code import CodeEnvironment, read_tests
+from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests, same_output, shorten
 from nemo_rl.environments.config import OURS
-from nemo_rl.environments.program_text import find_program, same_output, shorten
 
 SANDBOX = {"time_limit_s": 1.5, "cpu_limit_s": 1, "memory_mib": 256}
 

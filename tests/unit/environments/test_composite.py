@@ -13,14 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
-from nemo_rl.algorithms.environment_sections import sections_to_start
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.preflight import sections_to_start
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.composite import CompositeEnvironment, combine
-from nemo_rl.environments.composite_config import CompositeEnvironmentConfig, RewardFunctionConfig
-from nemo_rl.environments.config import environment_gpus
+from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig, environment_gpus
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.rewards import (
     REWARD_FUNCTIONS,

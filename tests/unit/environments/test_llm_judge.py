@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from nemo_rl.data.datasets import judgements
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import find_processor
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
-from nemo_rl.environments.judge import JudgeFailure, Question, Reply
-from nemo_rl.environments.judge_config import LLMJudgeEnvironmentConfig
-from nemo_rl.environments.judge_model import ModelJudge
-from nemo_rl.environments.llm_judge import LLMJudgeEnvironment
-from nemo_rl.utils.judge_prompt import DEFAULT_TEMPLATE, fence, fill, find_score
+from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
+from nemo_rl.environments.judge.environment import LLMJudgeEnvironment
+from nemo_rl.environments.judge.judge import JudgeFailure, ModelJudge, Question, Reply
+from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fence, fill, find_score
 from tests.unit.environments.http_servers import Scripted, served
 
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts"

@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments import remote_protocol as protocol
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep
 from nemo_rl.environments.config import EnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.math import MathEnvironment
+from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.registry import find_env_class, new_environment
-from nemo_rl.environments.remote import RemoteEnvironment
-from nemo_rl.environments.server import REMEMBERED_S, EnvironmentServer, check_address, start
+from nemo_rl.environments.remote import protocol
+from nemo_rl.environments.remote.environment import RemoteEnvironment
+from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, start
 from tests.unit.environments.http_servers import Scripted, served
 
 MATH = {"num_workers": 1}

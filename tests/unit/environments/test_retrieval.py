@@ -15,22 +15,22 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import lookup
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import find_processor
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.config import OURS
+from nemo_rl.environments.config import OURS, RetrievalEnvironmentConfig
 from nemo_rl.environments.retrieval import (
     NEITHER,
     NO_SEARCHES_LEFT,
     NOTHING_FOUND,
+    PassageIndex,
     RetrievalEnvironment,
     accepted_answers,
+    load_corpus,
     mentions,
     score,
 )
-from nemo_rl.environments.retrieval_config import RetrievalEnvironmentConfig
-from nemo_rl.environments.retrieval_index import PassageIndex, load_corpus
-from nemo_rl.utils.retrieval_tags import STOP_STRINGS, Action, find_action
+from nemo_rl.utils.task_formats import STOP_STRINGS, Action, find_action
 from tests.unit.config.run_configs import build
 
 WORDS = ["red", "green", "blue", "fox", "dog", "the", "of"]

@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
 
-from nemo_rl.algorithms.config import GRPOMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.processors import find_processor
+from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.environments.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable, draw_uids
-from nemo_rl.environments.sandbox_limits import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.limits import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable, draw_uids
 from tests.unit.environments.hostile_programs import HOSTILE
 
 ROOT = str(Path(__file__).parents[3])

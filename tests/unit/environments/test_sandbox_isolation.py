@@ -5,8 +5,14 @@ import os
 
 import pytest
 
-from nemo_rl.environments.sandbox_isolation import build_filter
-from nemo_rl.environments.sandbox_syscalls import ALLOWED, ARCHITECTURES, CONDITIONAL, PRETENDED, numbers
+from nemo_rl.environments.code.sandbox.isolation import (
+    ALLOWED,
+    ARCHITECTURES,
+    CONDITIONAL,
+    PRETENDED,
+    build_filter,
+    numbers,
+)
 
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x50000
 PID = 0x7E57C0DE

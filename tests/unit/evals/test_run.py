@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.rollout_trainer import TooManyFailures
+from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import load_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
-from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint.manager import CheckpointError
 
 IDENTITY = {"model": {"weights": "a"}, "eval": {"seed": 1}}
 

@@ -11,10 +11,10 @@ import ray
 from transformers import AutoTokenizer
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
-from nemo_rl.models.policy.generate_worker import GeneratingPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.models import make_model

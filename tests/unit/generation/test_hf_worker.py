@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError
 
-from nemo_rl.models.generation.hf_worker import HfWorker, PolicyRanks, shared_out
+from nemo_rl.models.generation.hf import HfWorker, PolicyRanks, shared_out
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 

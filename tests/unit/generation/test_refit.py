@@ -9,10 +9,10 @@ import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.distributed.pack_layout import PackLayout, TensorMeta
-from nemo_rl.distributed.weight_transfer import RefitError
-from nemo_rl.models import refit
-from nemo_rl.models.refit import Refit
+from nemo_rl.refit import sync as refit
+from nemo_rl.refit.layout import PackLayout, TensorMeta
+from nemo_rl.refit.sync import Refit
+from nemo_rl.refit.transfer import RefitError
 
 LAYOUT = PackLayout.build([TensorMeta("w", "float32", (4,))], 1 << 20)
 

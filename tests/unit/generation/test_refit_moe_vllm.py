@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.weight_transfer import WeightSender
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.expert_names import ExpertNames
 from nemo_rl.models.policy.weight_loading import named_tensors
-from nemo_rl.models.refit import TENANT, Refit
+from nemo_rl.refit.layout import exported
+from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.transfer import WeightSender
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.test_refit_vllm import change, logprob_difference
 from tests.unit.policy.test_moe import moe_config

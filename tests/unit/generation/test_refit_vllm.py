@@ -14,14 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.exported_tensor import ExportedTensor, exported
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.weight_transfer import RefitError, WeightSender
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
-from nemo_rl.models.policy import lora
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.export import export_weights
-from nemo_rl.models.refit import TENANT, Refit
+from nemo_rl.models.policy.dtensor import lora
+from nemo_rl.models.policy.dtensor.export import export_weights
+from nemo_rl.refit.layout import ExportedTensor, exported
+from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.transfer import RefitError, WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.models.generation.vllm_routed_experts import ExpertRecorder, as_experts, unpack
+from nemo_rl.models.generation.vllm.routed_experts import ExpertRecorder, as_experts, unpack
 
 LAYERS = 2
 

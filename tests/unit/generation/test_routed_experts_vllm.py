@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm_generation import VllmGeneration
-from nemo_rl.models.generation.vllm_routed_experts import routed_experts_arguments
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
+from nemo_rl.models.generation.vllm.routed_experts import routed_experts_arguments
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.generation.configs import generation_config
 

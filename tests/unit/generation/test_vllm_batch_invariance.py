@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation import vllm_batch_invariance
-from nemo_rl.models.generation.vllm_batch_invariance import ROW_BLOCKS, RowInvariantLinear
+from nemo_rl.models.generation.vllm import batch_invariance as vllm_batch_invariance
+from nemo_rl.models.generation.vllm.batch_invariance import ROW_BLOCKS, RowInvariantLinear
 
 
 @pytest.fixture(autouse=True, scope="module")

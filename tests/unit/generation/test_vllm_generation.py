@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm_generation import VllmGeneration, engine_bundles
+from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
 from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, SamplingParams, StopReason
 from tests.unit.generation.configs import generation_config

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.models.generation.vllm_worker import VllmWorker
+from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 
 

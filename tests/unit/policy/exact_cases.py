@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from nemo_rl.algorithms.advantages import KLInReward
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.advantages import KLInReward
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
+from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import DynamicBatchingConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.policy_model import row_layout, trainable
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.dtensor.model import row_layout, trainable
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.weight_loading import hf_name
 from nemo_rl.types import GroupHandle, LossFunction, RolloutGroup, Sample, SampleMeta, SampleStatus
 from tests.unit.policy.models import VOCAB

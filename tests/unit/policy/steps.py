@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.rollout_batch import Batching, plan_batch
+from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig, TokenizerConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.export import export_weights
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor.export import export_weights
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample, SampleMeta, SampleStatus, SamplingParams, TrainResult
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 
 if TYPE_CHECKING:
-    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
 NUM_GROUPS, NUM_GENERATIONS = 4, 4
 LOSS = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, use_importance_sampling_correction=True)
@@ -117,7 +117,7 @@ def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -
         seed=0,
     )
     if config.megatron_cfg.enabled:
-        from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+        from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
         return MegatronPolicyWorker(config, settings)
     return DTensorPolicyWorker(config, settings)

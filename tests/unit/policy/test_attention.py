@@ -39,7 +39,7 @@ from nemo_rl.models.policy.attention import (
     attention_implementation,
     supports_segments,
 )
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.batch.row_layout import RowLayout
 
 VOCAB = 97
 SHAPE = {

@@ -21,12 +21,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_rl.models.policy.attention import ATTENTION
-from nemo_rl.models.policy.context_parallel import check_context_parallel, context_sum
-from nemo_rl.models.policy.mesh import ParallelMesh
-from nemo_rl.models.policy.model_batch import ModelBatch
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.attention import ATTENTION, check_context_parallel, context_sum
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.layout import ParallelSizes
 from tests.worlds import run_world
 
 VOCAB = 61

@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.distributed.exported_tensor import exported
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
@@ -20,7 +19,8 @@ from nemo_rl.models.policy.checkpoint import (
     save_state,
 )
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
-from nemo_rl.utils.checkpoint import CheckpointError, CheckpointManager
+from nemo_rl.refit.layout import exported
+from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
 from tests.unit.policy.models import save_random_model
 from tests.worlds import run_world

@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.batch.microbatches import pad
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.microbatches import pad
-from nemo_rl.models.policy.model_batch import ModelBatch
-from nemo_rl.models.policy.parallelize import load_config
-from nemo_rl.models.policy.row_layout import RowLayout
-from nemo_rl.models.policy.token_filter import filter_logits
+from nemo_rl.models.policy.dtensor.parallelize import load_config
+from nemo_rl.models.policy.head.token_filter import filter_logits
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 from tests.unit.policy.exact_cases import (
     ADVANTAGES,

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker, GeneratingWorker
 from nemo_rl.models.policy.generate import GenerationSettings, draw_tokens
-from nemo_rl.models.policy.generate_worker import GeneratingPolicyWorker, GeneratingWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
-from nemo_rl.models.policy.token_filter import filter_logits
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.head.token_filter import filter_logits
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model
 from tests.worlds import run_world

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from nemo_rl.models.policy.grad_norm import clip_grad_norm
+from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
 from tests.worlds import run_world
 
 SHAPES = [(6, 4), (5, 3), (3,), (8, 2)]  # on four ranks some shards are uneven, some empty

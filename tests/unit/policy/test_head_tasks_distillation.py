@@ -14,14 +14,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.algorithms.loss_config import DistillationLossConfig
+from nemo_rl.algorithms.config.loss import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePackingConfig
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.head_tasks_distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
-from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.model_batch import ModelBatch
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.head.distillation import FullKL, LastStates, StoredHead, TopKLogits, TopKLogprobs
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.tasks import HeadTask
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import load_step, make_groups, make_worker, policy_config
 from tests.worlds import run_world

@@ -20,7 +20,7 @@ from nemo_rl.models.policy.config import (
     PolicyConfig,
     SequencePackingConfig,
 )
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
 from tests.unit.policy.steps import (
     Step,

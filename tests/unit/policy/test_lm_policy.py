@@ -11,11 +11,11 @@ import pytest
 import ray
 from transformers import AutoTokenizer
 
-from nemo_rl.algorithms.rollout_batch import Batching, plan_samples
+from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, SamplingParams
 from tests.unit.policy.models import save_random_model

@@ -19,13 +19,12 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.policy import attention
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.linear_logprobs import linear_logprobs, linear_logprobs_and_entropy, topk_logits
-from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead
-from nemo_rl.models.policy.logprobs import LogprobModel, logit_transform
-from nemo_rl.models.policy.model_batch import ModelBatch
-from nemo_rl.models.policy.row_layout import RowLayout
-from nemo_rl.models.policy.token_filter import filter_logits
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.head.linear_logprobs import linear_logprobs, linear_logprobs_and_entropy, topk_logits
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.head.token_filter import filter_logits
 from tests.worlds import run_world
 
 SMALL = {

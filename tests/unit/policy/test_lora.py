@@ -18,10 +18,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_rl.models.policy import lora, peft_format
+from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.lora import LoRALinear, apply_lora
-from nemo_rl.models.policy.parallelize import recompute_activations
+from nemo_rl.models.policy.dtensor import lora
+from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
+from nemo_rl.models.policy.dtensor.parallelize import recompute_activations
 from nemo_rl.models.policy.weight_loading import copy_whole
 from tests.worlds import run_world
 

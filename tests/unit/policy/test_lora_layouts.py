@@ -13,12 +13,12 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.distributed.pack_layout import Segment
-from nemo_rl.distributed.weight_transfer import WeightReceiver, attach_buffer
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerConfig, PolicyConfig, SequencePackingConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.layout_checks import check_layout
+from nemo_rl.models.policy.dtensor.model import check_layout
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.refit.layout import Segment
+from nemo_rl.refit.transfer import WeightReceiver, attach_buffer
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights

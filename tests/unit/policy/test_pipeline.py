@@ -32,12 +32,10 @@ from transformers import (
 )
 
 from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.batch.runner import from_last_stage
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.micro_batch_runner import from_last_stage
-from nemo_rl.models.policy.model_batch import ModelBatch
-from nemo_rl.models.policy.pipeline import (
+from nemo_rl.models.policy.dtensor.pipeline import (
     HandOver,
     PipelineRunner,
     PipelineStageModel,
@@ -45,7 +43,8 @@ from nemo_rl.models.policy.pipeline import (
     layers_of_stages,
     split,
 )
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.worlds import run_world
 
 SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "chunk_tokens": 7}

@@ -31,8 +31,8 @@ from nemo_rl.models.policy.checkpoint import (
     save_tensors,
     write_safetensors,
 )
-from nemo_rl.utils.checkpoint import CheckpointError
-from nemo_rl.utils.checkpoint_tensors import check_checkpoint_fits, saved_tensors
+from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, saved_tensors
 from tests.worlds import run_world
 
 ADAMW: dict[str, Any] = {"cls": torch.optim.AdamW, "lr": 1e-2, "weight_decay": 0.1}

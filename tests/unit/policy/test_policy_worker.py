@@ -13,9 +13,9 @@ import torch.distributed as dist
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.policy_model import DTYPES, trainable
+from nemo_rl.models.policy.dtensor.model import DTYPES, trainable
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import (
     LossInputs,
     TrainResult,
@@ -258,7 +258,7 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
 
 
 def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_path):
-    from nemo_rl.models.policy.optimizer import build_optimizer
+    from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with pytest.raises(ValueError, match=r"policy\.optimizer\.name: cannot import 'torch\.optim\.AdamZ'"):

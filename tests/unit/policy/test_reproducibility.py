@@ -18,8 +18,8 @@ from nemo_rl.models.policy.config import (
     SchedulerConfig,
     SequencePackingConfig,
 )
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights

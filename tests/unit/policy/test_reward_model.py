@@ -15,18 +15,18 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
 
+from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
 from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Scalars
-from nemo_rl.models.policy.merge_adapter import merge_adapter
-from nemo_rl.models.policy.microbatches import Row, scored_sequences
-from nemo_rl.models.policy.parallelize import build_on_meta
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.convert import merge_adapter
+from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.scalar import scalar_config
+from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.pretrained import read_model_config
-from nemo_rl.models.policy.scalar_head import scalar_config
 from nemo_rl.models.policy.weight_loading import named_tensors
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
 from tests.unit.policy.steps import policy_config

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.row_layout import RowLayout
+from nemo_rl.models.policy.batch.row_layout import RowLayout
 
 
 def sample(ids: list[int], scored: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

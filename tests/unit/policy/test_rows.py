@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.loss_config import DPOLossConfig
+from nemo_rl.algorithms.config.loss import DPOLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss
-from nemo_rl.algorithms.rollout_batch import Batching, plan_samples
+from nemo_rl.algorithms.plan.batch import Batching, plan_samples
+from nemo_rl.models.policy.batch.microbatches import Row, RowKey, loss_inputs
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import HeadTask, Logprobs
-from nemo_rl.models.policy.logprobs import LogprobModel
-from nemo_rl.models.policy.microbatches import Row, RowKey, loss_inputs
-from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.types import (
     DistillationInputs,
     Example,

@@ -30,13 +30,13 @@ from transformers import (
 )
 
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.grad_norm import clip_grad_norm
-from nemo_rl.models.policy.lora import apply_lora
-from nemo_rl.models.policy.mesh import ParallelMesh
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes
-from nemo_rl.models.policy.parallelize import build_on_meta, decoder_layers, materialize, shard
-from nemo_rl.models.policy.pipeline import split_stages
-from nemo_rl.models.policy.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from nemo_rl.models.policy.dtensor.lora import apply_lora
+from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
+from nemo_rl.models.policy.dtensor.parallelize import build_on_meta, decoder_layers, materialize, shard
+from nemo_rl.models.policy.dtensor.pipeline import split_stages
+from nemo_rl.models.policy.dtensor.tp_plans import apply_tensor_parallel, check_tensor_parallel
+from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.weight_loading import local_index
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 from tests.worlds import run_world

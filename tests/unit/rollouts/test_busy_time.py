@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.rollouts.busy_time import BusyTime, GenerationUse
+from nemo_rl.rollouts.rollout_worker import BusyTime, GenerationUse
 
 
 class Clock:

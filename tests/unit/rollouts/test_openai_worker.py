@@ -9,9 +9,9 @@ from functools import partial
 import openai
 import pytest
 
-from nemo_rl.data.served_chat import ServedChat
+from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.rollouts.openai_worker import OpenAIServer, OpenAIServerSettings
+from nemo_rl.rollouts.serve.server import OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.rollouts.engines import FakeReplica
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from nemo_rl.rollouts.record import (
+from nemo_rl.rollouts.records.record import (
     put_aside,
     read_groups,
     read_index,

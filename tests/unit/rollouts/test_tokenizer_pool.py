@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from nemo_rl.data.token_cache import TokenCache
+from nemo_rl.data.rows.token_cache import TokenCache
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool, TokenizerWorker
 from nemo_rl.types import Example, ExampleMeta, Prompt

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.utils.checkpoint import (
+from nemo_rl.utils.checkpoint.manager import (
     CheckpointError,
     CheckpointIdentityError,
     CheckpointManager,
     DiskFullError,
     check_identity,
 )
-from nemo_rl.utils.checkpoint_manifest import MANIFEST_NAME, find_damage
+from nemo_rl.utils.checkpoint.manifest import MANIFEST_NAME, find_damage
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.timer import TimeoutChecker, parse_duration_s
 

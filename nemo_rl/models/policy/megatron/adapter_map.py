@@ -16,14 +16,14 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
-from nemo_rl.models.policy.lora import matches
+from nemo_rl.models.policy.dtensor.lora import matches
+from nemo_rl.models.policy.dtensor.moe import num_experts
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
+from nemo_rl.models.policy.layout import stage_layers
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap, weight_map
 from nemo_rl.models.policy.megatron.shard_layout import Replicated, Row
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
-from nemo_rl.models.policy.megatron_stages import stage_layers
-from nemo_rl.models.policy.moe import num_experts
 from nemo_rl.models.policy.peft_format import tensor_names
-from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT
 
 KEY = "policy.megatron_cfg.peft"
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")

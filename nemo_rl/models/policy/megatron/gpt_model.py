@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -10,12 +15,54 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.context_parallel import context_sum
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.logit_tiles import LogitTransform, OutputHead, whole_logits
-from nemo_rl.models.policy.megatron.packed import packed_params
-from nemo_rl.models.policy.model_batch import ModelBatch
+from nemo_rl.models.policy.attention import Segments, context_sum
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap
+from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
+from nemo_rl.models.policy.megatron.weights import load_weights
+from nemo_rl.models.policy.weight_loading import StoredModel
+
+# -- A micro-batch in the words of Megatron: packed sequences (its `thd` layout).
+
+
+@dataclass
+class SegmentParams(PackedSeqParams):
+    """Megatron's description of packed sequences, and ours. Every layer gets it, when recomputed too."""
+
+    segments: Segments | None = None
+    batch: ModelBatch | None = None
+
+
+def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
+    """The sequences of a padding-free batch, of which each of `context_size` ranks has two chunks of each.
+
+    Lengths are those of the whole sequences, rounded up to chunks; padding at the end is a sequence of its own.
+    """
+    assert batch.segments is not None
+    queries = batch.segments.query_lengths
+    if context_size > 1:
+        pairs = [queries[at] + queries[at + 1] for at in range(0, len(queries) - 1, 2)]
+        queries = tuple(pairs) + queries[2 * len(pairs) :]
+    lengths = [length * context_size for length in queries]
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=batch.input_ids.device)
+    longest = max(lengths)
+    return SegmentParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        segments=batch.segments,
+        batch=batch,
+    )
 
 
 class PolicyGPTModel(GPTModel):
@@ -111,3 +158,138 @@ class PolicyGPTModel(GPTModel):
             start=start,
             vocab_size=self.true_vocab_size,
         )
+
+
+# -- Reward and value models of Megatron: one number per token in place of logits.
+#
+#     last hidden states [N, H] -> output_layer.weight [1, H], whole on every rank -> [N]
+#
+# In files it is `score.weight`, as in the sequence classifiers of transformers.
+
+logger = logging.getLogger(__name__)
+
+
+class ScalarHead(MegatronModule):
+    """Weight [1, H] of a linear layer, equal on all tensor-parallel ranks."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+
+class PolicyScalarModel(PolicyGPTModel):
+    """A stage of a reward or value model: a `PolicyGPTModel` with a `ScalarHead`."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        # A tied output layer is the embedding, which has no other use here.
+        super().__init__(config, *args, **kwargs | {"share_embeddings_and_output_weights": False})
+        if self.post_process:
+            self.output_layer = ScalarHead(config)
+
+    def output_head(self) -> OutputHead:
+        """Not of this model."""
+        raise TypeError("a reward or value model has no logits")
+
+    def score_weight(self) -> torch.Tensor:
+        """[1, H]."""
+        return self.output_layer.weight
+
+
+def stage_class(model: PretrainedConfig) -> type[PolicyGPTModel]:
+    """What a stage of the model of `config` is built as."""
+    return PolicyScalarModel if is_scalar(model) else PolicyGPTModel
+
+
+def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
+    """The mapping of the classifier that is made of a language model with mapping `language`."""
+    score = MappedTensor(template=OUTPUT_LAYER, sources=(HFTensor(HEAD_WEIGHT, (1, hidden_size)),), layout=Replicated())
+    entries = tuple(entry for entry in language.entries if entry.template != OUTPUT_LAYER)
+    extra = re.compile(rf"{language.extra.pattern}|^lm_head\.weight$")
+    return replace(language, entries=(*entries, score), is_tied=False, extra=extra)
+
+
+def without_score(weights: WeightMap) -> WeightMap:
+    """What every checkpoint that a classifier is made of holds: a language model has no score."""
+    entries = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
+    return replace(weights, entries=entries, extra=re.compile(rf"{weights.extra.pattern}|^{re.escape(HEAD_WEIGHT)}$"))
+
+
+def load_scalar_weights(
+    parameters: Mapping[str, torch.Tensor],
+    weight_map: WeightMap,
+    place: ShardPlace,
+    model_path: str,
+    config: PretrainedConfig,
+    seed: int,
+) -> None:
+    """`load_weights` of a classifier; of a language model, the score is drawn from `seed`. Collective."""
+    with StoredModel(model_path) as stored:
+        names = stored.names
+    assert names is not None, "other files are converted first"
+    if HEAD_WEIGHT in names:
+        load_weights(parameters, weight_map, place, model_path)
+        return
+    others = {name: parameter for name, parameter in parameters.items() if name != OUTPUT_LAYER}
+    load_weights(others, without_score(weight_map), place, model_path)
+    if OUTPUT_LAYER in parameters:
+        draw_head(parameters[OUTPUT_LAYER], config, seed)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # which has the last stage
+            logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, HEAD_WEIGHT, seed)
+
+
+# -- Megatron's model as it generates: static batches of equally long prompts, with Megatron's own KV cache.
+
+
+class MegatronDecoder:
+    """A `Decoder` of `model`, which is one stage. Weights are where they are trained."""
+
+    needs_equal_lengths = True  # the rows of a static batch stand at the same position
+
+    def __init__(self, model: PolicyGPTModel, device: torch.device) -> None:
+        self.model = model
+        self.device = device
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        assert not any(module.training for module in self.model.modules())
+        return contextlib.nullcontext()
+
+    def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _MegatronSequences:
+        return _MegatronSequences(self.model, prompts, max_new_tokens, self.device)
+
+
+class _MegatronSequences:
+    """`Sequences` of prompts of one length. Prompts that are equal are computed once."""
+
+    def __init__(
+        self, model: PolicyGPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._device = device
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        self._tokens = torch.tensor(distinct, device=device)
+        index = {prompt: number for number, prompt in enumerate(distinct)}
+        self._prompt_of = [index[tuple(prompt)] for prompt in prompts]
+        self._cache = StaticInferenceContext(len(distinct), self._tokens.shape[1] + max_new_tokens)
+
+    def logits(self, temperature: float) -> torch.Tensor:
+        first = self._forward(self._tokens, temperature)
+        self._cache.enable_decode_mode()
+        if self._prompt_of == list(range(len(first))):
+            return first
+        self.keep(self._prompt_of)
+        return first[torch.tensor(self._prompt_of, device=self._device)]
+
+    def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        return self._forward(tokens[:, None], temperature)
+
+    def keep(self, rows: list[int]) -> None:
+        index = torch.tensor(rows, device=self._device)
+        memory = self._cache.key_value_memory_dict
+        for layer, (keys, values) in memory.items():
+            memory[layer] = (keys.index_select(1, index), values.index_select(1, index))
+        self._cache.max_batch_size = len(rows)
+
+    def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+        logits = self._model.next_logits(tokens, self._cache, temperature)
+        self._cache.sequence_len_offset += tokens.shape[1]
+        return logits

@@ -32,8 +32,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
-from nemo_rl.distributed.adapter_merge import merge
-from nemo_rl.models.policy.lora import draw_first_matrix
+from nemo_rl.models.policy.dtensor.lora import draw_first_matrix
+from nemo_rl.models.policy.head.scalar import HEAD
 from nemo_rl.models.policy.megatron.adapter_map import (
     AdaptedLayer,
     adapted_layers,
@@ -42,14 +42,14 @@ from nemo_rl.models.policy.megatron.adapter_map import (
     trained_head,
     trained_map,
 )
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.mapping import WeightMap
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
-from nemo_rl.models.policy.megatron.weights_export import export_weights
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.megatron.weights import export_weights
 from nemo_rl.models.policy.peft_format import write_peft
-from nemo_rl.models.policy.scalar_head import HEAD
+from nemo_rl.refit.adapter_merge import merge
 
 
 class Adapter(nn.Module):

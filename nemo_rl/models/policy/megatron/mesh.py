@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as megatron_state
 from megatron.core import tensor_parallel
 
+from nemo_rl.models.policy.layout import MegatronSizes
+from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights_export import ExportGroups
-from nemo_rl.models.policy.megatron_config import MegatronConfig
-from nemo_rl.models.policy.megatron_sizes import MegatronSizes
+from nemo_rl.models.policy.megatron.weights import ExportGroups
 
 parallel_state: Any = megatron_state  # whose types say int | None of what is there
 

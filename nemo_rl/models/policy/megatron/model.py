@@ -6,24 +6,195 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer.module import Float16Module
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import nn
 from transformers import PretrainedConfig
 
+from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.logprobs import logit_transform
-from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
-from nemo_rl.models.policy.megatron.layer_specs import layer_specs
+from nemo_rl.models.policy.head.logprobs import logit_transform
+from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel, SegmentParams, stage_class
 from nemo_rl.models.policy.megatron.mapping import WeightMap
-from nemo_rl.models.policy.megatron.moe import routers
-from nemo_rl.models.policy.megatron.rotary import set_frequencies
-from nemo_rl.models.policy.megatron.scalar_model import stage_class
+from nemo_rl.models.policy.megatron.moe import routers, use_policy_router
 from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
-from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
+
+# -- Megatron's multi-head latent attention with whole gradients under tensor parallelism.
+
+
+class _SumGradient(torch.autograd.Function):
+    """The tensor itself; backward adds up the gradients of a group's ranks.
+
+    Megatron's `copy_to_tensor_model_parallel_region` returns a gradient that is not contiguous, as that of a slice,
+    without the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class LatentAttention(MLASelfAttention):
+    """The rotary part of the keys is one for all heads, so its gradient is a sum over ranks, each with its own heads.
+
+    megatron-core 0.16 adds it up only where a sequence-parallel gather happens to; the others would train the
+    projection on their own heads' part.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.pg_collection.tp.size() > 1:
+            self.linear_kv_down_proj.register_forward_hook(self._join)
+
+    def _join(self, module: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        """Compressed keys and values, then rotary keys: [S, 1, features], of this rank or of all, -> of all.
+
+        With sequence parallelism positions are this rank's, and Megatron's own gather of the rotary keys adds up.
+        """
+        states, bias = outputs
+        group, rank = self.pg_collection.tp, self.config.kv_lora_rank
+        is_cut = states.shape[-1] != rank + self.config.qk_pos_emb_head_dim
+        if is_cut:
+            states = gather_from_tensor_model_parallel_region(states, group=group)
+        if self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(states, group=group) if is_cut else states, bias
+        latent, rotary = states.split([rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        return torch.cat([latent, _SumGradient.apply(rotary, group)], dim=-1), bias
+
+
+# -- What a Megatron transformer layer is made of: Transformer Engine's modules, or torch's.
+#
+# Torch's layers ("local") run on CPUs and GPUs alike: plain RMSNorm, and the attention of `models/policy/attention.py`,
+# which knows packed sequences, grouped queries and sequences cut over context-parallel ranks.
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019, arXiv 1910.07467), in float32, then cast, then scaled."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: object) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Read by Megatron, which adds up the gradients of tensor-parallel ranks that saw different positions.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.eps = eps
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        wide = states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(states.dtype)
+
+
+class LatentNorm(RMSNorm):
+    """The norm of compressed queries, keys and values, whose epsilon is a constant of the architecture."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **others: object) -> None:
+        super().__init__(config, hidden_size, LATENT_NORM_EPS)
+
+
+class SegmentAttention(MegatronModule):
+    """Core attention.
+
+    Over packed sequences: query [T, heads, D] -> [T, heads, D of values]. Without them, over rows of a batch whose
+    queries stand on the last of the keys (generation): query [W, B, heads, D] -> [W, B, heads * D of values].
+    """
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None = None, **others: object
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)  # pyright: ignore[reportArgumentType]
+        self.window = config.window_size[0] + 1 if has_window and config.window_size else None
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        if packed_seq_params is None:
+            return self._of_rows(query, key, value)
+        assert isinstance(packed_seq_params, SegmentParams)
+        heads_first = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
+        out, _ = attention.attention(
+            self,
+            *heads_first,
+            attention_mask=None,
+            scaling=self.softmax_scale,
+            sliding_window=self.window,
+            segments=packed_seq_params.segments,
+        )
+        return out[0]
+
+    def _of_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        queries, keys = len(query), len(key)
+        seen = attention.causal_mask(queries, keys, None, query.device) if queries < keys else None
+        heads_first = (states.permute(1, 2, 0, 3) for states in (query, key, value))
+        out, _ = attention.attention(
+            self,
+            *heads_first,
+            attention_mask=None,
+            scaling=self.softmax_scale,
+            sliding_window=self.window,
+            seen=None if seen is None else seen.expand(query.shape[1], 1, -1, -1),
+        )
+        return out.transpose(0, 1).flatten(2)
+
+    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
+        return {}
+
+
+def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
+    """The specs of the layers that this rank (or its virtual stage) holds, dense and mixture-of-experts."""
+    block: Any = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    for layer in block.layer_specs:
+        use_policy_router(layer)
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention
+        if not use_transformer_engine:
+            _use_torch(layer.submodules, config)
+    if not use_transformer_engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _use_torch(parts: Any, config: TransformerConfig) -> None:
+    parts.input_layernorm = RMSNorm
+    parts.pre_mlp_layernorm = RMSNorm
+    inner: Any = parts.self_attention.submodules
+    inner.core_attention = SegmentAttention
+    norm = LatentNorm if config.multi_latent_attention else RMSNorm
+    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+        if config.qk_layernorm and hasattr(inner, name):
+            setattr(inner, name, norm)
 
 
 def build_stages(

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.loss_config import RewardModelLossConfig
-from nemo_rl.algorithms.losses.bradley_terry import PreferenceLoss
+from nemo_rl.algorithms.config.loss import RewardModelLossConfig
+from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.types import PreferenceInputs
 from tests.loss_invariance import (
     Partition,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.config import DTensorConfig, OptimizerConfig, PolicyConfig
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
 from tests.unit.policy.steps import Step, make_worker, policy_config, step_of
 from tests.worlds import run_world
 

@@ -20,25 +20,16 @@ from examples.converters import convert_dcp_to_hf, convert_megatron_to_hf
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint, convert_megatron_checkpoint
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.checkpoint import Boxes, add_boxes
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
+from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, checkpoint_shapes, refuse_megatron_checkpoint
 from nemo_rl.models.policy.megatron.mapping import EMBEDDING, HFTensor, MappedTensor
-from nemo_rl.models.policy.megatron.saved_boxes import Boxes, add_boxes
 from nemo_rl.models.policy.megatron.shard_layout import Column, Layout, QueryGroups, Row, ShardPlace, Vocabulary
-from nemo_rl.models.policy.megatron_checkpoint_files import (
-    MARKER,
-    check_checkpoint,
-    checkpoint_shapes,
-    refuse_megatron_checkpoint,
-)
-from nemo_rl.models.policy.megatron_config import (
-    MegatronConfig,
-    MegatronOptimizerConfig,
-    MegatronSchedulerConfig,
-)
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
-from nemo_rl.utils.checkpoint import CheckpointError
+from nemo_rl.utils.checkpoint.manager import CheckpointError
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world
 

@@ -11,14 +11,12 @@ import torch
 from safetensors.torch import save_file
 from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
-from nemo_rl.models.policy import megatron_checks as checks
-from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, TokenizerConfig
-from nemo_rl.models.policy.megatron.conversion_cache import DIRECTORY
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, RouterReplayConfig, TokenizerConfig
+from nemo_rl.models.policy.layout import stage_layers
+from nemo_rl.models.policy.megatron import checks
+from nemo_rl.models.policy.megatron.config import Fp8Config, MegatronConfig, MegatronOptimizerConfig, device_problems
+from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.megatron_config import Fp8Config, MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.megatron_device import device_problems
-from nemo_rl.models.policy.megatron_stages import stage_layers
-from nemo_rl.models.policy.router_replay_config import RouterReplayConfig
 from tests.unit.policy.megatron.hf_models import CONFIGS
 
 KEY = "policy.megatron_cfg"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.megatron.conversion_cache import DIRECTORY, cache_directory, check_conversion, readable_model
+from nemo_rl.models.policy.megatron.files import DIRECTORY, cache_directory, check_conversion, readable_model
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.worlds import run_world

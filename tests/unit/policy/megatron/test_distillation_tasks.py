@@ -10,9 +10,8 @@ import torch
 from transformers import AutoConfig
 
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import HeadTask
-from nemo_rl.models.policy.head_tasks_distillation import (
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.distillation import (
     TEACHER_STATES,
     TEACHER_TOPK,
     FullKL,
@@ -21,9 +20,10 @@ from nemo_rl.models.policy.head_tasks_distillation import (
     TopKLogits,
     TopKLogprobs,
 )
-from nemo_rl.models.policy.megatron_config import MegatronConfig
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import VOCAB, save_random_model
 from tests.unit.policy.steps import load_step, policy_config

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from nemo_rl.algorithms.config import ClippedPGLossConfig
+from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.megatron_config import MegatronConfig
-from nemo_rl.models.policy.megatron_generate_worker import MegatronGeneratingWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.policy.megatron.parity import Layout
 from tests.unit.policy.steps import load_step, policy_config, save_model, whole_weights

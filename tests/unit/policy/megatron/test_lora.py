@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.lora import draw_first_matrix
+from nemo_rl.models.policy.dtensor.lora import draw_first_matrix
+from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_adapters
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig, MegatronPeftConfig
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world
@@ -53,7 +53,7 @@ def policy(optimizer: str = "sgd", peft: dict[str, Any] | None = None, **layout:
 
 
 def make_worker(path: Path, config: PolicyConfig) -> Any:
-    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
     settings = PolicyWorkerSettings(
         model_path=str(path),
@@ -100,7 +100,7 @@ def merged_of(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> Outcome:
-    from nemo_rl.models.policy.megatron.weights_shards import held_shards
+    from nemo_rl.models.policy.megatron.weights import held_shards
 
     worker, outcome = make_worker(path, config), Outcome()
     before = {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}

@@ -82,7 +82,7 @@ def stage_of(name: str, tp: int, ep: int, etp: int, pp: int) -> Any:
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    from nemo_rl.models.policy.megatron.layer_specs import layer_specs
+    from nemo_rl.models.policy.megatron.model import layer_specs
 
     config = megatron_config(name, tp, ep, etp, pp)
     model: Any = CONFIGS[name]()

@@ -10,10 +10,10 @@ import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams, TrainResult
 from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, save_model
 from tests.unit.policy.test_policy_worker import NanLoss

@@ -11,10 +11,10 @@ import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
-from nemo_rl.models.policy.dtensor_policy_worker import DTensorPolicyWorker
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.models import VOCAB
@@ -113,7 +113,7 @@ def with_dtensor(rank: int, world: int, path: Path) -> Outcome:
 
 
 def with_megatron(rank: int, world: int, path: Path, layout: dict[str, Any]) -> Outcome:
-    from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
+    from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
     config = megatron_config(**layout)
     return step_of(MegatronPolicyWorker(config, worker_settings(path)), config)

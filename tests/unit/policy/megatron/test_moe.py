@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.router_load import LOAD_METRICS
+from nemo_rl.models.policy.batch.runner import LOAD_METRICS
+from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import (
@@ -30,8 +30,7 @@ from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
 
-from nemo_rl.models.policy.megatron.moe import routers
-from nemo_rl.models.policy.megatron.router_replay import ExpertChoice, choose, highest
+from nemo_rl.models.policy.megatron.moe import ExpertChoice, choose, highest, routers
 from tests.unit.policy.megatron.parity import Layout, steps_in_one_world, torch_step
 
 Trained = tuple[dict[str, float], dict[str, torch.Tensor]]

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.models.policy.head_tasks import Logprobs
-from nemo_rl.models.policy.microbatches import Row
-from nemo_rl.models.policy.router_replay_config import RouterReplayConfig
+from nemo_rl.models.policy.batch.microbatches import Row
+from nemo_rl.models.policy.config import RouterReplayConfig
+from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import LOSS, Step, load_step, logprobs_of, make_worker, save_model, whole_weights
 from tests.worlds import run_world

@@ -13,12 +13,12 @@ import torch
 
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.head_tasks import Logprobs
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.models.policy.megatron.muon import orthogonalized, scaled
 from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world

@@ -13,7 +13,7 @@ install()
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 
-from nemo_rl.models.policy.megatron.optimizer_parts import (  # noqa: E402
+from nemo_rl.models.policy.megatron.optimizer import (  # noqa: E402
     OptimizerPart,
     holders,
     set_steps_taken,

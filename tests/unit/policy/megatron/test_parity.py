@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.models.policy.config import DynamicBatchingConfig, SequencePackingConfig
-from nemo_rl.models.policy.megatron_config import MegatronDDPConfig
+from nemo_rl.models.policy.megatron.config import MegatronDDPConfig
 from tests.unit.policy.megatron.parity import (
     ADAM,
     OVERLAP,

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
 from nemo_rl.models.policy.config import DTensorConfig, RewardModelConfig
-from nemo_rl.models.policy.head_tasks import Scalars
-from nemo_rl.models.policy.megatron.conversion_cache import DIRECTORY
-from nemo_rl.models.policy.megatron_config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.megatron_policy_worker import MegatronPolicyWorker
-from nemo_rl.models.policy.microbatches import Row, scored_sequences
-from nemo_rl.models.policy.policy_worker import PolicyWorkerSettings
-from nemo_rl.models.policy.scalar_head import HEAD_WEIGHT, draw_head
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head
+from nemo_rl.models.policy.head.tasks import Scalars
+from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
+from nemo_rl.models.policy.megatron.files import DIRECTORY
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.steps import policy_config
 from tests.unit.policy.test_reward_model import LENGTHS, WEIGHTS, reference, save_reward_model, sequences

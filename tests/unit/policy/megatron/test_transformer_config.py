@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
-from nemo_rl.models.policy.megatron.implementation import uses_transformer_engine
+from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config
-from nemo_rl.models.policy.megatron_config import MegatronConfig
+from nemo_rl.models.policy.megatron.worker import uses_transformer_engine
 from tests.unit.policy.megatron.hf_models import CONFIGS
 from tests.unit.policy.steps import policy_config
 

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nemo_rl.distributed.exported_tensor import ExportedTensor
-from nemo_rl.models.policy.export import export_weights as export_of_transformers
+from nemo_rl.models.policy.dtensor.export import export_weights as export_of_transformers
+from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
 from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights import load_weights
-from nemo_rl.models.policy.megatron.weights_export import ExportGroups, export_weights
-from nemo_rl.models.policy.mesh import ParallelMesh
-from nemo_rl.models.policy.parallel_sizes import ParallelSizes
+from nemo_rl.models.policy.megatron.weights import ExportGroups, export_weights, load_weights
+from nemo_rl.refit.layout import ExportedTensor
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.worlds import run_world
 

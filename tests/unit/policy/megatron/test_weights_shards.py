@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from nemo_rl.distributed.shard_sender import ShardSender
-from nemo_rl.distributed.transfer_buffers import SharedMemoryBuffer
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights_shards import held_shards
+from nemo_rl.models.policy.megatron.weights import held_shards
+from nemo_rl.refit.buffers import SharedMemoryBuffer
+from nemo_rl.refit.shard_sender import ShardSender
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.unit.policy.megatron.test_weights import ETP2, TP2, loaded, on_disk
 from tests.worlds import run_world

@@ -1,0 +1,284 @@
+"""Configuration of GRPO: the algorithm, its loss, and the whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_rl.algorithms.config import metric_names
+from nemo_rl.algorithms.config.checks import check_grpo
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+
+
+class AdvEstimatorConfig(StrictModel):
+    """How rewards become advantages."""
+
+    name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
+    """`grpo`: relative to the group; `reinforce_plus_plus`: whitened over the batch."""
+
+    normalize_rewards: Annotated[bool, Derived("${grpo.normalize_rewards}")]
+    """Divide by the standard deviation of the group."""
+
+    use_leave_one_out_baseline: Annotated[bool, Derived("${grpo.use_leave_one_out_baseline}")]
+    """The baseline of a sample is the mean of the others of its group."""
+
+    minus_baseline: bool = True
+    """Subtract the mean of the group (`reinforce_plus_plus` only)."""
+
+    eps: float = Field(default=1.0e-6, gt=0)
+    """Added to the standard deviation."""
+
+    not_yet: ClassVar = (NotYet("name", lambda value: value not in ("gdpo", "raw_reward", "gae", "opd")),)
+
+
+class AsyncGRPOConfig(StrictModel):
+    """Sampling while the policy trains."""
+
+    enabled: bool = False
+    """Sample the groups of later steps while this one trains; needs `policy.generation.colocated.enabled: false`."""
+
+    max_trajectory_age_steps: int = Field(default=1, ge=1)
+    """Weight updates by which a sample may be behind the weights that are trained on it, at most."""
+
+    in_flight_weight_updates: bool = False
+    """Engines take new weights in the middle of their samples; false: a sync waits for the groups that play."""
+
+    recompute_kv_cache_after_weight_updates: bool = False
+    """Compute the KV cache of samples under way anew with the new weights; false: keep that of the old ones."""
+
+    group_order: Literal["in_order", "arrival"] = "in_order"
+    """Train groups as they were dispatched, or those that finish first as long as none grows too old."""
+
+    max_open_steps: int | None = Field(default=None, ge=1)
+    """Bound of the buffer: steps' worth of groups that play or wait to be trained. null: `max_trajectory_age_steps` +
+    1, as many as never grow too old in order; for `arrival` one less, so that a slow group can wait for a later step.
+    """
+
+    not_yet: ClassVar = (NotYet("max_generation_failures", one_of(0, None)),)
+
+    @property
+    def open_steps(self) -> int:
+        """`max_open_steps`, or what null means."""
+        if self.max_open_steps is not None:
+            return self.max_open_steps
+        return self.max_trajectory_age_steps + (self.group_order == "in_order")
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if self.open_steps > self.max_trajectory_age_steps + 1:
+            yield (
+                "max_open_steps",
+                f"groups would grow older than max_trajectory_age_steps={self.max_trajectory_age_steps} before their "
+                f"turn; use at most {self.max_trajectory_age_steps + 1}",
+            )
+        if self.enabled and self.open_steps < 2:
+            fix = "max_trajectory_age_steps=2" if self.max_open_steps is None else "max_open_steps=2"
+            yield "max_open_steps", f"with one step of groups nothing is sampled while the policy trains; set {fix}"
+        if self.recompute_kv_cache_after_weight_updates and not self.in_flight_weight_updates:
+            yield (
+                "recompute_kv_cache_after_weight_updates",
+                "no sample is under way at a sync; set in_flight_weight_updates=true, or this to false",
+            )
+
+
+class GRPOConfig(ScoredRolloutConfig):
+    """GRPO: batch shape, advantages, sampling strategy, validation."""
+
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of the group."""
+
+    use_leave_one_out_baseline: bool = True
+    """The baseline of a sample is the mean of the others of its group."""
+
+    adv_estimator: AdvEstimatorConfig
+    """How rewards become advantages."""
+
+    seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
+    """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
+
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
+
+    use_dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
+
+    dynamic_sampling_max_gen_batches: int = Field(default=10, ge=1)
+    """The run stops when so many generation batches did not fill a step."""
+
+    async_grpo: AsyncGRPOConfig = AsyncGRPOConfig()
+    """Sampling while the policy trains."""
+
+    batch_multiplier: float = Field(default=1.0, ge=1)
+    """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
+
+    not_yet: ClassVar = (
+        NotYet("calculate_advantages_on_gpu", anything),
+        NotYet("advantage_clip_low", one_of(None)),
+        NotYet("advantage_clip_high", one_of(None)),
+        NotYet("invalid_tool_call_advantage", one_of(None)),
+        NotYet("malformed_thinking_advantage", one_of(None)),
+        NotYet("val_start_at", one_of(-1, None)),
+        NotYet("stop_at_validation_metric", one_of(None)),
+        NotYet("stop_at_validation_threshold", one_of(None)),
+    )
+
+    @property
+    def num_prompts_per_batch(self) -> int:
+        """Prompts of a generation batch: those of a step, or more with dynamic sampling."""
+        return round(self.num_prompts_per_step * self.batch_multiplier)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        estimator, group_size = self.adv_estimator, self.num_generations_per_prompt
+        if estimator.name == "grpo" and estimator.use_leave_one_out_baseline and group_size < 2:
+            yield (
+                "num_generations_per_prompt",
+                "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, "
+                "or grpo.use_leave_one_out_baseline=false",
+            )
+        elif estimator.name == "grpo" and group_size < 2:
+            yield (
+                "num_generations_per_prompt",
+                "a group of 1 has no advantage; set 2 or more, or grpo.adv_estimator.name=reinforce_plus_plus",
+            )
+        if self.use_dynamic_sampling and group_size < 2:
+            yield "use_dynamic_sampling", "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"
+        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
+            yield "batch_multiplier", "only for dynamic sampling; set grpo.use_dynamic_sampling=true or leave it at 1"
+        if (self.num_prompts_per_step * self.batch_multiplier) % 1:
+            yield (
+                "batch_multiplier",
+                f"{self.batch_multiplier} x num_prompts_per_step={self.num_prompts_per_step} is not a whole number",
+            )
+
+
+class ClippedPGLossConfig(StrictModel):
+    """The clipped policy-gradient loss with its variants."""
+
+    reference_policy_kl_penalty: float = Field(default=0.01, ge=0)
+    """Weight of the KL divergence to the reference policy."""
+
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+
+    kl_input_clamp_value: float | None = Field(default=20.0, gt=0)
+    """Bound on the absolute log-ratio that enters the estimator; null: none."""
+
+    kl_output_clamp_value: float | None = Field(default=10.0, gt=0)
+    """Bound on the absolute estimate of a token; null: none."""
+
+    use_on_policy_kl_approximation: bool = False
+    """Weight the divergence by exp(current - generation logprob)."""
+
+    use_kl_in_reward: bool = False
+    """Put the divergence into the reward instead of the loss (Reinforce++)."""
+
+    ratio_clip_min: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - this."""
+
+    ratio_clip_max: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + this; larger than `ratio_clip_min` is DAPO's clip-higher."""
+
+    ratio_clip_c: float | None = Field(default=None, gt=1)
+    """Dual clip: bound on the ratio for negative advantages (3 is usual); null: off."""
+
+    use_importance_sampling_correction: bool = False
+    """Weight the loss by exp(previous - generation logprob)."""
+
+    truncated_importance_sampling_type: Literal["tis", "icepop", "seq-mask-tis"] | None = "tis"
+    """How a bound acts on that weight: it is truncated, or tokens outside, or sequences outside, are dropped."""
+
+    truncated_importance_sampling_ratio: float | None = Field(default=None, gt=0)
+    """Upper bound of the weight; null: unbounded."""
+
+    truncated_importance_sampling_ratio_min: float | None = Field(default=None, ge=0)
+    """Lower bound of the weight, for `icepop` and `seq-mask-tis`."""
+
+    sequence_level_importance_ratios: bool = False
+    """One ratio for a whole sequence (GSPO); needs `token_level_loss: false`."""
+
+    token_level_loss: bool = True
+    """Mean over all tokens; false: mean over sequences of their token means."""
+
+    length_normalizer: int | None = Field(default=None, ge=1)
+    """Dr. GRPO: token sums divided by this number times the sequences, in place of token counts; null: off."""
+
+    force_on_policy_ratio: bool = False
+    """Take the ratio as exactly 1; needs one optimizer step per RL step."""
+
+    disable_ppo_ratio: bool = False
+    """REINFORCE: the logprob itself in place of the ratio, without clipping."""
+
+    use_cispo: bool = False
+    """CISPO: the clipped ratio, without gradient, weights the logprob."""
+
+    not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from self._check_ratio()
+        yield from self._check_importance_sampling()
+        if self.length_normalizer is not None and not self.token_level_loss:
+            yield "length_normalizer", "replaces the count of tokens, so it needs token_level_loss=true"
+
+    def _check_ratio(self) -> Iterator[tuple[str, str]]:
+        if self.sequence_level_importance_ratios and self.token_level_loss:
+            yield "sequence_level_importance_ratios", "GSPO averages over sequences: set loss_fn.token_level_loss=false"
+        if self.use_cispo and self.disable_ppo_ratio:
+            yield "use_cispo", "CISPO is made of the ratio; set disable_ppo_ratio=false"
+        if self.use_cispo and self.sequence_level_importance_ratios:
+            yield "use_cispo", "CISPO weights tokens; set sequence_level_importance_ratios=false"
+        if self.ratio_clip_c is not None:
+            if self.use_cispo or self.disable_ppo_ratio:
+                switch = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
+                yield "ratio_clip_c", f"dual clip has no meaning with {switch}=true; set ratio_clip_c=null"
+            if self.ratio_clip_c <= 1 + self.ratio_clip_max:
+                yield "ratio_clip_c", f"must be above 1 + ratio_clip_max = {1 + self.ratio_clip_max:g} (3 is usual)"
+        if self.disable_ppo_ratio and self.sequence_level_importance_ratios:
+            yield "disable_ppo_ratio", "leaves no ratio to take per sequence; switch one of the two off"
+
+    def _check_importance_sampling(self) -> Iterator[tuple[str, str]]:
+        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
+        kind = self.truncated_importance_sampling_type
+        key = "truncated_importance_sampling_ratio" if high is not None else "truncated_importance_sampling_ratio_min"
+        if low is None and high is None:
+            return
+        if not self.use_importance_sampling_correction:
+            yield key, "bounds the correction, which is off; set loss_fn.use_importance_sampling_correction=true"
+        if kind is None:
+            yield key, "needs truncated_importance_sampling_type: tis, icepop or seq-mask-tis"
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            yield "truncated_importance_sampling_type", "seq-mask-tis does not go with GSPO; use tis or icepop"
+        if low is not None and high is not None and low >= high:
+            yield (
+                "truncated_importance_sampling_ratio_min",
+                f"{low} is not below truncated_importance_sampling_ratio={high}",
+            )
+
+
+class GRPOMasterConfig(RolloutMasterConfig):
+    """A whole GRPO run."""
+
+    section: ClassVar = "grpo"
+
+    grpo: GRPOConfig
+    """GRPO: batch shape, advantages, sampling strategy, validation."""
+
+    loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
+    """The clipped policy-gradient loss with its variants."""
+
+    @property
+    def rollout(self) -> GRPOConfig:
+        return self.grpo
+
+    @property
+    def train_metrics(self) -> frozenset[str]:
+        return metric_names.grpo(self.grpo) | self.task_metrics | self.generation_metrics
+
+    @property
+    def recomputes_kv_cache(self) -> bool:
+        settings = self.grpo.async_grpo
+        return not settings.in_flight_weight_updates or settings.recompute_kv_cache_after_weight_updates
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from check_grpo(self)

@@ -1,0 +1,222 @@
+"""Advantages: rewards by explicit group in, one number per sample out.
+
+Runs on the controller, from metadata: a group is the samples of one prompt in one step, never found by comparing
+text. Statistics are two-pass in float64 with the unbiased (n - 1) standard deviation. Only samples that carry a reward
+take part; the others get 0. With the KL penalty in the reward, advantages differ by token and the last step runs where
+the log-probabilities are: `KLInReward`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.losses.kl import calculate_kl
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRewards:
+    """What an estimator knows of one group. All sequences have one entry per sample, in the group's order."""
+
+    rewards: Sequence[float]
+    valid: Sequence[bool]  # carries a reward; failed samples do not
+    num_loss_tokens: Sequence[int]  # tokens that take part in the loss: 0 for a sample masked out of it
+
+    def __post_init__(self) -> None:
+        assert len(self.rewards) == len(self.valid) == len(self.num_loss_tokens), self
+        bad = [r for r, valid in zip(self.rewards, self.valid, strict=True) if valid and not math.isfinite(r)]
+        if bad:
+            raise ValueError(f"Rewards {bad} are not finite. Fix the environment: a reward must be a finite number.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageResult:
+    """Advantages per group and sample, and what happened on the way."""
+
+    advantages: list[list[float]]
+    num_zero_variance_groups: int  # two or more rewards, all equal
+    num_undersized_groups: int  # fewer than two rewards: no group statistics
+    metrics: dict[str, float]  # `advantages/*` over samples with a reward, `baseline_reward/*` over groups
+
+
+Estimator = Callable[[Sequence[GroupRewards], AdvEstimatorConfig, bool], AdvantageResult]
+
+
+def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+    """(r - baseline) / (std + eps) inside each group (GRPO, arXiv 2402.03300, section 4.1.2).
+
+    `normalize_rewards: false` leaves the division out (Dr.GRPO, arXiv 2503.20783). `use_leave_one_out_baseline` takes
+    the mean of the *other* samples as baseline (RLOO, arXiv 2402.14740); the standard deviation stays the group's. A
+    group whose rewards are all equal gives exact zeros, a group with fewer than two rewards too.
+    """
+    assert not kl_in_reward, "advantages inside a group have no place for token rewards"
+    advantages = []
+    for group in groups:
+        rewards, valid = _arrays(group)
+        result = np.zeros_like(rewards)
+        if _has_variance(group):
+            result[valid] = centred(rewards[valid], leave_one_out=cfg.use_leave_one_out_baseline)
+            if cfg.normalize_rewards:
+                result[valid] /= rewards[valid].std(ddof=1) + cfg.eps
+        advantages.append(result)
+    return _result(groups, advantages)
+
+
+def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+    """Rewards whitened over all loss tokens of the batch (REINFORCE++, arXiv 2501.03262).
+
+    With `minus_baseline`, the group's mean is subtracted first (REINFORCE++-baseline); groups with fewer than two
+    rewards then give zeros and stay out of the statistics. A zero-variance group is 0 before whitening, and is shifted
+    with all others by the batch mean: that is the paper's estimator. With `kl_in_reward` whitening is left to `whiten`.
+    """
+    raw, weights = [], []
+    for group in groups:
+        rewards, valid = _arrays(group)
+        if cfg.minus_baseline:
+            valid &= valid.sum() >= 2
+        result = np.zeros_like(rewards)
+        if valid.any():
+            result[valid] = centred(rewards[valid], leave_one_out=False) if cfg.minus_baseline else rewards[valid]
+        raw.append(result)
+        weights.append(np.where(valid, np.asarray(group.num_loss_tokens, dtype=np.float64), 0.0))
+    if kl_in_reward:
+        return _result(groups, raw)
+    mean, std = weighted_mean_and_std(np.concatenate(raw), np.concatenate(weights))
+    scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
+    return _result(groups, [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(raw, weights, strict=True)])
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "reinforce_plus_plus": reinforce_plus_plus}
+
+
+def compute_advantages(
+    groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, *, kl_in_reward: bool = False
+) -> AdvantageResult:
+    """Run the estimator named in the config."""
+    return ADVANTAGE_ESTIMATORS[cfg.name](groups, cfg, kl_in_reward)
+
+
+def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
+    """float64 [n], n >= 2: rewards minus their mean, or minus the mean of the others; exact 0 when all are equal."""
+    if rewards.max() == rewards.min():
+        return np.zeros_like(rewards)
+    num = len(rewards)
+    # r_i - mean of the others = (r_i - mean) * n / (n - 1)
+    return (rewards - rewards.mean()) * (num / (num - 1) if leave_one_out else 1.0)
+
+
+def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """Mean and unbiased standard deviation of `values`, each counted `weights` times (integer counts). Two passes.
+
+    (0, 0) when fewer than two items are counted; a standard deviation of exactly 0 when all counted values are equal.
+    """
+    counted = weights > 0
+    total = float(weights.sum())
+    if total < 2:
+        return 0.0, 0.0
+    mean = float((weights * values).sum() / total)
+    if values[counted].max() == values[counted].min():
+        return mean, 0.0
+    return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
+
+
+class KLInReward:
+    """A `nemo_rl.types.TokenAdvantages`: the KL to the reference policy charged to each token's reward, then whitening.
+
+    Takes what `reinforce_plus_plus(..., kl_in_reward=True)` returns, spread over the tokens of a sample.
+    """
+
+    def __init__(self, loss_cfg: ClippedPGLossConfig, eps: float) -> None:
+        self.loss_cfg = loss_cfg
+        self.eps = eps
+
+    def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        """Charges the KL of the policy at the start of the step. 0 where masked."""
+        cfg = self.loss_cfg
+        kl = calculate_kl(
+            torch.where(mask > 0, columns["prev_logprobs"], 0.0),
+            torch.where(mask > 0, columns["reference_policy_logprobs"], 0.0),
+            cfg.reference_policy_kl_type,
+            cfg.kl_input_clamp_value,
+            cfg.kl_output_clamp_value,
+        )
+        return {"advantages": subtract_kl_to_go(columns["advantages"], kl, mask, cfg.reference_policy_kl_penalty)}
+
+    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
+        return whitening_sums(advantages, mask)
+
+    def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+        return whiten(advantages, mask, sums, self.eps)
+
+
+def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:
+    """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...): the KL penalty as a reward of each token, undiscounted
+    (arXiv 2501.03262, section 3). All [..., S]; 0 where `mask` is 0.
+    """
+    kl = torch.where(mask > 0, kl, 0.0)
+    kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
+    return torch.where(mask > 0, advantages - kl_penalty * kl_to_go, 0.0)
+
+
+def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
+    """float64 [3]: count, sum and sum of squares over the tokens of `mask`. Those of micro-batches and ranks add up."""
+    valid = mask > 0
+    values = torch.where(valid, advantages, 0.0).double()
+    return torch.stack([valid.sum().double(), values.sum(), values.square().sum()])
+
+
+def whiten(advantages: Tensor, mask: Tensor, sums: Tensor, eps: float) -> Tensor:
+    """(A - mean) / (std + eps) with the statistics of the whole batch, `sums` from `whitening_sums`. [..., S].
+
+    0 where masked. All zeros when fewer than two tokens were counted or they have no variance.
+    """
+    count, total, squares = sums.double().unbind()
+    mean = total / count.clamp(min=1.0)
+    variance = (squares - total * mean) / (count - 1.0).clamp(min=1.0)
+    # One-pass variance is exact to about 1e-16 of the mean square; below that there is no signal to scale up.
+    noise = 1e-14 * squares / count.clamp(min=1.0)
+    std = variance.clamp(min=0.0).sqrt()
+    scale = torch.where((count >= 2) & (variance > noise), 1.0 / (std + eps), 0.0)
+    whitened = ((advantages.double() - mean) * scale).to(advantages.dtype)
+    return torch.where(mask > 0, whitened, 0.0)
+
+
+def _arrays(group: GroupRewards) -> tuple[np.ndarray, np.ndarray]:
+    """Copies: rewards float64 [n], valid bool [n]."""
+    return np.array(group.rewards, dtype=np.float64), np.array(group.valid, dtype=bool)
+
+
+def _has_variance(group: GroupRewards) -> bool:
+    """At least two rewards that are not all equal."""
+    return len({reward for reward, valid in zip(group.rewards, group.valid, strict=True) if valid}) > 1
+
+
+def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) -> AdvantageResult:
+    assert groups
+    arrays = [_arrays(group) for group in groups]
+    num_rewards = [int(valid.sum()) for _, valid in arrays]
+    undersized = sum(num < 2 for num in num_rewards)
+    varied = sum(_has_variance(group) for group in groups)
+    means = np.array([rewards[valid].mean() for rewards, valid in arrays if valid.any()])
+    flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
+    metrics: dict[str, float] = {}
+    if len(flat) > 0:
+        metrics["advantages/mean"] = float(flat.mean())
+        metrics["advantages/sum"] = float(flat.sum())
+        metrics["advantages/max"] = float(flat.max())
+        metrics["advantages/min"] = float(flat.min())
+        metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())
+        metrics["baseline_reward/pct_1"] = float((means == 1.0).mean())
+        metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())
+    return AdvantageResult(
+        advantages=[a.tolist() for a in advantages],
+        num_zero_variance_groups=len(groups) - varied - undersized,
+        num_undersized_groups=undersized,
+        metrics=metrics | {"num_zero_variance_groups": float(len(groups) - varied - undersized)},
+    )

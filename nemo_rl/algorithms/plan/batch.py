@@ -1,0 +1,436 @@
+"""Groups and advantages -> a plan: which sample in which rank, optimizer step and micro-batch.
+
+The plan is made of indices and lengths; tokens stay in the object store. Losses are sums over a global count, so any
+plan of the same samples gives the same gradient: this one is chosen to pad little and to load ranks evenly. Every rank
+gets the same number of micro-batches in every optimizer step and for the logprobs, each with at least one sample,
+because ranks enter the same collectives.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+
+from nemo_rl.data.packing import (
+    Bins,
+    PackingAlgorithm,
+    balance,
+    even_out,
+    get_packer,
+    round_up,
+    sequence_cost,
+    split_fullest,
+)
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
+
+MAX_PROPOSALS = 6
+
+
+@dataclass(frozen=True)
+class FixedSize:
+    """Micro-batches of at most `samples` samples of similar lengths."""
+
+    samples: int
+
+    def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
+        """Samples of each micro-batch: their number is the smallest multiple that will do, their sizes are even."""
+        count = round_up(-(-len(longest) // self.samples), multiple)
+        size, left_over = divmod(len(longest), count)
+        return [size] * (count - left_over) + [size + 1] * left_over
+
+    def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
+        return _num_sequences(micro_batch) * _longest(micro_batch)
+
+    def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
+        return self.padded_tokens(micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedTokens:
+    """Dynamic batching: samples of similar lengths, number x padded length of the longest at most `tokens`.
+
+    Lengths are padded to a multiple of `length_round`, but not beyond `tokens`, of pairs half of them.
+    """
+
+    tokens: int
+    length_round: int
+    section: ClassVar = "dynamic_batching"
+
+    def _padded_length(self, sample: PlannedSample) -> int:
+        room = max(self.tokens // len(sample.lengths), sample.longest)
+        return min(round_up(sample.longest, self.length_round), room)
+
+    def tokens_of(self, sample: PlannedSample) -> int:
+        """Tokens that the sample takes among no longer ones."""
+        return len(sample.lengths) * self._padded_length(sample)
+
+    def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
+        """Samples of each micro-batch, of lengths that do not increase: each takes as many as the budget allows.
+
+        No other division of the samples has fewer micro-batches, since the longest has to be in one of them.
+        """
+        sizes, starts, start = [], [], 0
+        while start < len(longest):
+            sizes.append(min(self.tokens // self.tokens_of(longest[start]), len(longest) - start))
+            starts.append(start)
+            start += sizes[-1]
+        while len(sizes) % multiple:
+            padded = [size * self.tokens_of(longest[start]) for size, start in zip(sizes, starts, strict=True)]
+            k = max((k for k in range(len(sizes)) if sizes[k] > 1), key=lambda k: padded[k])
+            half = sizes[k] // 2
+            starts[k : k + 1] = [starts[k], starts[k] + half]
+            sizes[k : k + 1] = [half, sizes[k] - half]
+        return sizes
+
+    def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
+        return _num_sequences(micro_batch) * max(self._padded_length(sample) for sample in micro_batch)
+
+    def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
+        return self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedTokens:
+    """Sequence packing: samples laid end to end, at most `tokens` together, chosen by `algorithm`.
+
+    A sequence takes the multiple of `length_multiple` that holds it (context parallelism cuts it into equal chunks).
+    """
+
+    tokens: int
+    algorithm: PackingAlgorithm
+    length_multiple: int = 1
+    section: ClassVar = "sequence_packing"
+
+    def tokens_of(self, sample: PlannedSample) -> int:
+        """Tokens that the sample takes."""
+        return sum(round_up(length, self.length_multiple) for length in sample.lengths)
+
+    def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
+        return _num_sequences(micro_batch) * _longest(micro_batch)
+
+    def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens that there is room for."""
+        return self.tokens
+
+
+MicroBatching = FixedSize | PaddedTokens | PackedTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching:
+    """How micro-batches are made, for training and for logprobs; both in the same way, of sizes of their own.
+
+    Attributes:
+        quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
+        key: section of the model, which errors name.
+    """
+
+    train: MicroBatching
+    logprobs: MicroBatching
+    quadratic_weight: float
+    key: str = "policy"
+
+    def __post_init__(self) -> None:
+        assert type(self.train) is type(self.logprobs)
+
+    @classmethod
+    def of(
+        cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1, key: str = "policy"
+    ) -> Batching:
+        """As `policy.sequence_packing` and `policy.dynamic_batching` ask for; else of fixed numbers of samples.
+
+        A pair is a sample of two sequences.
+        """
+        packing, dynamic, chunks_per_sequence = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
+        train: MicroBatching = FixedSize(policy.train_micro_batch_size)
+        logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
+        train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
+        if packing.enabled:
+            algorithm = PackingAlgorithm(packing.algorithm)
+            train, logprobs = (
+                PackedTokens(tokens=tokens, algorithm=algorithm, length_multiple=chunks_per_sequence)
+                for tokens in (train_tokens, logprob_tokens)
+            )
+        elif dynamic.enabled:
+            length_round = math.lcm(dynamic.sequence_length_round, policy.make_sequence_length_divisible_by)
+            train, logprobs = (
+                PaddedTokens(tokens=tokens, length_round=math.lcm(length_round, chunks_per_sequence))
+                for tokens in (train_tokens, logprob_tokens)
+            )
+        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, key=key)
+
+    def of_scoring(self) -> Batching:
+        """For a model that only scores: its optimizer steps, which are never taken, have the sizes of the logprobs."""
+        return replace(self, train=self.logprobs)
+
+    def cost(self, micro_batch: Sequence[PlannedSample]) -> float:
+        """Work of a micro-batch without its padding, in tokens' worth."""
+        weight = self.quadratic_weight
+        return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
+
+
+def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
+    """Tokens of a micro-batch in training and for logprobs, of whichever section is enabled; null ones resolved."""
+    section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
+    longest = round_up(policy.max_total_sequence_length, _chunks(policy)) * sequences_per_sample
+    train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
+    return (
+        longest * policy.train_micro_batch_size if train is None else train,
+        longest * policy.logprob_batch_size if logprobs is None else logprobs,
+    )
+
+
+def _chunks(policy: PolicyConfig) -> int:
+    """Equal chunks into which context parallelism cuts every sequence."""
+    size = policy.backend_cfg.context_parallel_size
+    return 2 * size if size > 1 else 1
+
+
+def _longest(micro_batch: Sequence[PlannedSample]) -> int:
+    return max(sample.longest for sample in micro_batch)
+
+
+def _num_sequences(micro_batch: Sequence[PlannedSample]) -> int:
+    return sum(len(sample.lengths) for sample in micro_batch)
+
+
+def plan_batch(
+    groups: Sequence[GroupHandle], advantages: Sequence[Sequence[float]], masks: Sequence[Sequence[float]], **how: Any
+) -> BatchPlan:
+    """`plan_samples` of finished groups, in the order their samples fill the optimizer steps.
+
+    `advantages` and `masks` are per group and sample; a mask of 0.0 leaves the sample out of the loss, not out of the
+    batch.
+    """
+    samples = [
+        PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
+        for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True))
+        for i, (meta, advantage, mask) in enumerate(zip(group.samples, group_advantages, group_masks, strict=True))
+    ]
+    return plan_samples(samples, [group.ref for group in groups], **how)
+
+
+def plan_samples(
+    samples: Sequence[PlannedSample],
+    groups: Sequence[Any],
+    *,
+    num_ranks: int,
+    global_batch_size: int,
+    batching: Batching,
+    micro_batch_multiple: int = 1,
+) -> BatchPlan:
+    """Plan one step. O(n log n) in the number of samples, but for the few micro-batches added for a multiple.
+
+    Args:
+        samples: in the order they fill the optimizer steps.
+        groups: ray.ObjectRef of each group that samples name by number.
+        num_ranks: data-parallel ranks.
+        global_batch_size: samples per optimizer step; the number of samples must be a multiple of it, and it a
+            multiple of `num_ranks` x `micro_batch_multiple` (checked when the configuration is read).
+        batching: how micro-batches are made.
+        micro_batch_multiple: the number of micro-batches of an optimizer step, and of the logprobs, is a multiple of
+            it (pipeline schedules ask for that).
+
+    Raises:
+        ValueError: a sample is longer than any micro-batch may be.
+    """
+    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * micro_batch_multiple) == 0
+    _check_lengths(samples, batching)
+    ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
+    owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    for start in range(0, len(samples), global_batch_size):
+        shares = _share(samples[start : start + global_batch_size], num_ranks, batching, micro_batch_multiple)
+        trained = _fill(shares, batching.train, batching, micro_batch_multiple)
+        for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
+            plan.train.append(micro_batches)
+            mine.extend(share)
+    scored = _fill(owned, batching.logprobs, batching, micro_batch_multiple)
+    for plan, micro_batches in zip(ranks, scored, strict=True):
+        plan.logprobs = micro_batches
+    return BatchPlan(groups=list(groups), ranks=ranks)
+
+
+def _check_lengths(samples: Sequence[PlannedSample], batching: Batching) -> None:
+    # A model that only scores has one rule twice: it is that of the logprobs.
+    for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
+        if isinstance(rule, FixedSize):
+            continue
+        needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
+        if needed > rule.tokens:
+            raise ValueError(
+                f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
+                f"{batching.key}.{rule.section}.{name} to at least {needed}"
+            )
+
+
+def _share(
+    samples: Sequence[PlannedSample], num_ranks: int, batching: Batching, multiple: int
+) -> list[list[MicroBatch]]:
+    """Samples of one optimizer step by rank, in pieces that stay together; pieces are equally many on every rank.
+
+    A piece is one sample, or with packing one bin of the smaller of the two budgets: so bins of either budget can be
+    made from a rank's samples, in a number that suits all ranks.
+    """
+    if not isinstance(batching.train, PackedTokens):
+        parts = balance([batching.cost([sample]) for sample in samples], num_ranks)
+        return [[[samples[i]] for i in part] for part in parts]
+    assert isinstance(batching.logprobs, PackedTokens)
+    rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
+    bins = _pack(samples, rule, bin_count_multiple=num_ranks * multiple)
+    pieces = _even_out(samples, bins, rule, batching, group=num_ranks)
+    parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
+    return [[pieces[k] for k in part] for part in parts]
+
+
+def _fill(
+    shares: list[list[MicroBatch]], rule: MicroBatching, batching: Batching, multiple: int
+) -> list[list[MicroBatch]]:
+    """Micro-batches of every rank's share, costliest first and equally many on all ranks."""
+    if isinstance(rule, PackedTokens):
+        return _fill_packed(shares, rule, batching, multiple)
+    ranks = [sorted((s for piece in share for s in piece), key=_longest_first) for share in shares]
+    longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
+    sizes = rule.sizes(longest, multiple)
+    ends = np.cumsum(sizes).tolist()
+    return [[mine[end - size : end] for end, size in zip(ends, sizes, strict=True)] for mine in ranks]
+
+
+def _fill_packed(
+    shares: list[list[MicroBatch]], rule: PackedTokens, batching: Batching, multiple: int
+) -> list[list[MicroBatch]]:
+    """The pieces as they are where no fewer bins will do, else each rank's samples packed anew.
+
+    Every rank has at least as many samples as pieces, so the number of bins that one rank needs can be had on all.
+    """
+    ranks = [[sample for piece in share for sample in piece] for share in shares]
+    bins = [_pack(mine, rule) for mine in ranks]
+    num_pieces = len(shares[0])
+    count = min(round_up(max(len(mine) for mine in bins), multiple), num_pieces)
+    filled = []
+    for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
+        micro_batches = share
+        if count < num_pieces:
+            lengths = [rule.tokens_of(sample) for sample in mine]
+            micro_batches = _even_out(mine, split_fullest(own_bins, lengths, count), rule, batching)
+        filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
+    return filled
+
+
+def _pack(samples: Sequence[PlannedSample], rule: PackedTokens, bin_count_multiple: int | None = None) -> Bins:
+    packer = get_packer(rule.algorithm, rule.tokens, bin_count_multiple=bin_count_multiple)
+    return packer.pack([rule.tokens_of(sample) for sample in samples])
+
+
+def _even_out(
+    samples: Sequence[PlannedSample], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
+) -> list[MicroBatch]:
+    lengths = [rule.tokens_of(sample) for sample in samples]
+    costs = [batching.cost([sample]) for sample in samples]
+    return [[samples[i] for i in members] for members in even_out(bins, lengths, costs, rule.tokens, group)]
+
+
+def _longest_first(sample: PlannedSample) -> tuple[int, int, int]:
+    return -sample.longest, sample.group, sample.index
+
+
+def token_imbalance(plan: BatchPlan) -> float:
+    """Tokens of the fullest rank over the mean of all ranks (1.0 is even)."""
+    tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
+    return max(tokens) * len(tokens) / sum(tokens)
+
+
+def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
+    """How well the micro-batches of a plan's optimizer steps use their room and the ranks' time.
+
+    Returns:
+        packing/num_micro_batches: of each rank, in training.
+        packing/num_logprob_micro_batches: of each rank, for logprobs.
+        packing/samples_per_micro_batch: mean, in training.
+        packing/fill: tokens over the token budget; over the padded tokens where micro-batches have no budget.
+        packing/padding_fraction: the part of these micro-batches, were they right-padded, that is padding. With
+            sequence packing, and wherever else the layout is padding-free, this part is not computed.
+        packing/token_imbalance: tokens of the fullest rank over the mean of all ranks (1.0 is even).
+        packing/work_imbalance: the same of the work, squared lengths included.
+        packing/wait_imbalance: the same of the work, with ranks waiting for each other at every micro-batch: the sum
+            over micro-batches of the largest work among ranks, over that of the mean.
+    """
+    ranks = [[batch for step in rank.train for batch in step] for rank in plan.ranks]
+    batches = [batch for rank in ranks for batch in rank]
+    tokens = sum(sample.length for batch in batches for sample in batch)
+    work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
+    return {
+        "packing/num_micro_batches": len(ranks[0]),
+        "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
+        "packing/samples_per_micro_batch": sum(len(batch) for batch in batches) / len(batches),
+        "packing/fill": tokens / sum(batching.train.capacity(batch) for batch in batches),
+        "packing/padding_fraction": 1 - tokens / sum(batching.train.padded_tokens(batch) for batch in batches),
+        "packing/token_imbalance": token_imbalance(plan),
+        "packing/work_imbalance": float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
+        "packing/wait_imbalance": float(work.max(axis=0).sum() / work.mean(axis=0).sum()),
+    }
+
+
+def check_batching(
+    policy: PolicyConfig,
+    *,
+    num_ranks: int,
+    micro_batch_multiple: int = 1,
+    sequences_per_sample: int = 1,
+    key: str = "policy",
+) -> Iterator[tuple[str, str]]:
+    """(dotted key below the model's section `key`, message) of batch sizes with which `plan_samples` could not work.
+
+    `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere. A pair is a
+    sample of two sequences.
+    """
+    takes_fixed_sizes = not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled)
+    per_rank, left_over = divmod(policy.train_global_batch_size, num_ranks)
+    if not left_over and per_rank % micro_batch_multiple:
+        yield (
+            "train_global_batch_size",
+            f"the {per_rank} samples of each of {num_ranks} training rank(s) cannot be shared by micro-batches whose "
+            f"number is a multiple of {micro_batch_multiple}, which pipeline parallelism needs; use a multiple of "
+            f"{num_ranks * micro_batch_multiple}",
+        )
+    micro_batch = policy.train_micro_batch_size
+    if takes_fixed_sizes and not left_over and per_rank % micro_batch:
+        divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
+        works = sorted(sorted(divisors, key=lambda size: abs(size - micro_batch))[:MAX_PROPOSALS])
+        yield (
+            "train_micro_batch_size",
+            f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
+            f"(train_global_batch_size={policy.train_global_batch_size}); these would: {', '.join(map(str, works))}",
+        )
+    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample, key=key)
+
+
+def check_budgets(
+    policy: PolicyConfig, *, sequences_per_sample: int = 1, key: str = "policy", is_trained: bool = True
+) -> Iterator[tuple[str, str]]:
+    """(dotted key below the section `key`, message) of token budgets that are too small for the longest sample."""
+    if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
+        return
+    section, needed = "dynamic_batching", policy.max_total_sequence_length
+    if policy.sequence_packing.enabled:
+        section, needed = "sequence_packing", round_up(needed, _chunks(policy))
+    needed *= sequences_per_sample
+    what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
+    train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
+    budgets = {"train_mb_tokens": train_tokens} if is_trained else {}
+    for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
+        if tokens < needed:
+            yield (
+                f"{section}.{name}",
+                f"{tokens} is too little for {key}.max_total_sequence_length={policy.max_total_sequence_length}: "
+                f"{what} would fit into no micro-batch; use at least {needed}, or shorten them",
+            )

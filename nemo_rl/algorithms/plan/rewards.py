@@ -1,0 +1,157 @@
+"""From what the environments gave to what the estimator gets: scaling, shaping, masks, DAPO's dynamic sampling.
+
+The order is fixed: scale, shape, then (in `DynamicSampler`) drop groups without variance. All on the controller, from
+metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_rl.algorithms.config.grpo import GRPOConfig
+from nemo_rl.algorithms.config.rollout import RewardScalingConfig, RewardShapingConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.plan.advantages import GroupRewards
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """A group with what the controller decided about each of its samples, in the group's order."""
+
+    handle: GroupHandle
+    rewards: list[float]  # scaled and shaped; 0.0 where the sample carries none
+    masks: list[float]  # 0.0: no gradient from this sample
+
+    def for_estimator(self) -> GroupRewards:
+        samples = self.handle.samples
+        return GroupRewards(
+            rewards=self.rewards,
+            valid=[sample.has_reward for sample in samples],
+            num_loss_tokens=[
+                sample.num_generated_tokens if mask > 0 else 0 for sample, mask in zip(samples, self.masks, strict=True)
+            ],
+        )
+
+    @property
+    def has_variance(self) -> bool:
+        """At least two rewards that are not all equal: the group has something to say."""
+        return len({r for r, s in zip(self.rewards, self.handle.samples, strict=True) if s.has_reward}) > 1
+
+
+def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
+    """Scale and shape every reward and decide which samples take part in the loss."""
+    return [
+        ScoredGroup(
+            handle=handle,
+            rewards=[
+                shape_reward(scale_reward(sample.reward, cfg.reward_scaling), sample, cfg.reward_shaping)
+                if sample.has_reward
+                else 0.0
+                for sample in handle.samples
+            ],
+            masks=[loss_mask(sample, overlong_filtering=cfg.overlong_filtering) for sample in handle.samples],
+        )
+        for handle in handles
+    ]
+
+
+def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
+    """Clamp to [source_min, source_max] and map linearly onto [target_min, target_max]."""
+    if not cfg.enabled:
+        return reward
+    clamped = min(max(reward, cfg.source_min), cfg.source_max)
+    fraction = (clamped - cfg.source_min) / (cfg.source_max - cfg.source_min)
+    return cfg.target_min + fraction * (cfg.target_max - cfg.target_min)
+
+
+def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) -> float:
+    """Make long answers worth less.
+
+    With `stop_properly_penalty_coef`, the reward of a truncated sample is multiplied by it and nothing else happens.
+    Otherwise DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) is added: 0 up to `max_response_length -
+    overlong_buffer_length` generated tokens, then linear down to `-overlong_buffer_penalty` at `max_response_length`.
+    """
+    if not cfg.enabled:
+        return reward
+    if cfg.stop_properly_penalty_coef is not None:
+        return reward * cfg.stop_properly_penalty_coef if sample.status is SampleStatus.TRUNCATED else reward
+    excess = sample.num_generated_tokens - (cfg.max_response_length - cfg.overlong_buffer_length)
+    fraction = min(max(excess / cfg.overlong_buffer_length, 0.0), 1.0)
+    return reward - fraction * cfg.overlong_buffer_penalty
+
+
+def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
+    """1.0 if the sample takes part in the loss. A filtered (truncated) one still has its reward in the baseline."""
+    if not sample.has_reward or sample.num_generated_tokens == 0:
+        return 0.0
+    return 0.0 if overlong_filtering and sample.status is SampleStatus.TRUNCATED else 1.0
+
+
+class DynamicSampler:
+    """Collects groups with reward variance over generation batches until a step has enough (DAPO, arXiv 2503.14476,
+    section 3.2).
+
+        sampler = DynamicSampler(cfg)
+        while not sampler.is_complete:
+            sampler.add(score_groups(generate_one_batch(), cfg))
+        groups, metrics = sampler.take()
+
+    One object serves one step at a time: `take` empties it.
+    """
+
+    def __init__(self, cfg: GRPOConfig) -> None:
+        self._num_prompts = cfg.num_prompts_per_step
+        self._max_batches = cfg.dynamic_sampling_max_gen_batches
+        self._clear()
+
+    def _clear(self) -> None:
+        self._kept: list[ScoredGroup] = []
+        self._num_batches = 0
+        self._num_groups = 0
+        self._reward_sum = 0.0
+        self._num_rewards = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._kept) >= self._num_prompts
+
+    def add(self, groups: Sequence[ScoredGroup]) -> None:
+        """Take one generation batch. ValueError when the limit of batches is reached and the step is not complete."""
+        assert not self.is_complete, "take() the finished step first"
+        self._num_batches += 1
+        self._num_groups += len(groups)
+        self._kept += [group for group in groups if group.has_variance]
+        rewards = _rewards(groups)
+        self._reward_sum += sum(rewards)
+        self._num_rewards += len(rewards)
+        if not self.is_complete and self._num_batches >= self._max_batches:
+            mean = self._reward_sum / self._num_rewards if self._num_rewards else float("nan")
+            raise ValueError(
+                f"Dynamic sampling found {len(self._kept)} prompts with differing rewards among {self._num_groups} in "
+                f"{self._num_batches} generation batches (mean reward {mean:.3g}); a step needs {self._num_prompts}. "
+                "Rewards near the minimum: the task is too hard or answers are cut (raise max_new_tokens); near the "
+                "maximum: it is too easy. Use other data, raise grpo.num_generations_per_prompt, grpo.batch_multiplier "
+                "or grpo.dynamic_sampling_max_gen_batches, or set grpo.use_dynamic_sampling=false."
+            )
+
+    def take(self) -> tuple[list[ScoredGroup], dict[str, float]]:
+        """The first `num_prompts_per_step` groups kept, and the step's sampling metrics.
+
+        Surplus groups are dropped: the next step samples from newer weights.
+        """
+        assert self.is_complete
+        kept, surplus = self._kept[: self._num_prompts], self._kept[self._num_prompts :]
+        rewards = _rewards(kept)
+        metrics = {
+            "filtered_reward": sum(rewards) / len(rewards),
+            "dynamic_sampling_num_gen_batches": float(self._num_batches),
+            "dynamic_sampling_num_zero_variance_groups": float(self._num_groups - len(self._kept)),
+            "dynamic_sampling_num_discarded_valid_samples": float(sum(len(g.handle.samples) for g in surplus)),
+        }
+        self._clear()
+        return kept, metrics
+
+
+def _rewards(groups: Sequence[ScoredGroup]) -> list[float]:
+    return [r for g in groups for r, s in zip(g.rewards, g.handle.samples, strict=True) if s.has_reward]

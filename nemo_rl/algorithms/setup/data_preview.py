@@ -1,0 +1,114 @@
+"""From the configuration of a run, of whatever algorithm, to the rows that a preview shows. Starts nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl.algorithms.config.loop import RunConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
+from nemo_rl.algorithms.setup.supervised import example_maker, open_streams
+from nemo_rl.config.errors import ConfigError, Location, Problem
+from nemo_rl.config.loader import load_config
+from nemo_rl.config.sources import load_tree
+from nemo_rl.data.datasets.registry import import_object
+from nemo_rl.data.rows.dataloader import PromptDataset
+from nemo_rl.data.rows.examples import setup_examples
+from nemo_rl.data.rows.preview import PromptPreview
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data
+from nemo_rl.data.rows.streaming import StreamedPrompts
+from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.types import MakeExample, Prompt
+from nemo_rl.utils.tokenizer import get_tokenizer
+
+# The algorithm's own section -> the configuration of its runs.
+CONFIGURATIONS = {
+    "sft": "nemo_rl.algorithms.config.supervised:SFTMasterConfig",
+    "dpo": "nemo_rl.algorithms.config.supervised:DPOMasterConfig",
+    "rm": "nemo_rl.algorithms.config.supervised:RMMasterConfig",
+    "grpo": "nemo_rl.algorithms.config.grpo:GRPOMasterConfig",
+    "ppo": "nemo_rl.algorithms.config.ppo:PPOMasterConfig",
+    "distillation": "nemo_rl.algorithms.config.distillation:DistillationMasterConfig",
+}
+
+DatasetKind = Literal["train", "validation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewInputs:
+    """What a preview is made from."""
+
+    prompts: list[Prompt]
+    total: int | None  # rows of the dataset; None: a stream
+    make: MakeExample
+    tokenizer: PreTrainedTokenizerFast
+    note: str = ""  # what else there is to know
+
+
+def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run, whose algorithm is known by the section that the file has.
+
+    Raises:
+        ConfigError: when the file has none of the sections, or several, and for whatever is wrong with it.
+    """
+    there = [section for section in CONFIGURATIONS if section in load_tree(path).values]
+    if len(there) != 1:
+        known = ", ".join(CONFIGURATIONS)
+        found = f"several: {', '.join(there)}" if there else "none"
+        message = f"of the sections {known} one says which algorithm the file is for; it has {found}"
+        raise ConfigError([Problem((), message, Location(str(path)))])
+    return load_config(import_object(CONFIGURATIONS[there[0]], "configuration"), path, overrides)
+
+
+def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> PreviewInputs:
+    """At most `num_rows` rows of the training or validation data, spread over it (of a stream the first), and what
+    makes tokens of them.
+
+    Raises:
+        ValueError, FileNotFoundError: for whatever is wrong with data or tokenizer.
+    """
+    if isinstance(config, SupervisedMasterConfig):
+        return _supervised(config, kind, num_rows)
+    assert isinstance(config, RolloutMasterConfig)
+    tokenizer = _tokenizer(config)
+    data = setup_data(config.data, config.env)
+    make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length))
+    dataset = data.train if kind == "train" else data.validation
+    inputs = _of_dataset(dataset, num_rows, make, tokenizer)
+    return replace(inputs, note="These are prompts: the answers that are sampled to them carry the loss.")
+
+
+def _supervised(config: SupervisedMasterConfig, kind: DatasetKind, num_rows: int) -> PreviewInputs:
+    tokenizer = _tokenizer(config)
+    setup = setup_examples(config.examples)
+    make = example_maker(config, setup, tokenizer)
+    if kind == "validation":
+        parts = [part for dataset in setup.validation.values() for part in dataset.parts]
+        return _of_dataset(PromptDataset(parts) if parts else None, num_rows, make, tokenizer)
+    if isinstance(setup.train, PromptDataset):
+        return _of_dataset(setup.train, num_rows, make, tokenizer)
+    rows = (prompt for batch in StreamedPrompts(open_streams(setup.train), 1, shuffle=False) for prompt in batch)
+    return PreviewInputs(prompts=list(islice(rows, num_rows)), total=None, make=make, tokenizer=tokenizer)
+
+
+def _of_dataset(
+    dataset: PromptDataset | None, num_rows: int, make: MakeExample, tokenizer: PreTrainedTokenizerFast
+) -> PreviewInputs:
+    if dataset is None:
+        raise ValueError("the configuration has no validation data: set data.validation, or take --dataset train")
+    total = len(dataset)
+    indices = np.linspace(0, total - 1, min(total, num_rows)).round().astype(int)
+    prompts = [dataset[int(index)] for index in indices]
+    return PreviewInputs(prompts=prompts, total=total, make=make, tokenizer=tokenizer)
+
+
+def _tokenizer(config: SupervisedMasterConfig | RolloutMasterConfig) -> PreTrainedTokenizerFast:
+    settings = config.policy.tokenizer
+    return get_tokenizer(settings.model_copy(update={"name": resolve_model(settings.name)}))

@@ -1,0 +1,278 @@
+"""What a run would place where, and whether this machine has it. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
+from nemo_rl.algorithms.plan.batch import token_budgets
+from nemo_rl.algorithms.setup.megatron_placement import megatron_rows
+from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.data.config import dataset_label
+from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.environments.config import environment_gpus, sections_of
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
+
+CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
+LABEL_WIDTH = 19
+
+
+def describe_placement(cfg: RolloutMasterConfig) -> str:
+    """Text for people: each rank's node and device, and how a step's samples are shared out."""
+    beside = {model.key: _rank_texts(model.config, model.cluster) for model in cfg.further_models if not model.is_apart}
+    engines = {"generation": _engine_of_ranks(cfg)}
+    if cfg.rollout.replay_from is not None:
+        ranks = _rank_lines(cfg.training_cluster, {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **beside})
+    elif cfg.policy.generation.colocated.enabled:
+        ranks = _rank_lines(cfg.cluster, {"policy": _rank_texts(cfg.policy, cfg.cluster), **beside, **engines})
+    else:
+        training = cfg.training_cluster
+        ranks = _rank_lines(training, {"policy": _rank_texts(cfg.policy, training), **beside})
+        whole_nodes = cfg.cluster.num_nodes > 1
+        behind = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
+        ranks += ["", *_rank_lines(cfg.generation_cluster, engines, **behind)]
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *ranks])
+
+
+def _labelled(title: str, rows: dict[str, str]) -> list[str]:
+    return [title, *(f"  {name:<{LABEL_WIDTH}}{text}" for name, text in rows.items())]
+
+
+def describe_supervised(cfg: SupervisedMasterConfig) -> str:
+    """The same of a run that learns from rows."""
+    policy, cluster = cfg.policy, cfg.cluster
+    num_ranks = training_sizes(policy, cluster.num_workers).data_parallel
+    what = "rows" if cfg.sequences_per_row == 1 else "pairs"
+    batch = policy.train_global_batch_size
+    rows = {
+        "optimizer steps": f"1 of {batch} {what}",
+        "per data rank": f"{batch // num_ranks} {what}",
+        "micro-batches": _micro_batches(policy, batch // num_ranks, what, cfg.sequences_per_row),
+        "tokens per row": f"at most {cfg.examples.max_input_seq_length}; longer ones are left out and counted",
+    }
+    layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
+    return "\n".join(
+        [
+            *_labelled("one step:", rows),
+            "",
+            *layout,
+            "",
+            *_rank_lines(cluster, {"policy": _rank_texts(policy, cluster)}),
+        ]
+    )
+
+
+def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
+    policy = cfg.policy
+    num_ranks = training_sizes(policy, cfg.training_cluster.num_workers).data_parallel
+    samples = cfg.rollout.num_samples_per_step
+    per_rank = policy.train_global_batch_size // num_ranks
+    rows = {
+        "samples": f"{samples} = {cfg.rollout.num_prompts_per_step} prompts x {cfg.rollout.num_generations_per_prompt}",
+        "optimizer steps": f"{samples // policy.train_global_batch_size} of {policy.train_global_batch_size} samples",
+        "per data rank": f"{samples // num_ranks} samples, {per_rank} in each optimizer step",
+        "micro-batches": _micro_batches(policy, per_rank, "samples"),
+        "tokens per sample": (
+            f"at most {policy.max_total_sequence_length}, prompt at most {cfg.data.max_input_seq_length}"
+        ),
+    }
+    if len(cfg.data.train) > 1:
+        rows["datasets"] = _shares(cfg)
+    return _labelled("one step:", rows)
+
+
+def _shares(cfg: RolloutMasterConfig) -> str:
+    """How the prompts of a batch are shared out to several datasets, and what an epoch is."""
+    labels = [dataset_label(dataset) for dataset in cfg.data.train]
+    weights = [dataset.weight for dataset in cfg.data.train if dataset.weight is not None]
+    if not weights:
+        return f"{', '.join(labels)}: put together and shuffled, as many prompts of each as it has rows"
+    prompts = cfg.rollout.num_prompts_per_batch
+    shares = ", ".join(
+        f"{prompts * weight / sum(weights):.4g} of {label}" for label, weight in zip(labels, weights, strict=True)
+    )
+    return f"of {prompts} prompts {shares}; each goes through its rows by itself, an epoch is as many as all have rows"
+
+
+def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per_sample: int = 1) -> str:
+    """How `per_rank` samples of a rank become micro-batches."""
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        train, logprobs = token_budgets(policy, sequences_per_sample)
+        how = "packed" if policy.sequence_packing.enabled else "of similar lengths, padding counted"
+        text = f"{how}, at most {train} tokens; for logprobs alone {logprobs}"
+    else:
+        size = policy.train_micro_batch_size
+        text = f"{per_rank // size} of {size} {what}; for logprobs alone of {policy.logprob_batch_size}"
+    if policy.backend_cfg.context_parallel_size > 1:
+        text += f"; each cut over {policy.backend_cfg.context_parallel_size} context ranks"
+    return text
+
+
+def _layout_lines(cfg: RolloutMasterConfig) -> list[str]:
+    cluster, generation = cfg.training_cluster, cfg.policy.generation
+    engine_size = generation.vllm_cfg.engine_size
+    sharing = "taking turns with the policy on the same devices" if cluster.use_gpus else "beside the policy"
+    engines = _count(cfg.generation_cluster.num_workers // engine_size, "engine")
+    rows = _policy_rows(cfg.policy, cluster)
+    where = sharing
+    if not generation.colocated.enabled:
+        rows = {"training": f"{_where(cluster)}", **rows}
+        where = f"on {_where(cfg.generation_cluster)} of its own; weights by {'NCCL' if cluster.use_gpus else 'gloo'}"
+    rows["generation"] = f"vLLM, {engines} of {_count(engine_size, _device(cluster))}, {where}"
+    if generation.is_by_policy:
+        rows["generation"] = "by the policy's own workers"
+    if cfg.rollout.replay_from is not None:
+        rows["generation"] = f"recorded rollouts from {cfg.rollout.replay_from}; no engine starts"
+    for model in cfg.further_models:
+        sizes = training_sizes(model.config, model.cluster.num_workers)
+        where = f"on {_where(model.cluster)} of its own" if model.is_apart else sharing
+        rows[model.key] = f"{_model_on_ranks(model.config, sizes)}, {where}"
+    return _labelled(f"layout on {_where(cfg.cluster)}:", rows)
+
+
+def _device(cluster: ClusterConfig) -> str:
+    return "GPU" if cluster.use_gpus else "CPU worker"
+
+
+def _where(cluster: ClusterConfig) -> str:
+    return f"{_count(cluster.num_workers, _device(cluster))} on {_count(cluster.num_nodes, 'node')}"
+
+
+def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]:
+    lora = policy.adapters
+    sizes = training_sizes(policy, cluster.num_workers)
+    rows = {
+        "policy": _model_on_ranks(policy, sizes),
+        "parameters": sizes.describe_shards(),
+    }
+    if isinstance(sizes, MegatronSizes):
+        rows |= megatron_rows(policy, sizes)
+    if lora.enabled:
+        layers = ", ".join(lora.target_modules) or "all linear layers"
+        rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
+    return rows
+
+
+def _model_on_ranks(policy: PolicyConfig, sizes: ParallelSizes) -> str:
+    layout = f": {sizes.describe()}" if sizes.world_size > 1 else ""
+    return f"{policy.model_name} on {_count(sizes.world_size, 'rank')}{layout}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("s" if number != 1 else "")
+
+
+def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
+    if cfg.policy.generation.is_by_policy:
+        return ["its policy"] * cfg.cluster.num_workers
+    size = cfg.policy.generation.vllm_cfg.engine_size
+    places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]
+    return [f"engine {engine}" + (f" shard {shard}" if size > 1 else "") for engine, shard in places]
+
+
+def _rank_lines(
+    cluster: ClusterConfig, columns: Mapping[str, Sequence[str]], *, first_node: int = 0, first_device: int = 0
+) -> list[str]:
+    """A table of devices: the node of each, its number there, and columns with a text for each."""
+    places = [divmod(rank, cluster.workers_per_node) for rank in range(cluster.num_workers)]
+    table = [
+        ["node", *(str(first_node + node) for node, _ in places)],
+        [_device(cluster), *(str(first_device + index) for _, index in places)],
+    ]
+    table += [[name, *texts] for name, texts in columns.items()]
+    widths = [6, 12, *(max(map(len, column)) + 2 for column in table[2:])]
+    rows = zip(*table, strict=True)
+    return ["  " + "".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
+    """Each rank of a model, with its place on every axis."""
+    sizes = training_sizes(policy, cluster.num_workers)
+    texts = []
+    for rank in range(cluster.num_workers):
+        place = ", ".join(f"{axis} {index}" for axis, index in sizes.place(rank).items())
+        texts.append(f"rank {rank}" + (f" ({place})" if place else ""))
+    return texts
+
+
+class OnMachines(Protocol):
+    """Any configuration of something that runs on machines."""
+
+    @property
+    def cluster(self) -> ClusterConfig: ...
+
+
+def check_hardware(
+    cfg: OnMachines,
+    *,
+    num_gpus: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+    more_gpus: int = 0,
+    cpu_config: str = CPU_CONFIG,
+) -> None:
+    """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
+
+    `num_gpus` replaces what is found on this machine; `more_gpus` are those of teachers and environments apart;
+    `cpu_config` is what a machine without a GPU can run.
+    """
+    wanted = cfg.cluster.gpus_per_node + more_gpus
+    if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
+        return
+    found = num_visible_gpus(environment) if num_gpus is None else num_gpus
+    path = ("cluster", "gpus_per_node")
+    beside = f" ({more_gpus} of them for environments, env.<name>.resources, or teachers)" if more_gpus else ""
+    if found == 0:
+        fix = f"to run on CPU take --config {cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
+        raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted{beside} and none found on this machine; {fix}")])
+    if wanted > found:
+        fewer = f"cluster.gpus_per_node={found - more_gpus}" if found > more_gpus else "fewer for those"
+        fix = f"set {fewer}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
+        raise ConfigError([Problem(path, f"{wanted} GPUs wanted{beside}, {found} found on this machine; {fix}")])
+
+
+def check_rollout_hardware(
+    cfg: RolloutMasterConfig,
+    *,
+    num_gpus: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+    more_gpus: int = 0,
+    cpu_config: str = CPU_CONFIG,
+) -> None:
+    """`check_hardware` of a run that samples, with the GPUs of the environments that its datasets name."""
+    used = {dataset.env_name for dataset in (*cfg.data.train, *(cfg.data.validation or []))}
+    apart = environment_gpus(sections_of(cfg.env, used))
+    more_gpus += sum(apart.values())
+    check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
+
+
+_RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`; ray.init joins what it names
+
+
+def _a_cluster_runs_here() -> bool:
+    """Whether something answers at the address in the file: it stays behind when a cluster is killed."""
+    if not _RAY_CLUSTER_FILE.is_file():
+        return False
+    host, _, port = _RAY_CLUSTER_FILE.read_text().strip().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """GPUs that a process started here could use, without importing torch."""
+    devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    chosen = [name.strip() for name in visible.split(",") if name.strip()]
+    if "-1" in chosen:
+        chosen = chosen[: chosen.index("-1")]
+    return min(len(chosen), len(devices))

@@ -1,0 +1,75 @@
+"""From a configuration to a running PPO."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.ppo import PPOTrainer
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.model_inputs import ModelInputs, prepare_model
+from nemo_rl.algorithms.setup.preflight import check_saved_weights
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts
+from nemo_rl.algorithms.setup.serve import start_openai_server
+from nemo_rl.algorithms.setup.workers import start_policy
+from nemo_rl.algorithms.trainers.trainer import RunTools
+
+VALUE = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOInputs:
+    """What a PPO run is made from, checked."""
+
+    rollouts: RolloutInputs
+    value: ModelInputs
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.rollouts.identity
+
+
+def run_ppo(config: PPOMasterConfig) -> int:
+    """The whole run; returns the exit status (see `launch`)."""
+    return launch(config, prepare=prepare, build=build, num_steps=config.ppo.max_num_steps)
+
+
+def prepare(config: PPOMasterConfig) -> PPOInputs:
+    """Load what needs no worker, and find what is wrong with it; see `prepare_rollouts`."""
+    value = prepare_model(config.value, config.checkpointing, VALUE)
+    rollouts = prepare_rollouts(config, value.identity)
+    if value.tokenizer.get_vocab() != rollouts.model.tokenizer.get_vocab():
+        raise ValueError(
+            f"value.model_name: {config.value.model_name!r} has another vocabulary than the policy "
+            f"{config.policy.model_name!r}, whose tokens it has to read; leave value.model_name out, or name a model "
+            "of the same family"
+        )
+    check_saved_weights(config.checkpointing, config.value, value.config, VALUE)
+    return PPOInputs(rollouts=rollouts, value=value)
+
+
+def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PPOInputs) -> PPOTrainer:
+    """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the stack."""
+    setup = build_rollouts(
+        config,
+        stack,
+        inputs.rollouts,
+        init_reference_model=not config.ppo.skip_reference_policy_logprobs_calculation,
+        num_further_groups=1,
+    )
+    value = start_policy(
+        config,
+        config.value,
+        stack,
+        inputs.value,
+        setup.cluster,
+        setup.accelerator,
+        seed=config.ppo.seed,
+        name=VALUE,
+    )
+    trainer = PPOTrainer(config, tools, setup.parts, value, inputs.value.flops)
+    trainer.start()
+    start_openai_server(config, stack, tools, inputs.rollouts, setup)
+    return trainer

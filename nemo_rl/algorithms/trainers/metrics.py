@@ -1,0 +1,337 @@
+"""What is reported of each task of a run that has several: `<task>/<metric>`.
+
+A task is a dataset with its environment, processor and prompt files, and has the dataset's name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_rl.algorithms.config import metric_names
+from nemo_rl.algorithms.config.metric_names import turns_reported
+from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
+from nemo_rl.rollouts.rollout_worker import GenerationUse
+from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
+
+# -- Numbers reported about a step: what was rolled out, how well the policy does, how fast it went.
+#
+# Names carry no prefix; the caller adds `train/`, `validation/` or `performance/`.
+
+
+def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:
+    """Statistics of all samples of a step. `reward` is what the environments gave, before scaling and shaping.
+
+    Means and rates are over the samples that carry a reward, NaN when there is none; `failed_sample_rate` is over all
+    samples. `weight_version_lag` is how many weight updates older than now a sample's weights were.
+    """
+    samples = [sample for handle in handles for sample in handle.samples]
+    assert samples
+    scored = [sample for sample in samples if sample.has_reward]
+    turns = [sample.num_turns for sample in scored]
+    generated = [sample.num_generated_tokens for sample in scored]
+    lags = [current_weight_version - sample.weight_version for sample in scored]
+    assert all(lag >= 0 for lag in lags), "a sample from weights newer than the current ones"
+    env_tokens = [sample.length - sample.num_prompt_tokens - sample.num_generated_tokens for sample in scored]
+    too_long = [any(s.status is SampleStatus.PROMPT_TOO_LONG for s in handle.samples) for handle in handles]
+    return {
+        "reward": _mean([sample.reward for sample in scored]),
+        "total_turns": float(sum(turns)),
+        "avg_turns_per_sample": _mean(turns),
+        "max_turns_per_sample": _max(turns),
+        "natural_termination_rate": _mean([sample.status is SampleStatus.COMPLETED for sample in scored]),
+        "truncation_rate": _mean([sample.status is SampleStatus.TRUNCATED for sample in scored]),
+        "mean_total_tokens_per_sample": _mean([sample.length for sample in scored]),
+        "mean_gen_tokens_per_sample": _mean(generated),
+        "max_gen_tokens_per_sample": _max(generated),
+        "mean_env_tokens_per_sample": _mean(env_tokens),
+        "mean_prompt_length": _mean([sample.num_prompt_tokens for sample in scored]),
+        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+        "num_prompts_too_long": float(sum(too_long)),
+        "weight_version_lag/mean": _mean(lags),
+        "weight_version_lag/max": _max(lags),
+    }
+
+
+def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, float]:
+    """What the turns of the samples of a step were like, and what ended them.
+
+    max_turns_reached_rate          share that reached `max_turns` without the environment ending them
+    truncated_by_turn_tokens_rate   share with a turn cut at its own limit of tokens (`max_new_tokens`)
+    truncated_by_total_tokens_rate  share that ran into the limit of prompt and turns together (`max_model_len`)
+    timed_out_rate                  share of all samples that ran into the time limit of episodes
+    mean_gen_tokens_per_turn        sampled tokens of a turn
+    turn_{n}/active_fraction        share that had an n-th turn, for the first turns of runs with more than one
+    turn_{n}/reward                 mean reward that the environment gave for it
+    turn_{n}/gen_tokens             mean sampled tokens of it
+
+    Shares and means are over the samples that carry a reward unless said; NaN when there is none. `reward` and
+    `gen_tokens` of a turn that no sample had are left out.
+    """
+    scored = [sample for sample in samples if sample.has_reward]
+    truncated = [sample for sample in scored if sample.status is SampleStatus.TRUNCATED]
+    by_turn_tokens = sum(not (sample.hit_turn_limit or sample.hit_total_token_limit) for sample in truncated)
+    num_turns = sum(sample.num_turns for sample in scored)
+    metrics = {
+        "max_turns_reached_rate": _mean([sample.hit_turn_limit for sample in scored]),
+        "truncated_by_turn_tokens_rate": by_turn_tokens / len(scored) if scored else math.nan,
+        "truncated_by_total_tokens_rate": _mean([sample.hit_total_token_limit for sample in scored]),
+        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
+        "mean_gen_tokens_per_turn": sum(s.num_generated_tokens for s in scored) / num_turns if num_turns else math.nan,
+    }
+    for n in turns_reported(max_turns):
+        metrics[f"turn_{n}/active_fraction"] = _mean([sample.num_turns >= n for sample in scored])
+        turns = [sample.turns[n - 1] for sample in scored if len(sample.turns) >= n]
+        if turns:
+            metrics[f"turn_{n}/reward"] = _mean([turn.reward for turn in turns])
+            metrics[f"turn_{n}/gen_tokens"] = _mean([turn.num_generated_tokens for turn in turns])
+    return metrics
+
+
+def turn_seconds(samples: Sequence[SampleMeta]) -> dict[str, float]:
+    """Mean seconds that a turn waited for its completion and for its environment; nothing where there was no turn."""
+    turns = [turn for sample in samples for turn in sample.turns]
+    if not turns:
+        return {}
+    return {
+        "generation_s_per_turn": _mean([turn.generation_s for turn in turns]),
+        "environment_s_per_turn": _mean([turn.env_s for turn in turns]),
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Probability that at least one of `k` samples drawn without replacement is correct: 1 - C(n-c, k) / C(n, k).
+
+    The unbiased estimator of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """
+    _check_k(num_samples, k)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def best_of_k(rewards: Sequence[float], k: int) -> float:
+    """Expected largest reward of `k` samples drawn without replacement.
+
+    The i-th smallest of n (from 1) is the largest of C(i-1, k-1) of the C(n, k) draws. For 0/1 rewards this is pass@k.
+    """
+    num = len(rewards)
+    _check_k(num, k)
+    draws = math.comb(num, k)
+    return sum(math.comb(i, k - 1) / draws * reward for i, reward in enumerate(sorted(rewards)))
+
+
+def validation_metrics(
+    handles: Sequence[GroupHandle], *, k_values: Sequence[int] = (), success_reward: float = 1.0
+) -> dict[str, float]:
+    """Validation results over the samples that carry a reward; NaN when there is none.
+
+    accuracy            share of samples with a reward of at least `success_reward`
+    reward              mean reward
+    avg_length          mean number of generated tokens
+    pass_at_{k}         mean over prompts of `pass_at_k`
+    best_of_{k}         mean over prompts of `best_of_k`
+    failed_sample_rate  share of all samples that failed; they are not counted as wrong
+    timed_out_rate      share of all samples that ran into the time limit of episodes; nor are they
+
+    A prompt with fewer than k rewarded samples is left out of `pass_at_{k}` and `best_of_{k}`.
+    """
+    samples = [sample for handle in handles for sample in handle.samples]
+    assert samples
+    scored = [sample for sample in samples if sample.has_reward]
+    metrics = {
+        "accuracy": _mean([sample.reward >= success_reward for sample in scored]),
+        "reward": _mean([sample.reward for sample in scored]),
+        "avg_length": _mean([sample.num_generated_tokens for sample in scored]),
+        "failed_sample_rate": _mean([sample.status is SampleStatus.FAILED for sample in samples]),
+        "timed_out_rate": _mean([sample.status is SampleStatus.TIMED_OUT for sample in samples]),
+    }
+    groups = [[sample.reward for sample in handle.samples if sample.has_reward] for handle in handles]
+    for k in k_values:
+        enough = [group for group in groups if len(group) >= k]
+        metrics[f"pass_at_{k}"] = _mean([pass_at_k(len(g), sum(r >= success_reward for r in g), k) for g in enough])
+        metrics[f"best_of_{k}"] = _mean([best_of_k(g, k) for g in enough])
+    return metrics
+
+
+def performance_metrics(
+    timings_s: Mapping[str, float],
+    *,
+    num_samples: int,
+    num_tokens: int,
+    num_generated_tokens: int,
+    generation_s: float,
+    num_training_devices: int,
+    num_generation_devices: int,
+    colocated: bool,
+) -> dict[str, float]:
+    """Throughput of one step. A device is a GPU, or on a CPU machine one worker.
+
+    `timings_s` holds seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
+    `policy_and_reference_logprobs`. `num_tokens` counts prompts too. `num_generated_tokens` came in `generation_s`
+    seconds in which engines had something to do; the rates of generation are left out where these are 0. Colocated
+    training and generation share their devices.
+    """
+    num_devices = (
+        max(num_training_devices, num_generation_devices)
+        if colocated
+        else num_training_devices + num_generation_devices
+    )
+    step_s = timings_s["total_step_time"]
+    training_s = timings_s["policy_training"]
+    logprobs_s = timings_s.get("policy_and_reference_logprobs", 0.0)
+    worker_group_rate = num_tokens / (training_s + logprobs_s)
+    metrics = {
+        "samples_per_sec": num_samples / step_s,
+        "samples_per_sec_per_gpu": num_samples / step_s / num_devices,
+        "tokens_per_sec": num_tokens / step_s,
+        "tokens_per_sec_per_gpu": num_tokens / step_s / num_devices,
+        "policy_training_tokens_per_sec_per_gpu": num_tokens / training_s / num_training_devices,
+        "training_worker_group_tokens_per_sec": worker_group_rate,
+        "training_worker_group_tokens_per_sec_per_gpu": worker_group_rate / num_training_devices,
+    }
+    if generation_s > 0:
+        rate = num_generated_tokens / generation_s
+        metrics["generation_tokens_per_sec"] = rate
+        metrics["generation_tokens_per_sec_per_gpu"] = rate / num_generation_devices
+    if logprobs_s > 0:
+        rate = num_tokens / logprobs_s / num_training_devices
+        metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = rate
+    return metrics
+
+
+def flops_metrics(train_flops: float, training_s: float, num_devices: int, peak: float | None) -> dict[str, float]:
+    """Operations per second of each device in training, and the part of its peak that they are (MFU).
+
+    The utilisation is left out where the `peak` is not known.
+    """
+    rate = train_flops / training_s / num_devices
+    return {"train_flops_per_gpu": rate, **({"train_fp_utilization": rate / peak} if peak is not None else {})}
+
+
+def _check_k(num_samples: int, k: int) -> None:
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k={k} needs at least k samples per prompt, and there are {num_samples}.")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) > 0 else math.nan
+
+
+def _max(values: Sequence[float]) -> float:
+    return float(max(values)) if len(values) > 0 else math.nan
+
+
+# -- How busy the two sides of a run are, training and generation, and which of them waits for the other.
+
+WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")
+"""Phases in which the policy's workers have nothing to do."""
+
+EVEN = 0.1
+"""Two idle fractions nearer to each other than this are called even."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """Shares of the time in which each side had nothing to do."""
+
+    training_idle: float
+    generation_idle: float
+    exposed_generation_s: float  # that the step waited for groups
+
+    @classmethod
+    def of(cls, seconds: Mapping[str, float], generation: GenerationUse) -> PoolUse:
+        """Of a step: `seconds` of its phases and as `total_step_time` of all of it; `generation` since the last step.
+
+        Colocated and in turns, each side idles while the other works, so that the two add up to about 1.
+        """
+        exposed_s = sum(seconds.get(name, 0.0) for name in WAITING_PHASES)
+        return cls(
+            training_idle=exposed_s / seconds["total_step_time"],
+            generation_idle=1.0 - generation.busy_s / generation.window_s,
+            exposed_generation_s=exposed_s,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """For `performance/`."""
+        return {
+            "training_idle_fraction": self.training_idle,
+            "generation_idle_fraction": self.generation_idle,
+            "exposed_generation_s": self.exposed_generation_s,
+        }
+
+    def verdict(self) -> str:
+        """Which side has too little to do, for people; of use where both could be busy at the same time."""
+        if self.training_idle > self.generation_idle + EVEN:
+            return f"training waits for rollouts {self.training_idle:.0%}"
+        if self.generation_idle > self.training_idle + EVEN:
+            return f"generation starves: {self.generation_idle:.0%} idle"
+        return f"training idle {self.training_idle:.0%}, generation {self.generation_idle:.0%}"
+
+
+# -- How well speculative decoding guesses, per step.
+
+
+class DraftMeter:
+    """What became of the drafts since it was asked last."""
+
+    def __init__(self, generation: GenerationInterface) -> None:
+        self.generation = generation
+        self._before = generation.draft_counts()
+
+    def metrics(self) -> dict[str, float]:
+        """See `draft_metrics`; a validation counts for the step that comes after it."""
+        now = self.generation.draft_counts()
+        # Engines that were started again count from nothing.
+        step = now if now.num_drafts < self._before.num_drafts else now - self._before
+        self._before = now
+        return draft_metrics(step)
+
+
+def draft_metrics(counts: DraftCounts) -> dict[str, float]:
+    """`spec_num_drafts`; `spec_acceptance_rate`, accepted over drafted tokens; `spec_mean_accepted_length`, tokens
+    that a draft brought, with the one that is drawn in any case. Without drafts: 0, 0 and 1. Names begin `generation/`.
+    """
+    rate = counts.num_accepted_tokens / counts.num_draft_tokens if counts.num_draft_tokens else 0.0
+    accepted = counts.num_accepted_tokens / counts.num_drafts if counts.num_drafts else 0.0
+    return {
+        "generation/spec_num_drafts": float(counts.num_drafts),
+        "generation/spec_acceptance_rate": rate,
+        "generation/spec_mean_accepted_length": 1.0 + accepted,
+    }
+
+
+def task_step_metrics(
+    handles: Sequence[GroupHandle], tasks: Sequence[str], *, current_weight_version: int
+) -> dict[str, float]:
+    """Of each task: the number of its samples in this step and, where it has some, part of `rollout_metrics`."""
+
+    def of_task(groups: Sequence[GroupHandle]) -> dict[str, float]:
+        metrics = rollout_metrics(groups, current_weight_version=current_weight_version)
+        return {name: metrics[name] for name in sorted(metric_names.TASK)}
+
+    return _by_task(handles, tasks, of_task)
+
+
+def task_validation_metrics(
+    handles: Sequence[GroupHandle], tasks: Sequence[str], *, k_values: Sequence[int] = ()
+) -> dict[str, float]:
+    """Of each task: the number of its samples and, where it has some, its `validation_metrics`."""
+    return _by_task(handles, tasks, lambda groups: validation_metrics(groups, k_values=k_values))
+
+
+def _by_task(
+    handles: Sequence[GroupHandle],
+    tasks: Sequence[str],
+    metrics_of: Callable[[Sequence[GroupHandle]], dict[str, float]],
+) -> dict[str, float]:
+    if len(tasks) < 2:  # what is known of the run is known of its only task
+        return {}
+    metrics: dict[str, float] = {}
+    for task in tasks:
+        groups = [handle for handle in handles if handle.task_name == task]
+        metrics[f"{task}/num_samples"] = float(sum(len(handle.samples) for handle in groups))
+        if groups:
+            metrics |= {f"{task}/{name}": value for name, value in metrics_of(groups).items()}
+    return metrics

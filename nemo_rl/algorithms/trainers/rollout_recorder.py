@@ -1,0 +1,151 @@
+"""What a run writes down of its rollouts, and whether another run can train from it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
+from nemo_rl.algorithms.setup.model_inputs import digest
+from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.records.record import StepIndex, put_aside, read_index, recorded_steps, steps_text
+from nemo_rl.types import BatchPlan, GroupHandle
+from nemo_rl.utils.checkpoint.manager import flat_differences
+from nemo_rl.utils.files import size_text
+
+
+def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides whether recorded samples can be trained on, out of the identity of the run.
+
+    Learning rates, losses, shaping of rewards and seeds may be others in a run that replays. Experts of tokens must be
+    in the record where a run takes them; a run that does not leaves them alone.
+    """
+    rollout, generation = config.rollout, config.policy.generation
+    replay = {"policy.router_replay": {"enabled": True}} if config.policy.router_replay.enabled else {}
+    return replay | {
+        "policy.model": identity["policy.model"],
+        "policy.tokenizer": identity["policy.tokenizer"],
+        "policy.generation": {name: getattr(generation, name) for name in ("temperature", "top_p", "top_k")},
+        "rollouts": {
+            "num_prompts_per_step": rollout.num_prompts_per_step,
+            "num_prompts_per_batch": rollout.num_prompts_per_batch,
+            "num_generations_per_prompt": rollout.num_generations_per_prompt,
+        },
+    }
+
+
+def check_record(root: Path, identity: Mapping[str, Any], key: str) -> None:
+    """Whether a run of this `record_identity` can train from the record below `root`; `key` names it.
+
+    Raises:
+        FileNotFoundError, ValueError: with what is missing or different.
+    """
+    steps = recorded_steps(root) if root.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(
+            f"{key}={root} holds no recorded step; a run with rollout_record.enabled=true makes them"
+        )
+    if steps != list(range(1, len(steps) + 1)):
+        raise ValueError(f"{key}={root} holds steps {steps_text(steps)}; a replay needs all from 1 on")
+    found = read_index(root, steps[0]).identity
+    if "policy.router_replay" not in identity:
+        found = {name: part for name, part in found.items() if name != "policy.router_replay"}
+    if differences := flat_differences(found, identity, theirs="the record"):
+        raise ValueError(f"{key}={root} was recorded by a run that this one cannot replay:\n" + "\n".join(differences))
+
+
+def check_record_folder(root: Path, identity: Mapping[str, Any], key: str) -> None:
+    """Whether what is recorded below `root` already, if anything, is of a run of this `record_identity`.
+
+    Raises:
+        ValueError: the folder, which `key` names, holds the record of a run with other sizes, or of another model.
+    """
+    steps = recorded_steps(root) if root.is_dir() else []
+    if not steps:
+        return
+    if differences := flat_differences(read_index(root, steps[0]).identity, identity, theirs="the record"):
+        raise ValueError(
+            f"{root} holds the record of another run; set {key} to another folder:\n" + "\n".join(differences)
+        )
+
+
+class RolloutRecorder:
+    """Has the groups of every training step written by the rollout worker, one step at a time, in the background."""
+
+    def __init__(self, config: RolloutMasterConfig, tools: RunTools, rollouts: RolloutCollector) -> None:
+        self.settings = config.rollout.rollout_record
+        self.key = f"{config.section}.rollout_record.save_dir"
+        self.root = Path(self.settings.save_dir).absolute()  # the worker may run in another folder
+        self.rollouts = rollouts
+        self.console = tools.console
+        self.seed = config.rollout.seed
+        self.groups_per_batch = config.rollout.num_prompts_per_batch
+        self.identity = record_identity(config, tools.identity)
+        self.config_digest = digest(tools.resolved_config_yaml)
+        self.num_bytes = 0
+        self.num_steps = 0
+
+    def start(self, after_step: int) -> None:
+        """Make ready for the steps after `after_step`; what an earlier run recorded of them is put aside.
+
+        Raises:
+            ValueError: the folder holds the record of a run with other sizes, or of another model.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        check_record_folder(self.root, self.identity, self.key)
+        if aside := put_aside(self.root, after_step):
+            self.console.info(f"rollouts that were recorded after step {after_step} are now in {aside}")
+
+    def record(
+        self,
+        step: int,
+        generated: Sequence[GroupHandle],
+        trained: Sequence[GroupHandle],
+        plan: BatchPlan | None,
+        environment_metrics: Mapping[str, float],
+        *,
+        weight_version: int,
+    ) -> dict[str, float]:
+        """Begin to write step `step`, once the one before is written. Returns metrics.
+
+        `trained` groups are those of `plan`; None where nothing is trained.
+        """
+        self.finish()
+        advantages: list[list[float]] = [[0.0] * len(group.samples) for group in trained]
+        for rank in plan.ranks if plan is not None else ():
+            for micro_batches in rank.train:
+                for planned in (sample for batch in micro_batches for sample in batch):
+                    advantages[planned.group][planned.index] = planned.advantage
+        index = StepIndex(
+            step=step,
+            weight_version=weight_version,
+            seed=self.seed,
+            config_digest=self.config_digest,
+            identity=self.identity,
+            groups_per_batch=self.groups_per_batch,
+            group_ids=[group.group_id for group in generated],
+            trained={group.group_id: of for group, of in zip(trained, advantages, strict=True)},
+            environment_metrics=dict(environment_metrics),
+        )
+        self.rollouts.start_record(self.root, index, self.settings.keep, generated)
+        self.num_steps += 1
+        return {"recorded_bytes": float(self.num_bytes)}
+
+    def finish(self) -> None:
+        """Wait for the step that is being written."""
+        written = self.rollouts.finish_records()
+        if written and not self.num_bytes:
+            free = shutil.disk_usage(self.root).free
+            self.console.info(
+                f"rollouts are recorded in {self.root}: {size_text(written)} for the first step, {size_text(free)} free"
+            )
+        self.num_bytes += written
+
+    def end(self) -> None:
+        """Wait for the last step and say what there is."""
+        self.finish()
+        if self.num_steps:
+            self.console.info(f"{self.num_steps} steps of rollouts, {size_text(self.num_bytes)}, are in {self.root}")

@@ -1,0 +1,234 @@
+"""Learning from the rows of a dataset: SFT, DPO and reward models differ in the loss and in what they score first.
+
+One step is `SupervisedTrainer.step`; each of its statements is a phase and a method below it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
+from nemo_rl.algorithms.plan.batch import Batching, FixedSize, packing_metrics, plan_samples, token_imbalance
+from nemo_rl.algorithms.trainers.metrics import flops_metrics
+from nemo_rl.algorithms.trainers.policy_trainer import PolicyTrainer
+from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule
+from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.types import BatchPlan, ExampleHandle, ExampleMeta, LossFunction, PlannedSample
+
+MAX_PROBLEMS_SHOWN = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedParts:
+    """What a run that learns from rows is made of."""
+
+    policy: PolicyInterface
+    loader: ExampleLoader
+    num_batches: int | None  # of an epoch; None: not known before it ends
+    # By the name of the set. Groups that were lost with the worker that made them are made again.
+    validation: Mapping[str, Callable[[], Sequence[ExampleHandle]]]
+    flops: ModelFlops
+
+
+class SupervisedTrainer(PolicyTrainer):
+    """A `PolicyTrainer` with one optimizer step per batch of rows. `task` is what the loss gets of each token."""
+
+    def __init__(
+        self,
+        config: SupervisedMasterConfig,
+        tools: RunTools,
+        parts: SupervisedParts,
+        loss_fn: LossFunction,
+        task: HeadTask,
+    ) -> None:
+        loop = config.loop
+        in_epochs = None if parts.num_batches is None else loop.max_num_epochs * parts.num_batches
+        num_steps = loop.max_num_steps if in_epochs is None else min(loop.max_num_steps, in_epochs)
+        super().__init__(
+            Schedule.of(loop, num_steps=num_steps),
+            tools,
+            policies=[parts.policy],
+            data=parts.loader,
+            nonfinite_action=config.policy.nonfinite_action,
+        )
+        self.run = config
+        # swappable parts
+        self.policy = parts.policy
+        self.loader = parts.loader
+        self.validation = parts.validation
+        self.loss_fn = loss_fn
+        self.task = task
+        # run-time
+        self.flops = parts.flops
+        self.batching = Batching.of(
+            config.policy,
+            quadratic_weight=parts.flops.quadratic_weight,
+            sequences_per_sample=config.sequences_per_row,
+        )
+
+    def start(self) -> None:
+        """Resume if there is a checkpoint. Rows of validation sets that are left out are said here, once.
+
+        Raises:
+            ValueError: when a validation set has no other rows.
+        """
+        for name, tokenise in self.validation.items():
+            rows = [row for handle in tokenise() for row in handle.rows]
+            num_left_out = self._left_out(rows, f"validation set {name!r}")["num_left_out"]
+            if num_left_out == len(rows):
+                raise ValueError(
+                    f"validation set {name!r}: not one of its {len(rows)} rows can be scored; the first: "
+                    f"{rows[0].problem}"
+                )
+        self.resume()
+
+    def step(self) -> None:
+        batch = self.next_batch()
+        plan = self.plan(batch)
+        self.score(batch, plan)
+        self.update()
+        self.report(batch, plan)
+
+    # -- the phases, in order
+
+    def next_batch(self) -> list[ExampleHandle]:
+        """The next batch of rows, tokenised while the last one was learned; raises DataExhausted after the last."""
+        with self.phase("data_loading"):
+            batch = self.loader.next()
+        if batch is None:
+            raise DataExhausted
+        return batch
+
+    def plan(self, batch: Sequence[ExampleHandle]) -> BatchPlan:
+        """Which row in which rank and micro-batch; the workers fetch their rows."""
+        plan = plan_examples(
+            batch,
+            num_ranks=self.policy.data_parallel_size,
+            batching=self.batching,
+            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
+        )
+        self.record("train", packing_metrics(plan, self.batching))
+        with self.phase("data_processing"):
+            self.policy.load(plan)
+        return plan
+
+    def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
+        """What the loss needs beside the tokens: nothing, unless a subclass says so. Also before a validation."""
+
+    def update(self) -> None:
+        """The optimizer step."""
+        with self.phase("policy_training"):
+            result = self.take_steps(self.policy, self.loss_fn, self.task)
+        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+
+    def report(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
+        """What is known of the step from metadata; rows that are left out are counted and said."""
+        rows = [row for handle in batch for row in handle.rows]
+        self.state.consumed_samples += len(rows)
+        self.record("train", self._left_out(rows, "this step"))
+        lengths = [length for row in rows if row.problem is None for length in row.lengths]
+        self.record("train", {"total_num_tokens": sum(lengths)})
+        seconds = self.timer.get_timing_metrics("sum")
+        total, training, workers = sum(seconds.values()), seconds["policy_training"], self.run.cluster.num_workers
+        valid_tokens = self.metrics["train/global_valid_toks"]
+        self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})
+        throughput = {
+            "samples_per_sec": len(rows) / total,
+            "samples_per_sec_per_gpu": len(rows) / total / workers,
+            "tokens_per_sec": sum(lengths) / total,
+            "tokens_per_sec_per_gpu": sum(lengths) / total / workers,
+            "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
+            "average_token_imbalance": token_imbalance(plan),
+        }
+        is_frozen = self.run.policy.adapters.enabled
+        train_flops = self.flops.train(lengths, is_frozen=is_frozen)
+        throughput |= flops_metrics(train_flops, training, workers, self.policy.peak_flops)
+        self.record("performance", throughput)
+
+    def _left_out(self, rows: Sequence[ExampleMeta], where: str) -> dict[str, float]:
+        kinds = Counter(row.problem_kind for row in rows if row.problem is not None)
+        if kinds:
+            reasons = [row.problem for row in rows if row.problem is not None][:MAX_PROBLEMS_SHOWN]
+            lines = "\n".join(str(reason) for reason in reasons)
+            self.tools.console.warn(f"{kinds.total()} of {len(rows)} rows of {where} are left out:\n{lines}")
+        counts = {f"num_{kind}": float(number) for kind, number in kinds.items()}
+        return {"num_left_out": float(kinds.total()), **counts}
+
+    # -- validation
+
+    def validate(self) -> dict[str, float]:
+        """`validation-<set>_<metric>` of every set, and `val_loss`: that of all of them as one set.
+
+        A loss is a mean over tokens, of pairs over pairs.
+        """
+        metrics: dict[str, float] = {}
+        count = "global_valid_toks" if self.run.sequences_per_row == 1 else "global_valid_seqs"
+        weighted, total = 0.0, 0.0
+        for name, tokenise in self.validation.items():
+            handles = tokenise()
+            found = self._evaluate(handles)
+            found["num_left_out"] = float(sum(row.problem is not None for handle in handles for row in handle.rows))
+            metrics |= {f"validation-{name}_{metric}": value for metric, value in found.items()}
+            weighted += found["loss"] * found[count]
+            total += found[count]
+        return metrics | {"val_loss": weighted / total}
+
+    def _evaluate(self, handles: Sequence[ExampleHandle]) -> dict[str, float]:
+        plan = plan_examples(
+            handles,
+            num_ranks=self.policy.data_parallel_size,
+            batching=self._validation_batching(),
+            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
+        )
+        self.policy.load(plan)
+        self.score(handles, plan)
+        return self.policy.evaluate(self.loss_fn, self.task)
+
+    def _validation_batching(self) -> Batching:
+        if not isinstance(self.batching.train, FixedSize):
+            return self.batching
+        size = FixedSize(self.run.loop.val_micro_batch_size)
+        return Batching(train=size, logprobs=size, quadratic_weight=self.batching.quadratic_weight)
+
+
+def plan_examples(
+    handles: Sequence[ExampleHandle], *, num_ranks: int, batching: Batching, micro_batch_multiple: int
+) -> BatchPlan:
+    """One optimizer step of all rows. Rows that are left out have mask 0.
+
+    Where ranks and micro-batches cannot share them evenly, the shortest row is repeated with mask 0.
+    """
+    groups = [handle.ref for handle in handles]
+    samples = [
+        PlannedSample(
+            group=number,
+            index=row.index,
+            lengths=row.lengths,
+            advantage=0.0,
+            mask=0.0 if row.problem is not None else 1.0,
+        )
+        for number, handle in enumerate(handles)
+        for row in handle.rows
+    ]
+    shortest = min(samples, key=lambda sample: sample.length)
+    for _ in range(-len(samples) % (num_ranks * micro_batch_multiple)):
+        # The same group under another number, so that the copy is a row of its own on the worker.
+        groups.append(groups[shortest.group])
+        samples.append(
+            PlannedSample(
+                group=len(groups) - 1, index=shortest.index, lengths=shortest.lengths, advantage=0.0, mask=0.0
+            )
+        )
+    return plan_samples(
+        samples,
+        groups,
+        num_ranks=num_ranks,
+        global_batch_size=len(samples),
+        batching=batching,
+        micro_batch_multiple=micro_batch_multiple,
+    )

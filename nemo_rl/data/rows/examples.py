@@ -1,0 +1,412 @@
+"""From the rows of a dataset to tokenised examples: SFT, DPO and reward models."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
+from nemo_rl.data.config import (
+    DEFAULT_VALIDATION_SET,
+    AnyExampleDataConfig,
+    ExampleTableConfig,
+    PreferenceDatasetConfig,
+)
+from nemo_rl.data.datasets.preferences import source_columns
+from nemo_rl.data.datasets.registry import load_rows, load_stream
+from nemo_rl.data.interfaces import BAD_ROW, StreamedTable, TaskDataSpec
+from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset, PromptSource
+from nemo_rl.data.rows.example_processors import ExampleProcessor, Problem, find_example_processor
+from nemo_rl.data.rows.setup import TaskBook
+from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
+from nemo_rl.utils.tokenizer import TEMPLATE_TIME
+
+# -- Batches of tokenised rows, made one batch ahead of the training, in an order that resumes exactly.
+
+
+class ExamplePool(Protocol):
+    """Who tokenises: `start` returns at once, `finish` waits for what `start` began."""
+
+    def start(self, prompts: Sequence[Prompt]) -> Any: ...
+
+    def finish(self, pending: Any) -> list[ExampleHandle]:
+        """The rows of all prompts, in the order of the prompts."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ahead:
+    """A batch that is being made, and the source's state behind it."""
+
+    pending: Any
+    state: dict[str, Any]
+
+
+class ExampleLoader:
+    """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
+
+    While one batch trains, the next is tokenised. `state_dict` knows nothing of that: it is the state behind the last
+    batch that `next` returned. The source belongs to the loader alone.
+    """
+
+    def __init__(self, prompts: PromptSource, pool: ExamplePool, *, max_num_epochs: int) -> None:
+        self.prompts = prompts
+        self.pool = pool
+        self.max_num_epochs = max_num_epochs
+        self._state = prompts.state_dict()
+        self._batches = self._remaining()
+        self._ahead: _Ahead | None = None
+
+    def next(self) -> list[ExampleHandle] | None:
+        """The next batch; None after the last epoch. An error leaves the loader behind the last batch returned."""
+        ahead = self._ahead if self._ahead is not None else self._start()
+        if ahead is None:
+            return None
+        try:
+            handles = self.pool.finish(ahead.pending)
+            following = self._start()
+        except BaseException:
+            self.load_state_dict(self._state)
+            raise
+        self._state, self._ahead = ahead.state, following
+        return handles
+
+    def _start(self) -> _Ahead | None:
+        prompts = next(self._batches, None)
+        if prompts is None:
+            return None
+        return _Ahead(pending=self.pool.start(prompts), state=self.prompts.state_dict())
+
+    def _remaining(self) -> Iterator[list[Prompt]]:
+        while self.prompts.epoch < self.max_num_epochs:
+            yield from self.prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the source behind the last batch that `next` returned; JSON-able."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. What was tokenised ahead is dropped.
+
+        Raises:
+            ValueError: when the settings that decide the order are not those of the state.
+        """
+        self.prompts.load_state_dict(state)
+        self._state = state
+        self._batches = self._remaining()
+        self._ahead = None
+
+
+logger = logging.getLogger(__name__)
+
+NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
+NUM_TRIED_ROWS = 32
+# What decides tokens, besides a processor's own module.
+CODE_OF_TOKENS = ("chat/template.py", "chat/messages.py", "rows/example_processors.py", "rows/examples.py")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleTask:
+    """How the rows of one task become tokens."""
+
+    spec: TaskDataSpec
+    processor: ExampleProcessor
+    processor_name: str  # as configured
+    sequences_per_row: int  # 2: chosen and rejected
+    columns: Mapping[str, str] = field(default_factory=dict)  # of a row -> of the table it came from, where they differ
+
+
+@dataclass(frozen=True)
+class ExampleMaker:
+    """Tokenises a row: the `MakeExample` of conversations and of preferences. Picklable.
+
+    `roles_to_train_on`: the messages whose tokens carry loss, of a preference those of its answers; "all" is every
+    token. `only_unmask_final` leaves the last message alone. The first token of a sequence never carries loss: nothing
+    predicts it.
+    """
+
+    tasks: Mapping[str, ExampleTask]
+    tokenizer: PreTrainedTokenizerFast
+    max_length: int  # data.max_input_seq_length
+    roles_to_train_on: Sequence[str] | Literal["all"] = ("assistant",)
+    only_unmask_final: bool = False
+    add_bos: bool = True
+    add_eos: bool = True
+    add_generation_prompt: bool = True
+
+    def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+        """The sequence of a row, or chosen and rejected, and what the controller is told; see `MakeExample`.
+
+        A row that cannot be used, whatever the reason, is a `problem`: nothing a row holds raises.
+        """
+        try:
+            return self.make(prompt)
+        except ValueError as error:
+            return self._bad_row(prompt, str(error))
+
+    def _bad_row(self, prompt: Prompt, text: str) -> tuple[list[Example], ExampleMeta]:
+        count = self.tasks[prompt.task_name].sequences_per_row
+        names = [prompt.prompt_id] if count == 1 else [f"{prompt.prompt_id}/{name}" for name in ("chosen", "rejected")]
+        examples = [
+            Example(sample_id=name, token_ids=np.zeros(1, dtype=np.int32), token_mask=np.zeros(1, dtype=bool))
+            for name in names
+        ]
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=(1,) * count,
+            num_loss_tokens=0,
+            problem=text,
+            problem_kind="bad_row",
+        )
+        return examples, meta
+
+    def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+        """As a call, but a row without what it needs raises.
+
+        Raises:
+            ValueError: naming row and column: a missing column, a role that the chat template refuses, a token that
+                the tokenizer does not have.
+        """
+        task = self.tasks[prompt.task_name]
+        if BAD_ROW in prompt.row:
+            raise ValueError(f"row {prompt.prompt_id}: {prompt.row[BAD_ROW]}")
+        try:
+            datum: Any = task.processor(
+                prompt.row,
+                task.spec,
+                self.tokenizer,
+                self.max_length,
+                prompt.idx,
+                add_bos=self.add_bos,
+                add_eos=self.add_eos,
+                add_generation_prompt=self.add_generation_prompt,
+            )
+        except KeyError as error:
+            column = task.columns.get(str(error.args[0]), error.args[0])
+            raise ValueError(
+                f"row {prompt.prompt_id} has no column {column!r}, which processor {task.processor_name!r} needs; it "
+                f"has: {', '.join(prompt.row)}"
+            ) from error
+        except ValueError as error:
+            raise ValueError(_in_terms_of_table(f"row {prompt.prompt_id}: {error}", task)) from error
+        names = {"chosen": "chosen", "rejected": "rejected"} if "message_log_chosen" in datum else {"": "messages"}
+        logs = {name: datum[f"message_log_{name}" if name else "message_log"] for name in names}
+        examples = [
+            self._example(f"{prompt.prompt_id}/{name}" if name else prompt.prompt_id, log) for name, log in logs.items()
+        ]
+        examples[0].margin = float(datum.get("margin", 0.0))
+        lengths = {column: int(datum[f"length_{name}" if name else "length"]) for name, column in names.items()}
+        problem = datum.get("problem") or self._problem(list(logs.values()), examples, lengths)
+        if problem is not None:
+            examples = [_stub(example) for example in examples]
+        text = problem and _in_terms_of_table(
+            f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task
+        )
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=tuple(len(example.token_ids) for example in examples),
+            num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
+            problem=text,
+            problem_kind=problem.kind if problem else "",
+        )
+        return examples, meta
+
+    def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
+        decided = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
+        if self.roles_to_train_on == "all":
+            roles = {message["role"] for message in log}
+            log = [{"role": message["role"], "token_ids": message["token_ids"]} for message in log]
+        else:
+            roles = set(self.roles_to_train_on)
+            log = [dict(message) for message in log]
+        add_loss_mask_to_message_log([log], sorted(roles), self.only_unmask_final)
+        masks = [decided.get(i, message["token_loss_mask"]) for i, message in enumerate(log)]
+        token_ids = torch.cat([torch.as_tensor(message["token_ids"]) for message in log])
+        token_mask = torch.cat([torch.as_tensor(mask) for mask in masks]).bool()
+        token_mask[:1] = False
+        return Example(sample_id=sample_id, token_ids=token_ids.numpy().astype(np.int32), token_mask=token_mask.numpy())
+
+    def _problem(
+        self, logs: list[LLMMessageLogType], examples: list[Example], lengths: Mapping[str, int]
+    ) -> Problem | None:
+        for log, example, (column, length) in zip(logs, examples, lengths.items(), strict=True):
+            last = log[-1]["role"]
+            if last == "user" and self.roles_to_train_on != "all" and last not in self.roles_to_train_on:
+                return Problem("ends_with_user", column, "the conversation ends with the user: there is no answer")
+            if length > self.max_length:
+                return Problem(
+                    "too_long", column, f"{length} tokens, more than data.max_input_seq_length={self.max_length}"
+                )
+            if not example.token_mask.any():
+                roles = ", ".join(dict.fromkeys(str(message["role"]) for message in log))
+                trained = (
+                    self.roles_to_train_on if isinstance(self.roles_to_train_on, str) else list(self.roles_to_train_on)
+                )
+                return Problem(
+                    "no_loss_tokens", column, f"no token carries loss: roles {roles}, roles_to_train_on {trained}"
+                )
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """What the configuration says of tokens and masks, tokenizer apart; a run that continues another shares it."""
+        roles = self.roles_to_train_on
+        return {
+            "max_input_seq_length": self.max_length,
+            "roles_to_train_on": roles if isinstance(roles, str) else list(roles),
+            "only_unmask_final": self.only_unmask_final,
+            "add_bos": self.add_bos,
+            "add_eos": self.add_eos,
+            "add_generation_prompt": self.add_generation_prompt,
+            "tasks": {
+                name: {
+                    "processor": task.processor_name,
+                    "prompt": task.spec.prompt,
+                    "system_prompt": task.spec.system_prompt,
+                    "columns": dict(task.columns),
+                }
+                for name, task in self.tasks.items()
+            },
+        }
+
+    def fingerprint(self) -> str:
+        """32 hexadecimal digits that change with everything but the row that decides its tokens, the code included."""
+        digest = hashlib.sha256()
+
+        def add(*values: Any) -> None:
+            digest.update(repr(values).encode() + b"\0")
+
+        add(self.tokenizer.backend_tokenizer.to_str(), self.tokenizer.chat_template, self.tokenizer.special_tokens_map)
+        add(transformers.__version__, tokenizers.__version__, TEMPLATE_TIME)
+        add(json.dumps(self.settings(), sort_keys=True))
+        modules = {inspect.getsourcefile(inspect.unwrap(task.processor)) for task in self.tasks.values()}
+        own = {str(Path(__file__).parents[1] / name) for name in CODE_OF_TOKENS}
+        for path in sorted({str(module) for module in modules if module} | own, key=lambda path: Path(path).name):
+            add(Path(path).name, Path(path).read_bytes())
+        return digest.hexdigest()[:32]
+
+
+def _in_terms_of_table(text: str, task: ExampleTask) -> str:
+    for column, source in task.columns.items():
+        text = text.replace(f"column {column!r}", f"column {source!r}")
+    return text
+
+
+def _stub(example: Example) -> Example:
+    kept = example.token_ids[:NUM_STUB_TOKENS]
+    kept = kept if len(kept) else np.zeros(1, dtype=np.int32)
+    return Example(
+        sample_id=example.sample_id, token_ids=kept, token_mask=np.zeros(len(kept), dtype=bool), margin=example.margin
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedRows(StreamedTable):
+    """A dataset that is read as it is needed. Prompt ids are `<name>:<number of the row>`."""
+
+    name: str
+    task_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSetup:
+    """What `setup_examples` returns."""
+
+    train: PromptDataset | list[StreamedRows]  # the latter when data.train[].streaming
+    validation: dict[str, PromptDataset]
+    tasks: dict[str, ExampleTask]
+
+
+def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
+    """Load all datasets and find their processors and prompt files.
+
+    Raises:
+        ValueError, FileNotFoundError: for an unknown dataset or processor, a missing file or column, an empty dataset;
+            the message says what there is.
+    """
+    book: TaskBook[ExampleTableConfig, ExampleTask] = TaskBook(_make_task, _task_settings)
+    train: list[NamedRows] = []
+    streams: list[StreamedRows] = []
+    held_out: list[NamedRows] = []
+    for dataset in cfg.train:
+        if dataset.streaming:
+            stream = load_stream(dataset)
+            name, task_name = book.name(dataset, "train"), book.task(dataset)
+            streams.append(StreamedRows(name=name, task_name=task_name, table=stream.table, convert=stream.convert))
+            continue
+        rows, rest = load_rows(dataset)
+        train.append(book.named(dataset, rows, "train"))
+        if rest is not None:
+            held_out.append(book.named(dataset, rest, "validation"))
+    validation = {DEFAULT_VALIDATION_SET: PromptDataset(held_out)} if held_out else {}
+    for name, dataset in cfg.validation_sets:
+        validation[name] = PromptDataset([book.named(dataset, load_rows(dataset)[0], "validation")])
+    return ExampleSetup(train=streams or PromptDataset(train), validation=validation, tasks=book.tasks)
+
+
+def _task_settings(cfg: ExampleTableConfig) -> tuple[Any, ...]:
+    columns = tuple(sorted(source_columns(cfg).items()))
+    return cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.system_prompt, cfg.processor, columns
+
+
+def _make_task(name: str, cfg: ExampleTableConfig) -> ExampleTask:
+    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
+    if cfg.system_prompt is not None:
+        spec.system_prompt = cfg.system_prompt
+    return ExampleTask(
+        spec=spec,
+        processor=find_example_processor(cfg.processor),
+        processor_name=cfg.processor,
+        sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
+        columns=source_columns(cfg),
+    )
+
+
+def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
+    """Tokenise up to 32 rows spread over the dataset, so that what is wrong with all of them is said at once.
+
+    `label` says which dataset it is, e.g. "data.train".
+
+    Raises:
+        ValueError: when a row lacks what the processor needs, or not one of them can be trained on; it lists why.
+    """
+    metas = [make.make(prompt)[1] for prompt in _some_prompts(dataset)]
+    bad = [meta for meta in metas if meta.problem is not None]
+    if not bad:
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(meta.problem_kind for meta in bad).most_common())
+    examples = "; ".join(str(meta.problem) for meta in {meta.problem_kind: meta for meta in reversed(bad)}.values())
+    if len(bad) == len(metas):
+        raise ValueError(f"{label}: not one of the {len(metas)} rows tried can be trained on ({kinds}): {examples}")
+    logger.warning(
+        "%s: %d of the %d rows tried are left out of training (%s): %s", label, len(bad), len(metas), kinds, examples
+    )
+
+
+def _some_prompts(dataset: PromptDataset | Sequence[StreamedRows]) -> Iterator[Prompt]:
+    if isinstance(dataset, PromptDataset):
+        for index in np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int)):
+            yield dataset[int(index)]
+        return
+    for stream in dataset:
+        # A copy: iterating a table moves the place that its state tells.
+        for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset)))):
+            yield Prompt(
+                prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name
+            )

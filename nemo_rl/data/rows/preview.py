@@ -1,0 +1,166 @@
+"""What the model will see of a dataset, token by token, and which tokens it learns from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from nemo_rl.data.rows.setup import PromptProcessor
+from nemo_rl.types import Example, ExampleMeta, MakeExample, Prompt
+
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
+CONTEXT_TOKENS = 5  # before a token, from which a tokenizer knows how to write it
+# Neighbouring tokens take turns, so that their borders are seen.
+CONTEXT_STYLES = ("grey62", "grey62 on grey19")
+LOSS_STYLES = ("black on green3", "black on pale_green1")
+SPECIAL_STYLE = " bold underline"
+
+
+@dataclass(frozen=True)
+class PromptPreview:
+    """The `MakeExample` of what is sampled from: a prompt, whose tokens carry no loss."""
+
+    process: PromptProcessor
+
+    def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
+        """The tokens of a prompt. Raises ValueError when the row lacks what its processor needs."""
+        datum = self.process(prompt)
+        ids = np.concatenate([np.asarray(message["token_ids"], dtype=np.int32) for message in datum["message_log"]])
+        is_out = datum["loss_multiplier"] == 0.0
+        limit = self.process.max_input_seq_length
+        meta = ExampleMeta(
+            prompt_id=prompt.prompt_id,
+            index=0,
+            lengths=(datum["length"],),
+            num_loss_tokens=0,
+            problem=f"row {prompt.prompt_id} has {datum['length']} tokens, more than data.max_input_seq_length={limit}"
+            if is_out
+            else None,
+            problem_kind="too_long" if is_out else "",
+        )
+        example = Example(sample_id=prompt.prompt_id, token_ids=ids, token_mask=np.zeros(len(ids), dtype=bool))
+        return [example], meta
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """The text of each token, special tokens included; of one that is a part of a character, its own name."""
+    names = tokenizer.convert_ids_to_tokens(list(token_ids))
+    texts = []
+    for end in range(1, len(token_ids) + 1):
+        begin = max(0, end - 1 - CONTEXT_TOKENS)
+        before, after = (
+            str(tokenizer.decode(list(token_ids[begin:stop]), clean_up_tokenization_spaces=False))
+            for stop in (end - 1, end)
+        )
+        whole = after.startswith(before) and "\ufffd" not in after[len(before) :] and len(after) > len(before)
+        texts.append(after[len(before) :] if whole else str(names[end - 1]))
+    return texts
+
+
+def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool) -> Text:
+    """A sequence, token by token: tokens that carry loss in green, or in [ ] where there are no colours."""
+    ids = example.token_ids.tolist()
+    special = set(tokenizer.all_special_ids) | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    text = Text()
+    learned_before = True
+    for position, (piece, number, learned) in enumerate(
+        zip(token_texts(tokenizer, ids), ids, example.token_mask.tolist(), strict=True)
+    ):
+        shown = piece.replace("\n", "↵\n")
+        if coloured:
+            style = (LOSS_STYLES if learned else CONTEXT_STYLES)[position % 2]
+            text.append(shown, style + SPECIAL_STYLE * (number in special))
+        else:
+            text.append(f"[{shown}]" if learned else shown if learned_before else f"|{shown}")
+        learned_before = learned
+    return text
+
+
+@dataclass(kw_only=True)
+class LengthSummary:
+    """Lengths and problems of rows, as they are added."""
+
+    num_rows: int = 0
+    lengths: list[int] = field(default_factory=list)  # of each sequence that is learned from
+    num_loss_tokens: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: dict[str, str] = field(default_factory=dict)  # of each kind of problem, the first
+
+    def add(self, meta: ExampleMeta) -> None:
+        self.num_rows += 1
+        if meta.problem is None:
+            self.lengths += meta.lengths
+            self.num_loss_tokens += meta.num_loss_tokens
+        else:
+            self.kinds[meta.problem_kind] += 1
+            self.reasons.setdefault(meta.problem_kind, meta.problem)
+
+    def show(self, console: Console, total: int | None) -> None:
+        """Print quantiles of the lengths, and how many rows are left out and why. `total`: rows of the dataset."""
+        of_all = "" if total is None else f" of {total}"
+        console.print(Text(f"{self.num_rows}{of_all} rows, {len(self.lengths)} sequences", style="bold"))
+        if self.lengths:
+            table = Table("tokens", *(_quantile_name(q) for q in QUANTILES), "mean", "sum")
+            values = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
+            mean = f"{np.mean(self.lengths):.1f}"
+            table.add_row("per sequence", *(str(value) for value in values), mean, str(sum(self.lengths)))
+            console.print(table)
+            share = self.num_loss_tokens / sum(self.lengths)
+            console.print(Text(f"{self.num_loss_tokens} tokens carry loss, {share:.1%} of all"))
+        console.print(Text(f"{self.kinds.total()} rows are left out" + (":" if self.kinds else "")))
+        for kind, number in self.kinds.most_common():
+            console.print(Text(f"  {number} {kind}, e.g. {self.reasons[kind]}", style="yellow"), soft_wrap=True)
+
+
+def _quantile_name(quantile: float) -> str:
+    return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(quantile, f"{quantile:.0%}")
+
+
+def show_rows(
+    console: Console,
+    prompts: Sequence[Prompt],
+    make: MakeExample,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_shown: int,
+    total: int | None,
+    note: str = "",
+) -> None:
+    """Print the first `num_shown` rows token by token, then a summary of all `prompts` and the `note`.
+
+    Raises:
+        ValueError: when a row lacks what is needed, where `make` does not count that as a problem (`PromptPreview`).
+    """
+    summary = LengthSummary()
+    for number, prompt in enumerate(prompts):
+        examples, meta = make(prompt)
+        summary.add(meta)
+        if number < num_shown:
+            _show_row(console, examples, meta, tokenizer)
+    console.rule()
+    summary.show(console, total)
+    if note:
+        console.print(Text(note))
+
+
+def _show_row(
+    console: Console, examples: Sequence[Example], meta: ExampleMeta, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    console.rule(Text(f"row {meta.prompt_id}"))
+    if meta.problem is not None:
+        console.print(Text(f"left out ({meta.problem_kind}): {meta.problem}", style="yellow"), soft_wrap=True)
+        return
+    for example in examples:
+        counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
+        margin = f", margin {example.margin:g}" if example.margin else ""
+        console.print(Text(f"{example.sample_id}: {counts}{margin}", style="bold"), soft_wrap=True)
+        console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)

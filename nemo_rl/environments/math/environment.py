@@ -1,0 +1,104 @@
+"""Mathematics problems with a known answer: reward 1 when the conversation gives it, else 0, after one turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import torch
+
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.environments.config import MathEnvironmentConfig
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.math.verification import exact_integer
+from nemo_rl.environments.math.verifier_pool import Verification, VerificationResult, VerifierPool, died
+from nemo_rl.types import LLMMessageLogType
+
+
+class MathMetadata(TypedDict):
+    """What the processors give: the expected answer."""
+
+    ground_truth: str
+
+
+class MathEnvironment(EnvironmentInterface[MathMetadata]):
+    """Verifies the assistant's turns, joined, against `metadata["ground_truth"]`."""
+
+    def __init__(self, cfg: MathEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = cfg if isinstance(cfg, MathEnvironmentConfig) else MathEnvironmentConfig(**cfg)
+        is_math = self.cfg.verifier_type == "math"
+        self.verifier: str = self.cfg.math_verify_impl if is_math else self.cfg.verifier_type
+        self.pool = VerifierPool(self.cfg.num_workers, self.cfg.verify_timeout_s)
+        self.num_timed_out = 0  # since the metrics were last asked for
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MathMetadata]
+    ) -> EnvironmentReturn[MathMetadata]:
+        """One turn, then the episode is over. A verification that ended its process has no verdict: see `failures`."""
+        jobs = [
+            Verification(
+                verifier=self.verifier,
+                response="".join(str(message["content"]) for message in log if message["role"] == "assistant"),
+                ground_truth=str(truth["ground_truth"]),
+            )
+            for log, truth in zip(message_log_batch, metadata, strict=True)
+        ]
+        results = self._verify(jobs)
+        return EnvironmentReturn(
+            observations=[
+                {"role": "environment", "content": f"Environment: {'correct' if result.correct else 'incorrect'}"}
+                for result in results
+            ],
+            metadata=metadata,
+            next_stop_strings=[None] * len(results),
+            rewards=torch.tensor([float(result.correct) for result in results]),
+            terminateds=torch.ones(len(results)),
+            answers=[result.answer for result in results],
+            failures=[
+                died(job) if result.failure == "died" else None for job, result in zip(jobs, results, strict=True)
+            ],
+        )
+
+    def _verify(self, jobs: list[Verification]) -> list[VerificationResult]:
+        results: list[VerificationResult | None] = []
+        for job in jobs:
+            certain = exact_integer(job.response, job.ground_truth) if self.verifier == "hf_math_verify" else None
+            results.append(VerificationResult(correct=certain[0], answer=certain[1]) if certain else None)
+        open_jobs = [i for i, result in enumerate(results) if result is None]
+        for i, result in zip(open_jobs, self.pool.verify([jobs[i] for i in open_jobs]), strict=True):
+            results[i] = result
+            self.num_timed_out += result.failure == "timeout"
+        return [result for result in results if result is not None]
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B],
+        `prompt_lengths` [B] and `group_id` (or, in its absence, the prompt's `text`), a list; rewards of samples that
+        did not end by themselves become 0. `num_verifications_timed_out` counts since the last call; they were wrong.
+        """
+        num_timed_out, self.num_timed_out = self.num_timed_out, 0
+        ended = batch["is_end"].float()
+        rewards = batch["rewards"] * ended
+        batch["rewards"] = rewards
+        groups: dict[str, list[float]] = defaultdict(list)
+        for group, reward in zip(
+            batch["group_id"] if "group_id" in batch else batch["text"], rewards.tolist(), strict=True
+        ):
+            groups[group].append(reward)
+        correct = batch["generation_lengths"][rewards == 1].float()
+        return batch, {
+            "accuracy": rewards.mean().item(),
+            "pass@samples_per_prompt": sum(max(values) == 1 for values in groups.values()) / len(groups),
+            "fraction_of_samples_properly_ended": ended.mean().item(),
+            "num_problems_in_batch": float(len(ended)),
+            "num_verifications_timed_out": float(num_timed_out),
+            "generation_lengths": batch["generation_lengths"].float().mean().item(),
+            "prompt_lengths": batch["prompt_lengths"].float().mean().item(),
+            "correct_solution_generation_lengths": correct.mean().item() if len(correct) else 0.0,
+        }
+
+    def shutdown(self) -> None:
+        """End the verifier processes."""
+        self.pool.close()

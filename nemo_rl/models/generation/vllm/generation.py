@@ -1,0 +1,210 @@
+"""The driver's handle of all vLLM replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerError, first_line
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
+from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.interfaces import TENANT, DraftCounts, GenerationInterface
+from nemo_rl.models.generation.vllm.worker import check_vllm_kwargs
+from nemo_rl.refit.buffers import host_copy_environment
+from nemo_rl.refit.transfer import Transport
+from nemo_rl.utils.venvs import python_executable_for
+
+logger = logging.getLogger(__name__)
+
+WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
+SPANNING = "nemo_rl.models.generation.vllm.follower.start_rank"
+# Libraries greet every process with notes on CUDA and NUMA that say nothing on a CPU machine.
+CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
+
+
+class VllmGeneration(GenerationInterface):
+    """One engine per data-parallel replica, on `vllm_cfg.engine_size` bundles: neighbours on one node, or whole nodes.
+
+    Args:
+        cluster: the bundles, all of which are used; with colocated generation the policy's own.
+        cfg: `policy.generation`.
+        model: directory or hub name of the model. With `load_format="dummy"` its configuration alone is read: the
+            weights come from the policy with the first sync.
+        tokenizer: directory or hub name of the tokenizer.
+        seed: of the run.
+        accelerator: generation registers there as "generation"; None leaves `onload` and `offload` to the caller.
+        hf_overrides: values that replace those of the model's config.json, as in training.
+        load_format: "auto" reads the weights of `model` (evaluation, tests).
+        num_replicas: fewer replicas than there is room for.
+        return_routed_experts: completions say which experts every token went through.
+
+    Raises:
+        ValueError: when the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
+    """
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        cfg: GenerationConfig,
+        *,
+        model: str,
+        tokenizer: str,
+        seed: int,
+        accelerator: Accelerator | None = None,
+        hf_overrides: dict[str, Any] | None = None,
+        load_format: Literal["dummy", "auto"] = "dummy",
+        num_replicas: int | None = None,
+        name_prefix: str = "generation",
+        timeout_s: float | None = None,
+        return_routed_experts: bool = False,
+    ) -> None:
+        check_vllm_kwargs(cfg)
+        self._cluster = cluster
+        self._accelerator = accelerator
+        self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
+        if num_replicas is not None:
+            if not 1 <= num_replicas <= len(self._bundle_groups):
+                raise ValueError(f"{num_replicas} replicas asked for where {len(self._bundle_groups)} have room")
+            self._bundle_groups = self._bundle_groups[:num_replicas]
+        self._name_prefix = name_prefix
+        self._timeout_s = timeout_s
+        self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
+        if hf_overrides:
+            cfg = cfg.model_copy(update={"vllm_kwargs": {**cfg.vllm_kwargs, "hf_overrides": hf_overrides}})
+        self._args = (model, tokenizer, cfg)
+        self._kwargs: dict[str, Any] = {
+            "device": "cuda" if cluster.use_gpus else "cpu",
+            "seed": seed,
+            "load_format": load_format,
+            "return_routed_experts": return_routed_experts,
+            "weight_transfer": weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
+        }
+        self._bytes_of_ended = 0
+        cluster.bundles()  # booked here, once, before the replicas start side by side
+        self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
+        if accelerator is not None:
+            accelerator.register(TENANT, self.onload, self.offload, on_device=True)
+
+    @property
+    def name_prefix(self) -> str:
+        return self._name_prefix
+
+    @property
+    def workers(self) -> list[Any]:
+        return [replica.workers[0] for replica in self._replicas]
+
+    @property
+    def controller_tensor_bytes(self) -> int:
+        return self._bytes_of_ended + sum(replica.controller_tensor_bytes for replica in self._replicas)
+
+    @property
+    def num_engine_ranks(self) -> int:
+        """Processes that compute, of all engines together."""
+        return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
+
+    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
+        self._call_all("init_weight_transfer", init_info)
+
+    def start_weight_update(self, *, clear_cache: bool = True) -> None:
+        self._call_all("start_weight_update", clear_cache=clear_cache)
+
+    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
+        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
+
+    def wait(self, futures: Sequence[Any]) -> None:
+        wait_groups(self._replicas, futures)
+
+    def finish_weight_update(self, version: int) -> None:
+        self._call_all("finish_weight_update", version)
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        self._call_all("onload", list(tags) if tags is not None else None)
+
+    def offload(self) -> None:
+        self._call_all("offload")
+
+    def reset_prefix_cache(self) -> None:
+        self._call_all("reset_prefix_cache")
+
+    def num_generated_tokens(self) -> int:
+        return sum(counters["num_generated_tokens"] for counters in self._call_all("counters"))
+
+    def draft_counts(self) -> DraftCounts:
+        return sum(self._call_all("draft_counts"), DraftCounts())
+
+    def dead_workers(self) -> list[int]:
+        dead = []
+        limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as long as whoever waits for answers
+        for index, replica in enumerate(self._replicas):
+            try:
+                replica.call_all("check_health", timeout_s=limit_s)
+            except WorkerError as error:
+                logger.warning("%s", first_line(error))
+                dead.append(index)
+        return dead
+
+    def abandon_requests(self) -> None:
+        self._call_all("abandon_requests")
+
+    def restart_worker(self, index: int) -> None:
+        old = self._replicas[index]
+        present = self._accelerator.present if self._accelerator is not None else None
+        if self._accelerator is not None and present is not None and present != TENANT:
+            self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
+        logger.warning("restarting %s", old.name_prefix)
+        self._bytes_of_ended += old.controller_tensor_bytes
+        old.shutdown()
+        self._replicas[index] = self._start(index)
+
+    def shutdown(self) -> None:
+        for replica in self._replicas:
+            replica.shutdown("shutdown")
+
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return wait_groups(
+            self._replicas, [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
+        )
+
+    def _start(self, index: int) -> RayWorkerGroup:
+        # A group of its own for each replica, so that one can be ended and started anew.
+        nodes = self._bundle_groups[index]
+        return RayWorkerGroup(
+            self._cluster,
+            RayWorkerBuilder(WORKER if len(nodes) == 1 else SPANNING, *self._args, replica=index, **self._kwargs),
+            name_prefix=f"{self._name_prefix}-{index}",
+            bundle_groups=nodes,
+            py_executable=self._py_executable,
+            env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
+            timeout_s=self._timeout_s,
+        )
+
+
+def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
+    """The bundles of each engine, by node: neighbours on one node, or all of several nodes.
+
+    Raises ValueError when nodes and engines do not divide one another.
+    """
+    by_node, size = cluster.bundles_by_node(), cfg.engine_size
+    per_node = len(by_node[0])
+    if size > per_node and size % per_node == 0 and {len(node) for node in by_node} == {per_node}:
+        nodes_each = size // per_node
+        if len(by_node) % nodes_each == 0 and per_node % cfg.tensor_parallel_size == 0:
+            return [by_node[start : start + nodes_each] for start in range(0, len(by_node), nodes_each)]
+    for rank, node in enumerate(by_node):
+        if len(node) % size:
+            raise ValueError(
+                f"policy.generation.vllm_cfg: engines of tensor_parallel_size={cfg.tensor_parallel_size} x "
+                f"pipeline_parallel_size={cfg.pipeline_parallel_size} do not divide the {len(node)} ranks of node "
+                f"{rank}; {', '.join(str(n) for n in range(1, len(node) + 1) if len(node) % n == 0)} would"
+            )
+    return [[node[start : start + size]] for node in by_node for start in range(0, len(node), size)]
+
+
+def weight_transfer_backend(cfg: GenerationConfig, *, use_gpus: bool) -> Transport:
+    """The transport between policy and generation, on the same devices or on others."""
+    if not cfg.colocated.enabled:
+        return "packed_collective"
+    return "packed_ipc" if use_gpus else "packed_shm"

@@ -1,0 +1,338 @@
+"""Receives the policy's weights inside vLLM's worker process.
+
+Importing this module (vLLM does, through `worker_extension_cls`) registers the engines `packed_shm`, `packed_ipc` and
+`packed_collective` in vLLM's weight-transfer registry. `weight_transfer_config={"backend": ...}` chooses; the four
+phases carry
+
+    init    `{"layout": PackLayout.to_dict(), "endpoints": {key: endpoint}, "replica": int}`, once
+    start   nothing
+    update  `{"version": int, "bucket": int, "fingerprints": bytes}`, per bucket
+    finish  nothing
+
+Weights reach the model in one of two ways:
+
+* in place: for a model whose layers use their weights as they are loaded (unquantised, not repacked). The model's own
+  `load_weights` is run once on tensors without data, and every copy it would make is recorded: which part of which
+  tensor goes into which part of which parameter, fused and tensor-parallel layers included. A sync is then these copies
+  and nothing else: no memory is allocated, no Python runs per module, and the addresses in captured graphs stay valid.
+* reload: everything else goes through vLLM's layerwise reload, which loads into fresh memory and processes it
+  (quantises, repacks) as after a start from disk.
+
+Adapters that come by themselves are added to weights in place; with reload they are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from nemo_rl.models.generation.vllm import batch_invariance as vllm_batch_invariance
+from nemo_rl.models.generation.vllm import speculation as vllm_speculation
+from nemo_rl.models.generation.vllm.routed_experts import ExpertRecorder
+from nemo_rl.refit.layout import PackLayout, Segment, TensorMeta
+from nemo_rl.refit.transfer import RefitError, Transport, WeightReceiver, attach_buffer
+
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+
+@dataclass
+class PackedInitInfo(WeightTransferInitInfo):
+    """Once: where everything lies, and the buffers by the place (node or GPU) they can be reached from.
+
+    `replica`: number of this engine among those of the run.
+    """
+
+    layout: dict[str, Any]
+    endpoints: dict[str, dict[str, Any]]
+    replica: int = 0
+
+
+@dataclass
+class PackedUpdateInfo(WeightTransferUpdateInfo):
+    """One bucket lies in the buffer; `fingerprints` holds a uint64 for each of its pieces."""
+
+    version: int
+    bucket: int
+    fingerprints: bytes
+
+
+class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpdateInfo]):
+    """vLLM's side of a transport."""
+
+    init_info_cls = PackedInitInfo
+    update_info_cls = PackedUpdateInfo
+    transport: Transport
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receiver: WeightReceiver | None = None
+        self._why_reload: str | None = None
+        self._targets: list[list[Segment]] | None = None
+        self._addresses: list[int] = []
+        self._expected: set[str] = set()
+        self._loaded: set[str] = set()
+        self._updating = False  # a bucket has arrived since the start
+
+    def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
+        """Attach to the policy's buffer; a second call attaches to another one. RefitError when none is reachable.
+
+        A collective returns when all engines have called it.
+        """
+        self.shutdown()
+        self._targets = None  # they go with the layout
+        layout = PackLayout.from_dict(init_info.layout)
+        receiver = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
+        buffer = attach_buffer(self.transport, init_info.endpoints, self.device, receiver)
+        self._receiver = WeightReceiver(layout, self.transport, buffer)
+
+    def start_weight_update(self) -> None:
+        """Find out where weights go (first time, or when the model's memory has moved) and get ready for buckets."""
+        if self._receiver is None:
+            raise RefitError(f"{self.transport}: init_transfer_engine must come before the first sync")
+        self._updating = False
+        self._why_reload = _why_not_in_place(self.model)
+        if self._why_reload is None:
+            addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+            if self._targets is None or addresses != self._addresses:
+                self._trace()
+                self._addresses = addresses
+        if self._why_reload is not None and self._receiver.layout.num_base_buckets:
+            raise RefitError(
+                f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
+                f"they are loaded, and {self._why_reload}; set it to merged"
+            )
+        if self._why_reload is not None:
+            logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
+            self._expected = {name for name, _ in self.model.named_parameters()}
+            self._loaded = set()
+            if self.device.type == "cpu":
+                _repack_experts(self.model)
+            initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: PackedUpdateInfo) -> None:
+        """Check one bucket and put it into the model. RefitError naming version, bucket and tensor."""
+        assert self._receiver is not None
+        if not self._updating:
+            in_place = self._why_reload is None
+            targets, load = (self._targets, None) if in_place else (None, self._load)
+            self._receiver.begin(update_info.version, targets=targets, load=load)
+            self._updating = True
+        self._receiver.receive(update_info.bucket, update_info.fingerprints)
+
+    def finish_weight_update(self) -> None:
+        """Refuse an incomplete sync, then bring what depends on the weights up to date."""
+        assert self._receiver is not None
+        if not self._updating:
+            raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
+        self._receiver.finish()
+        self._updating = False
+        if self._why_reload is not None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.model_config.quantization is None:
+                self._refuse_stale(self._expected - self._loaded)
+        if self.device.type == "cpu":
+            _pack_again(self.model)
+
+    def shutdown(self) -> None:
+        """Let go of the policy's buffer."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        with disable_mtp_completeness_check():
+            self._loaded |= self.model.load_weights(weights) or set()
+
+    def _trace(self) -> None:
+        assert self._receiver is not None
+        self._targets = None
+        try:
+            targets, stale = trace_load(self.model, self._receiver.layout.weights)
+        except NotTraceable as error:
+            self._why_reload = str(error)
+            return
+        self._refuse_stale(stale)
+        self._targets = targets
+
+    def _refuse_stale(self, names: Iterable[str]) -> None:
+        if stale := sorted(names):
+            raise RefitError(
+                f"{self.transport}: the policy does not send (all of) {len(stale)} of the engine's parameters, which "
+                f"would stay as they were: {', '.join(stale[:10])}"
+            )
+
+
+class PackedShmEngine(PackedWeightTransferEngine):
+    """Through shared memory of the node."""
+
+    transport: Transport = "packed_shm"
+
+
+class PackedIpcEngine(PackedWeightTransferEngine):
+    """Through memory of the GPU that policy and generation share."""
+
+    transport: Transport = "packed_ipc"
+
+
+class PackedCollectiveEngine(PackedWeightTransferEngine):
+    """From devices of the policy to others, in a process group made for it."""
+
+    transport: Transport = "packed_collective"
+
+
+WeightTransferEngineFactory.register_engine("packed_shm", PackedShmEngine)
+WeightTransferEngineFactory.register_engine("packed_ipc", PackedIpcEngine)
+WeightTransferEngineFactory.register_engine("packed_collective", PackedCollectiveEngine)
+
+
+class WorkerExtension:
+    """Given to vLLM as `worker_extension_cls`, which also imports this module in the worker process."""
+
+    _weight_update_active: bool  # vLLM's own, like the next one
+    model_runner: Any
+    expert_recorder: ExpertRecorder
+
+    def record_experts(self) -> None:
+        """Record from now on through which experts the tokens of every request go."""
+        from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+        layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
+        self.expert_recorder = ExpertRecorder(self.model_runner, layers)
+
+    def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]:
+        """See `ExpertRecorder.take`."""
+        return self.expert_recorder.take(request_id, num_tokens)
+
+    def abandon_weight_update(self) -> None:
+        """Forget a sync that was begun and not finished, as when its sender died; nothing to do without one.
+
+        vLLM has no call for it and refuses to begin another. The weights are undefined until the next sync.
+        """
+        self._weight_update_active = False
+
+    def make_pipeline_buffers(self) -> None:
+        """What a stage receives from the one before. vLLM makes them in a trial run that it leaves out on a CPU."""
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+
+# On a GPU nothing is replaced; on a CPU the linear layers must be replaced before the model is built.
+vllm_batch_invariance.enable()
+vllm_speculation.enable()
+
+
+# -- where weights go
+
+
+class NotTraceable(Exception):
+    """Loading does more than copy parts of a tensor into parameters; the text says what."""
+
+
+class _CopyRecorder(TorchDispatchMode):
+    """Records copies from the tensors being loaded into memory of the model, and performs none of them."""
+
+    def __init__(self, sources: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._index = {_storage(source): index for index, source in enumerate(sources)}
+        self.segments: list[list[Segment]] = [[] for _ in sources]
+        self.written: dict[int, int] = {}  # storage -> elements written, fills included
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is aten.copy_.default:
+            target, part = args[0], args[1]
+            if _storage(part) not in self._index:
+                raise NotTraceable("a weight is computed from the tensor before it is stored")
+            if part.shape != target.shape or target.is_meta:
+                raise NotTraceable(f"a part of shape {list(part.shape)} is stored as {list(target.shape)}")
+            segment = Segment(tuple(part.shape), part.stride(), part.storage_offset(), target.detach())
+            self.segments[self._index[_storage(part)]].append(segment)
+            self._count(target)
+            return target
+        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding: written when the model was built
+            self._count(args[0])
+            return args[0]
+        if func._schema.is_mutable or func is aten._local_scalar_dense.default:
+            raise NotTraceable(f"loading calls {func}")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, target: torch.Tensor) -> None:
+        key = _storage(target)
+        self.written[key] = self.written.get(key, 0) + target.numel()
+
+
+def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[list[list[Segment]], list[str]]:
+    """Where `model.load_weights` would put each tensor, and the parameters it would not write in full.
+
+    Raises:
+        NotTraceable: when loading is not a matter of copies.
+        ValueError: from the model, for a name it does not know.
+    """
+    sources = [torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in tensors]
+    recorder = _CopyRecorder(sources)
+    with torch.no_grad(), disable_mtp_completeness_check(), recorder:
+        model.load_weights((meta.name, source) for meta, source in zip(tensors, sources, strict=True))
+    sizes: dict[int, int] = {}
+    for parameter in model.parameters():
+        sizes[_storage(parameter)] = sizes.get(_storage(parameter), 0) + parameter.numel()
+    stale = [n for n, p in model.named_parameters() if recorder.written.get(_storage(p), 0) < sizes[_storage(p)]]
+    return recorder.segments, stale
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _why_not_in_place(model: torch.nn.Module) -> str | None:
+    """Why weights cannot simply be written into the parameters; None when they can."""
+    for name, module in model.named_modules():
+        if hasattr(module, "quant_method") and isinstance(method := module.quant_method, QuantizeMethodBase):
+            if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+                return f"{name} uses {type(method).__name__}"
+            if "weight" in module._parameters and module.weight.numel() == 0:
+                return f"{name} keeps a repacked copy of its weight only"
+        if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
+            return f"{name} ({type(module).__name__}) derives tensors from its weights"
+    return None
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Have the reload pack the experts' weights for the CPU kernel.
+
+    vLLM packs them only while it sets the kernel up, and a reload keeps the kernel: unpacked weights would land in the
+    memory of packed ones.
+    """
+    for module in model.modules():
+        if hasattr(module, "quant_method") and isinstance(method := module.quant_method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """Layers that keep their weight and a repacked copy of it (a head tied to its embedding does) get a new copy."""
+    for module in model.modules():
+        packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
+        if packed and not isinstance(module.cpu_linear, vllm_batch_invariance.RowInvariantLinear):
+            layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)

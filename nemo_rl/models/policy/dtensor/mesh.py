@@ -1,0 +1,80 @@
+"""The ranks of a policy on named axes, and the groups that the parts of training talk through.
+
+    arange(world).reshape(pipeline_parallel, dp_replicate, dp_shard, context_parallel, tensor_parallel)
+
+Neighbouring ranks share tensors (the most traffic), then sequences, then parameters; pipeline stages lie furthest
+apart. Experts live on a second arrangement of the same ranks, in which the ranks that shard parameters
+(dp_shard x context_parallel) are (expert_shard x expert_parallel).
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nemo_rl.models.policy.layout import ParallelSizes
+
+AXES = ("pipeline_parallel", "dp_replicate", "dp_shard", "context_parallel", "tensor_parallel")
+EXPERT_AXES = ("pipeline_parallel", "dp_replicate", "expert_shard", "expert_parallel", "tensor_parallel")
+
+
+class ParallelMesh:
+    """This rank's place, and the meshes and groups of its neighbours. Construction is a collective.
+
+    Attributes:
+        fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel); 2-D with the copies (HSDP) in front.
+        tensor: 1-D mesh, or None when the size is 1. `context`, `pipeline` likewise.
+        expert: 1-D mesh of the ranks that share experts, or None.
+        expert_fsdp: ranks that shard each expert's parameters, 1-D; 2-D with the copies in front.
+        data_group: the ranks that hold different samples and are otherwise at this rank's place.
+    """
+
+    def __init__(self, device_type: str, sizes: ParallelSizes) -> None:
+        assert sizes.world_size == dist.get_world_size()
+        self.sizes = sizes
+        self.world = init_device_mesh(device_type, tuple(getattr(sizes, axis) for axis in AXES), mesh_dim_names=AXES)
+        shard = self.world["dp_shard", "context_parallel"]._flatten("fsdp_shard")
+        copies = self.world["dp_replicate"]
+        self.fsdp = shard if sizes.dp_replicate == 1 else DeviceMesh._concatenate([copies, shard])
+        data = self.world["dp_replicate", "dp_shard"]._flatten("data_parallel")
+        self.data_group = data.get_group()
+        self.data_rank: int = data.get_local_rank()
+        self.tensor = self._axis("tensor_parallel")
+        self.context = self._axis("context_parallel")
+        self.pipeline = self._axis("pipeline_parallel")
+        self.expert: DeviceMesh | None = None
+        self.expert_fsdp: DeviceMesh | None = None
+        if sizes.expert_parallel > 1:
+            shards = sizes.dp_shard * sizes.context_parallel
+            shape = (
+                sizes.pipeline_parallel,
+                sizes.dp_replicate,
+                shards // sizes.expert_parallel,
+                sizes.expert_parallel,
+                sizes.tensor_parallel,
+            )
+            experts = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)
+            self.expert = experts["expert_parallel"]
+            axes = ("expert_shard",) if sizes.dp_replicate == 1 else ("dp_replicate", "expert_shard")
+            self.expert_fsdp = experts[axes]
+
+    def _axis(self, name: str) -> DeviceMesh | None:
+        return self.world[name] if self.world[name].size() > 1 else None
+
+    @property
+    def context_rank(self) -> int:
+        return self.world["context_parallel"].get_local_rank()
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.world["pipeline_parallel"].get_local_rank()
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        return self.pipeline.get_group() if self.pipeline is not None else None
+
+    @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this is the first of the ranks that work on the same samples."""
+        axes = (self.tensor, self.context, self.pipeline)
+        return all(mesh is None or mesh.get_local_rank() == 0 for mesh in axes)

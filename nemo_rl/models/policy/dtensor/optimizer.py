@@ -1,0 +1,137 @@
+"""Any `torch.optim` optimizer and any chain of schedulers, by name."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
+
+from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+
+# -- The gradient's norm over every axis of the mesh, and clipping by it.
+
+
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter], max_norm: float | None, *, pipeline_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Scale the gradients in place to a 2-norm of at most `max_norm`; returns the norm before. Collective.
+
+    Every element of a gradient counts once: shards are summed over the ranks that share them, whichever mesh and axes
+    that is, and copies are not. Plain gradients count as copies. Nothing waits for the device. Where the norm is not
+    finite, gradients stay as they are; with `max_norm` None they always do.
+
+    Args:
+        parameters: all of this rank's, in the same order on the ranks of one pipeline stage. On a device mesh of FSDP,
+            tensor or expert parallelism the gradient is a DTensor that says so.
+        pipeline_group: ranks that hold other layers.
+
+    Returns:
+        float32 [], the same on every rank.
+    """
+    parameters = list(parameters)
+    assert parameters, "nothing is trained on this rank"
+    gradients = [_reduced(parameter) for parameter in parameters if parameter.grad is not None]
+    squares = _squares_by_groups(gradients)
+    groups: list[dist.ProcessGroup] = []
+    for found in squares:
+        groups += [group for group in found if group not in groups]
+    for group in groups:
+        shared = [found for found in squares if group in found]
+        reduced = torch.stack([squares[found] for found in shared])
+        dist.all_reduce(reduced, group=group)
+        squares |= dict(zip(shared, reduced.unbind(), strict=True))
+    total = torch.stack([torch.zeros((), device=parameters[0].device), *squares.values()]).sum()
+    if pipeline_group is not None:
+        dist.all_reduce(total, group=pipeline_group)
+    norm = total.sqrt()
+    if max_norm is not None and gradients:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([_local(g) for g in gradients], torch.where(norm.isfinite(), scale, 1.0))
+    return norm
+
+
+def _reduced(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient, without sums that are still due: on tensor-parallel ranks without FSDP it may be such a sum."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+        gradient = parameter.grad = gradient.redistribute(placements=placements)
+    return gradient
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.ProcessGroup, ...], torch.Tensor]:
+    """Sums of squares of the local gradients, by the groups over which these are shards."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        found: tuple[dist.ProcessGroup, ...] = ()
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+            found = tuple(mesh.get_group(axis) for axis in axes)
+        by_groups.setdefault(found, []).append(_local(gradient))
+    return {
+        found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
+        for found, local in by_groups.items()
+    }
+
+
+def import_class(path: str, base: type, key: str) -> type:
+    """The class at dotted `path`. ValueError when there is none or it is not a `base`."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        found = vars(importlib.import_module(module_name))[name]
+    except (ImportError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"{key}: cannot import {path!r} ({error}); give a full path such as torch.optim.AdamW"
+        ) from error
+    if found is ReduceLROnPlateau:
+        raise ValueError(f"{key}: {path!r} needs a metric at every step, which there is none of; use another scheduler")
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ValueError(f"{key}: {path!r} is not a {base.__module__}.{base.__name__}")
+    return found
+
+
+def construct(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
+    """`cls(*args, **kwargs)`; what the class does not take or refuses is reported under its YAML key."""
+    accepted = inspect.signature(cls).parameters
+    unknown = sorted(set(kwargs) - set(accepted))
+    if unknown:
+        options = ", ".join(name for name in accepted if name not in ("params", "optimizer", "self"))
+        raise ValueError(f"{key}.kwargs: {cls.__name__} does not take {', '.join(unknown)}; it takes: {options}")
+    try:
+        return cls(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs}: {error}") from error
+
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `policy.optimizer`."""
+    cls = import_class(config.name, torch.optim.Optimizer, "policy.optimizer.name")
+    return construct(cls, "policy.optimizer", parameters, **config.kwargs)
+
+
+def build_scheduler(configs: list[SchedulerConfig], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """One scheduler, or a SequentialLR when the list ends in `{milestones: [...]}`; None for an empty list."""
+    parts = [
+        construct(import_class(c.name, LRScheduler, "policy.scheduler.name"), "policy.scheduler", optimizer, **c.kwargs)
+        for c in configs
+        if c.name is not None
+    ]
+    milestones = [c.milestones for c in configs if c.milestones is not None]
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    return SequentialLR(optimizer, parts, milestones=list(milestones[0]))

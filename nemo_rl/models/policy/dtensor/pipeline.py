@@ -1,0 +1,482 @@
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow from rank to rank.
+
+    rank 0: tokens -> embeddings -> layers 0..k -> hidden states
+                                                        | sent
+    last rank:                       layers k+1..n -> norm -> head -> logprobs -> loss
+
+The model's own forward runs on every rank: layers that live elsewhere are replaced by modules that pass hidden states
+through, and later stages begin with hidden states instead of tokens. So parameters keep their Hugging Face names, and
+anything a family does between its layers stays as it is. The schedules of training are torch's: GPipe (Huang et al.
+2019, arXiv 1811.06965), 1F1B (Narayanan et al. 2019) and interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+from transformers import PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.batch.runner import MicroBatchLoss, scored_by_last_stage
+from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
+from nemo_rl.models.policy.dtensor import lora
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, output_module
+from nemo_rl.models.policy.head.tasks import HeadTask
+
+_FINAL_NORMS = ("norm", "final_layernorm")
+
+
+class PassThrough(nn.Module):
+    """Stands where a layer or norm was that lives on another rank."""
+
+    def __init__(self, replaced: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(replaced).items():  # what the model asks its layers for, such as `attention_type`
+            if not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        return hidden_states
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
+    """The layers of each stage, as even as possible; the ends, which also have embeddings or head, get fewer.
+
+    >>> [len(layers) for layers in layers_of_stages(10, 4)]
+    [2, 3, 3, 2]
+    """
+    assert num_layers >= num_stages
+    each, left = divmod(num_layers, num_stages)
+    middle_first = [*range(1, num_stages - 1), 0]
+    sizes = [each + (stage in middle_first[:left]) for stage in range(num_stages)]
+    return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
+
+
+def split(hf: PreTrainedModel, rank: int, num_ranks: int, config: PipelineConfig) -> list[PreTrainedModel]:
+    """The parts of `hf`, a model on the meta device, that pipeline rank `rank` holds, in order. `hf` is used up.
+
+    Stages go around the ranks as often as there are stages per rank: rank r has stages r, r + num_ranks, ...
+
+    Raises:
+        ValueError: see `split_stages`.
+    """
+    copies = [hf, *(copy.deepcopy(hf) for _ in range(config.stages_per_rank - 1))]
+    for turn, part in enumerate(copies):
+        split_stages(part, rank + turn * num_ranks, num_ranks * config.stages_per_rank)
+    return copies
+
+
+def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> range:
+    """Take out of `hf`, in place, what belongs to other stages. Returns the layers that stay.
+
+    Embeddings stay on the first stage, final norm and head on the last. Names of parameters do not change.
+
+    Raises:
+        ValueError: for a model that is not embeddings, a list of layers and a norm, or has fewer layers than stages.
+    """
+    base, norm = _parts(hf)
+    layers = cast(nn.ModuleList, base.layers)
+    _check_depth(type(hf).__name__, len(layers), num_stages)
+    kept = layers_of_stages(len(layers), num_stages)[stage_index]
+    for number in set(range(len(layers))) - set(kept):
+        layers[number] = PassThrough(layers[number])
+    if stage_index > 0:
+        _remove(base, "embed_tokens")
+    if stage_index < num_stages - 1:
+        setattr(base, norm, PassThrough(getattr(base, norm)))
+        (head,) = [name for name, module in hf.named_children() if module is output_module(hf)]
+        _remove(hf, head)
+    return kept
+
+
+def _remove(parent: nn.Module, name: str) -> None:
+    setattr(parent, name, None)
+
+
+def _parts(hf: PreTrainedModel) -> tuple[nn.Module, str]:
+    """(the module that holds embeddings, layers and final norm; the name of that norm)."""
+    base, name = cast(nn.Module, hf.base_model), type(hf).__name__
+    children = dict(base.named_children())
+    norms = [norm for norm in _FINAL_NORMS if norm in children]
+    missing = [part for part in ("embed_tokens", "layers") if part not in children] + ["norm"] * (not norms)
+    if missing:
+        raise ValueError(
+            f"{name} cannot be split into pipeline stages: it has no {', '.join(missing)}; set "
+            "policy.dtensor_cfg.pipeline_parallel_size=1, or use a decoder like Llama, Qwen or Mistral"
+        )
+    others = [
+        child
+        for child, module in children.items()
+        if child not in ("embed_tokens", "layers", norms[0]) and any(True for _ in module.parameters())
+    ]
+    if others:
+        raise ValueError(
+            f"{name} cannot be split into pipeline stages: besides embeddings, layers and norm it has weights in "
+            f"{', '.join(others)}; set policy.dtensor_cfg.pipeline_parallel_size=1"
+        )
+    return base, norms[0]
+
+
+def _check_depth(name: str, num_layers: int, num_stages: int) -> None:
+    if num_layers < num_stages:
+        raise ValueError(
+            f"policy.dtensor_cfg.pipeline_parallel_size x pipeline.stages_per_rank = {num_stages} stages, but {name} "
+            f"has {num_layers} layers; use at most {num_layers} stages"
+        )
+
+
+def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
+    """Whether the model of `config` can be split as `dtensor_cfg` says. Needs no weights and no ranks.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
+    size, per_rank = dtensor_cfg.pipeline_parallel_size, dtensor_cfg.pipeline.stages_per_rank
+    if size == 1:
+        if per_rank > 1:
+            raise ValueError(
+                f"policy.dtensor_cfg.pipeline.stages_per_rank={per_rank} needs pipeline_parallel_size above 1; set "
+                "pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
+            )
+        return
+    text = config.get_text_config()
+    _check_depth(f"the {config.model_type} model", text.num_hidden_layers, size * per_rank)
+    if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
+        raise ValueError(
+            f"policy.dtensor_cfg.pipeline_parallel_size={size}: this {config.model_type} model shares one matrix "
+            "between its embeddings (first stage) and its head (last stage); set pipeline_parallel_size=1 and use "
+            "tensor_parallel_size or more data-parallel ranks, which shard that matrix"
+        )
+    with torch.device("meta"):
+        model = auto_class(config).from_config(copy.deepcopy(config), attn_implementation="eager")
+    if dtensor_cfg.lora_cfg.enabled:
+        lora.apply_lora(model, dtensor_cfg.lora_cfg)
+        _check_adapters(model, dtensor_cfg)
+    _check_middle(model)
+
+
+def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
+    """Every rank must have something to train."""
+    layers = list(cast(nn.ModuleList, _parts(hf)[0].layers))
+    size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
+    stages = layers_of_stages(len(layers), size * per_rank)
+    for rank in range(size):
+        held = [number for stage in stages[rank::size] for number in stage]
+        if not any(parameter.requires_grad for number in held for parameter in layers[number].parameters()):
+            raise ValueError(
+                f"policy.dtensor_cfg.lora_cfg.target_modules adapts none of the layers "
+                f"{', '.join(map(str, held))}, which are all that pipeline rank {rank} has; adapt some of them too, or "
+                "set policy.dtensor_cfg.pipeline_parallel_size=1"
+            )
+
+
+def _check_middle(hf: PreTrainedModel) -> None:
+    """A model without its embeddings, layers and norm must hand hidden states on as they came."""
+    base, norm = _parts(hf)
+    layers = cast(nn.ModuleList, base.layers)
+    _remove(base, "embed_tokens")
+    setattr(base, norm, PassThrough(getattr(base, norm)))
+    for number, layer in enumerate(layers):
+        layers[number] = PassThrough(layer)
+    base.to_empty(device="cpu").eval()  # buffers hold anything now: nothing that is left uses them
+    hidden = torch.linspace(-1, 1, 2 * hf.config.get_text_config().hidden_size).view(1, 2, -1)
+    out = base(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False).last_hidden_state
+    if not torch.equal(out, hidden):
+        raise ValueError(
+            f"{type(hf).__name__} cannot be split into pipeline stages: its forward changes hidden states outside "
+            "embeddings, layers and norm, which would then happen in every stage; set "
+            "policy.dtensor_cfg.pipeline_parallel_size=1"
+        )
+
+
+class PipelineStageModel(LogprobModel):
+    """One stage, and the root of its FSDP groups: a `LogprobModel` of what `split` left of the model."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.hf.base_model.embed_tokens is not None
+
+    @property
+    def is_last(self) -> bool:
+        return output_module(self.hf) is not None
+
+    def forward(self, batch: ModelBatch, task: HeadTask, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or what `task` says."""
+        assert (hidden is None) == self.is_first
+        begin = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
+        out = self.hf.base_model(
+            **begin, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
+        ).last_hidden_state
+        if not self.is_last:
+            return out.contiguous()  # gloo sends the memory, not the view
+        return self.score(out, batch, task)
+
+
+class _Stage(PipelineStage):
+    """A stage of torch's schedules whose messages have the shape of their micro-batch.
+
+    torch allocates the messages of all micro-batches at once and keeps them through the step; here each lives from its
+    arrival to the end of its backward pass, and micro-batches may differ in shape.
+    """
+
+    def __init__(
+        self,
+        model: PipelineStageModel,
+        stage_index: int,
+        num_stages: int,
+        group: dist.ProcessGroup,
+        hand_over: HandOver,
+        clear_cache_every: int | None,
+    ) -> None:
+        any_rows = torch.empty(0, device="meta", dtype=hand_over.dtype, requires_grad=True)
+        super().__init__(
+            model,
+            stage_index,
+            num_stages,
+            hand_over.device,
+            input_args=() if stage_index == 0 else any_rows,
+            output_args=any_rows,
+            group=group,
+        )
+        self.hand_over = hand_over
+        self.clear_cache_every = clear_cache_every
+        self.batches: Sequence[ModelBatch] = ()
+        self.task: HeadTask | None = None
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred. The parent would drop gradients that are already there."""
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
+    ) -> torch.Tensor:
+        # By number, which the host knows: a tensor that says which batch it is would have to be waited for.
+        batch = self.batches[fwd_chunk_id]
+        out = super().forward_one_chunk(fwd_chunk_id, args, {"batch": batch}, save_forward_output)
+        assert self.is_last or self.hand_over.fits(out, batch)
+        return out
+
+    def forward_maybe_with_nosync(self, *args: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        assert self.task is not None
+        return self.submod(batch, self.task, *args)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._allocate(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
+            info.buffer = None
+        if loss is not None:
+            loss.detach_()  # the schedule keeps it to the end of the step, and with its graph the message
+        _clear_cache(bwd_chunk_id, self.clear_cache_every)
+
+    def _allocate(self, infos: tuple[Any, ...], number: int) -> None:
+        for info in infos:
+            if not info.is_root_arg:
+                info.buffer = self.hand_over.empty(self.batches[number])
+
+
+class HandOver:
+    """What passes between stages: hidden states [R, W / sequence_shards, H] of `dtype`.
+
+    With sequence parallelism each tensor-parallel rank hands on its own positions.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_shards: int = 1) -> None:
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
+        self.sequence_shards = sequence_shards
+
+    def empty(self, batch: ModelBatch) -> torch.Tensor:
+        """Memory for the hidden states of `batch`."""
+        return torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
+
+    def fits(self, hidden: torch.Tensor, batch: ModelBatch) -> bool:
+        """Whether `hidden` is what the next stage expects: a message of another size would arrive as something else."""
+        return hidden.shape == self._shape(batch) and hidden.dtype == self.dtype
+
+    def _shape(self, batch: ModelBatch) -> tuple[int, int, int]:
+        rows, width = batch.input_ids.shape
+        assert width % self.sequence_shards == 0
+        return rows, width // self.sequence_shards, self.hidden_size
+
+
+_Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+
+
+class PipelineRunner:
+    """Passes micro-batches through the stages of all pipeline ranks; a `MicroBatchRunner`.
+
+    Args:
+        stages: those of this rank, in order; sharded already.
+        pipeline: 1-D mesh of the pipeline ranks.
+        compute_dtype: of the hidden states that stages hand over.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStageModel],
+        pipeline: DeviceMesh,
+        device: torch.device,
+        config: DTensorConfig,
+        compute_dtype: torch.dtype,
+    ) -> None:
+        self.stages = stages
+        self.group = pipeline.get_group()
+        self.size = pipeline.size()
+        self.rank: int = pipeline.get_local_rank()
+        self.device = device
+        self.schedule = config.pipeline.schedule
+        self.clear_cache_every = config.clear_cache_every_n_steps
+        hidden_size = stages[0].hf.config.get_text_config().hidden_size
+        sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
+        self.hand_over = HandOver(hidden_size, compute_dtype, device, sequence_shards)
+        self._loss: MicroBatchLoss | None = None
+        self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
+
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
+        """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only.
+
+        Gradients add up in the parameters and are reduced over data ranks once, at the end.
+        """
+        stages, schedule = self._schedule(len(batches))
+        on_device = [batch.to(self.device) for batch in batches]
+        for stage in stages:
+            stage.batches, stage.task = on_device, task
+        self._loss = loss
+        # The numbers stay on the host, so that reading one does not wait for the device.
+        target = torch.arange(len(batches)) if stages[-1].is_last else None
+        with _kept_gathered(self.stages):
+            schedule.step(target=target, return_outputs=False)
+        self._loss = None
+        for stage in stages:
+            stage.batches = ()
+            stage.clear_runtime_states()
+
+    def _loss_of(self, outputs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        assert self._loss is not None
+        return self._loss(int(number), outputs).clone()  # no view: it is to be detached in place
+
+    def _schedule(self, count: int) -> tuple[list[_Stage], _Schedule]:
+        if count in self._built:
+            return self._built[count]
+        num_stages = self.size * len(self.stages)
+        stages = [
+            _Stage(model, self.rank + turn * self.size, num_stages, self.group, self.hand_over, self.clear_cache_every)
+            for turn, model in enumerate(self.stages)
+        ]
+        if self.schedule == "interleaved_1f1b":
+            # Its rounds are equal; plans follow `DTensorConfig.micro_batch_multiple`.
+            assert count % self.size == 0, (count, self.size)
+            schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=self._loss_of, scale_grads=False)
+        else:
+            # 1F1B of fewer micro-batches than stages is GPipe; torch wants it called so.
+            kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.size else ScheduleGPipe
+            schedule = kind(stages[0], count, loss_fn=self._loss_of, scale_grads=False)
+        self._built[count] = stages, schedule
+        return stages, schedule
+
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+        """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
+        if not batches:
+            return
+        with torch.no_grad():
+            scored = self._forward_all([batch.to(self.device) for batch in batches], task)
+        yield from scored_by_last_stage(scored, batches, task, self.group, self.device)
+
+    def _forward_all(self, batches: Sequence[ModelBatch], task: HeadTask) -> list[torch.Tensor]:
+        """On the last rank what `task` says of all micro-batches, elsewhere nothing.
+
+        All ranks take turns together, and what one sends is used by the next in the following turn: only one message
+        is in memory at a time. In turn t rank r does unit t - r; the units go through the stages of a rank in rounds
+        of as many micro-batches as there are ranks.
+        """
+        turns = -(-len(batches) // self.size) * self.size * len(self.stages)
+        scored: list[torch.Tensor] = []
+        hidden: torch.Tensor | None = None
+        for turn in range(turns + self.size - 1):
+            out = None
+            unit = self._unit(turn - self.rank, len(batches))
+            if unit is not None:
+                number, stage = unit
+                out = stage(batches[number], task, hidden)
+                if stage.is_last:
+                    scored.append(out)
+                    out = None
+                else:
+                    assert self.hand_over.fits(out, batches[number])
+                _clear_cache(number, self.clear_cache_every)
+            following = self._unit(turn + 1 - self.rank, len(batches))
+            hidden = None
+            if following is not None and not following[1].is_first:
+                hidden = self.hand_over.empty(batches[following[0]])
+            self._exchange(out, hidden)
+        return scored
+
+    def _unit(self, unit: int, count: int) -> tuple[int, PipelineStageModel] | None:
+        """(micro-batch, stage) of a unit of work, None where there is none."""
+        per_round = self.size * len(self.stages)
+        number = unit // per_round * self.size + unit % self.size
+        if unit < 0 or number >= count:
+            return None
+        return number, self.stages[unit % per_round // self.size]
+
+    def _exchange(self, sent: torch.Tensor | None, received: torch.Tensor | None) -> None:
+        operations = []
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size))
+        if received is not None:
+            operations.append(
+                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
+            )
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+
+
+def _clear_cache(number: int, every: int | None) -> None:
+    if every is not None and (number + 1) % every == 0:
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
+    """Parameters that FSDP gathers stay so until the step ends.
+
+    The schedules keep them from the first backward pass on; to free them after each forward pass in between would only
+    mean to gather them again for every micro-batch.
+    """
+    blocks = [
+        module
+        for stage in stages
+        for module in stage.modules()
+        if isinstance(module, FSDPModule) and module is not stage  # the root stays gathered anyway
+    ]
+    for block in blocks:
+        block.set_reshard_after_forward(False, recurse=False)
+    yield
+    for block in blocks:
+        block.set_reshard_after_forward(True, recurse=False)

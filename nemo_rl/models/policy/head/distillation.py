@@ -1,0 +1,203 @@
+"""What teacher and student say of each scored token when one is distilled into the other.
+
+    the teacher's k largest logits:   TopKLogits  -> column `teacher_topk`   -> TopKLogprobs of the student
+    its whole distribution:           LastStates  -> column `teacher_states` -> FullKL of the student
+
+The whole distribution travels as the teacher's last hidden states, H numbers per token in place of V: the student's
+ranks have the teacher's head, and make logits of both a tile at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.dtensor.model import DTYPES
+from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
+from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
+from nemo_rl.models.policy.head.linear_logprobs import topk_logits
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.head.logprobs import logit_transform
+from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
+from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
+
+TEACHER_TOPK = "teacher_topk"
+TEACHER_STATES = "teacher_states"
+
+_EXACT_INTEGERS = 2**24  # float32 has 24 bits of mantissa: it holds every whole number up to here
+
+
+@dataclass(frozen=True)
+class TopKLogits(HeadTask):
+    """The k largest of the first `vocab_size` logits, descending, then their numbers in the vocabulary: [N, 2k].
+
+    Both are float32, so that they travel as one column. A number in the vocabulary stays exact in it: vocabularies have
+    far fewer than 2^24 tokens, and float32 holds every whole number up to that.
+    """
+
+    k: int
+    vocab_size: int
+
+    @property
+    def num_values(self) -> int:
+        return 2 * self.k
+
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        assert self.vocab_size <= _EXACT_INTEGERS
+        values, indices = topk_logits(
+            states, model.output_head(), self.k, vocab_size=self.vocab_size, chunk_tokens=model.chunk_tokens
+        )
+        return torch.cat([values, indices.to(values.dtype)], dim=1)
+
+
+@dataclass(frozen=True)
+class TopKLogprobs(HeadTask):
+    """The logprobs of the teacher's top k, in its order, and the entropy of the whole distribution: [N, k + 1]."""
+
+    k: int
+
+    @property
+    def num_values(self) -> int:
+        return self.k + 1
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (TEACHER_TOPK,)
+
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        indices = batch.columns[TEACHER_TOPK][:, self.k :].to(torch.int64)
+        assert indices.shape[1] == self.k
+        logprobs, entropy = linear_topk_logprobs(states, model.output_head(), indices, chunk_tokens=model.chunk_tokens)
+        return torch.cat([logprobs, entropy[:, None]], dim=1)
+
+
+@dataclass(frozen=True)
+class LastStates(HeadTask):
+    """The last hidden states, of a model that computes in `precision`: float32 [N, H], or int32 [N, H / 2].
+
+    Half-precision states travel two in an int32, bit for bit. As they are they could not: numpy, which the object store
+    keeps arrays in, has no bfloat16. As floats of other bits they could not either: ranks that share a sequence add up
+    their parts, and a float of any bits plus 0 may be another one, whereas an int32 is not.
+    """
+
+    hidden_size: int
+    precision: str
+
+    @property
+    def num_values(self) -> int:
+        return self.hidden_size * DTYPES[self.precision].itemsize // self.dtype.itemsize
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "float32" else torch.int32
+
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        assert states.dtype == DTYPES[self.precision] and states.shape[1] == self.hidden_size
+        return states.detach().contiguous().view(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredHead:
+    """The output head of a model on disk."""
+
+    model_path: str
+    weight: str  # name of the tensor; the embeddings', where the two are one
+    bias: str | None
+    transform: LogitTransform
+    precision: str  # that its model computes in
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, model_path: str, precision: str) -> StoredHead:
+        """The head of the model at `model_path`, a directory or hub name, of `config`. Reads names, not weights.
+
+        Raises:
+            ValueError: the weights are not in safetensors files, or under other names, or the architecture does more to
+                its logits than is known.
+        """
+        model = build_on_meta(config, DTYPES[precision])
+        names = {id(tensor): name for name, tensor in named_tensors(model)}
+        layer = model.get_output_embeddings()
+        assert isinstance(layer, torch.nn.Linear), "this model has no output head"
+        head = cls(
+            model_path=model_path,
+            weight=names[id(layer.weight)],
+            bias=None if layer.bias is None else names[id(layer.bias)],
+            transform=logit_transform(config),
+            precision=precision,
+        )
+        with StoredModel(model_path) as stored:
+            absent = {head.weight, head.bias} - {None} - (stored.names or set())
+        if absent:
+            raise ValueError(
+                f"teacher.model_name: {model_path!r} has no safetensors file with {', '.join(sorted(map(str, absent)))}"
+                ", which the student needs for the KL over the whole vocabulary; save the teacher anew with "
+                "save_pretrained, or set distillation.topk_logits_k"
+            )
+        return head
+
+    def rows(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight [stop - start, H] and bias [stop - start] of these rows, read once until `drop_stored_heads`."""
+        return _read_rows(self, start, stop, device)
+
+
+@functools.lru_cache(maxsize=1)
+def _read_rows(
+    head: StoredHead, start: int, stop: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = DTYPES[head.precision]
+    with StoredModel(head.model_path) as stored:
+        weight = stored.tensor(head.weight)[start:stop].to(device, dtype)
+        bias = None if head.bias is None else stored.tensor(head.bias)[start:stop].to(device, dtype)
+    return weight, bias
+
+
+def drop_stored_heads() -> None:
+    """Free the device of what `StoredHead.rows` keeps there; the next call reads it anew."""
+    _read_rows.cache_clear()
+
+
+@dataclass(frozen=True)
+class FullKL(HeadTask):
+    """KL(teacher || student) and KL(student || teacher) over the first `vocab_size` tokens: [N, 2].
+
+    Under the student's sampling temperature on both sides. Every rank of the student keeps the rows of the teacher's
+    head that belong to its part of the vocabulary, on its device, from the first call until it is offloaded.
+    """
+
+    teacher: StoredHead
+    vocab_size: int
+
+    @property
+    def num_values(self) -> int:
+        return 2
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (TEACHER_STATES,)
+
+    def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
+        head = model.output_head()
+        stop = min(head.start + len(head.weight), self.vocab_size)
+        weight, bias = self.teacher.rows(min(head.start, stop), stop, states.device)
+        teacher_head = OutputHead(
+            weight=weight,
+            bias=bias,
+            transform=self.teacher.transform,
+            temperature=model.temperature,
+            start=head.start,
+            vocab_size=self.vocab_size,
+        )
+        teacher_states = batch.columns[TEACHER_STATES].view(weight.dtype)
+        kl = linear_kl(
+            states,
+            head,
+            teacher_states,
+            teacher_head,
+            vocab_size=self.vocab_size,
+            chunk_tokens=model.chunk_tokens,
+        )
+        return torch.stack(kl, dim=1)

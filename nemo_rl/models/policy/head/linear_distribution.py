@@ -1,0 +1,281 @@
+"""What distillation needs of whole distributions, straight from hidden states: logits exist one tile at a time.
+
+    linear_topk_logprobs  hidden states, head, K numbers per token -> their K logprobs, and the entropy
+    linear_kl             hidden states and head of student and teacher -> KL(teacher || student) and its reverse
+
+As in `linear_logprobs`, forward keeps a few sums per token and backward computes each tile again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, Gradients, OutputHead, Sums, TileOptions, Tiles
+
+
+def linear_topk_logprobs(
+    states: torch.Tensor,
+    head: OutputHead,
+    indices: torch.Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p of K numbers of the vocabulary per row, [N, K], and the entropy in nats of the whole p, [N]; float32.
+
+    Under the temperature of the head, without top-k and top-p. Both have gradients: those of the states complete on
+    every rank of `head.group`, those of weight and bias of this rank's rows. Equal on all ranks of the group. Inputs of
+    float64 are computed, and answered, in float64. Two tiles of logits are in memory at a time.
+
+    Args:
+        states: [N, H] of the weight's dtype, equal on all ranks of the group.
+        indices: int64 [N, K], equal on all ranks of the group.
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
+        tile_bytes: memory of one tile of logits.
+    """
+    assert states.dtype == head.weight.dtype and len(head.weight) > 0
+    assert indices.ndim == 2 and len(indices) == len(states)
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, with_entropy=True)
+    logprobs, entropy = _LinearTopK.apply(states, head.weight, head.bias, indices, options)
+    return logprobs, entropy
+
+
+def linear_kl(
+    states: torch.Tensor,
+    head: OutputHead,
+    teacher_states: torch.Tensor,
+    teacher_head: OutputHead,
+    *,
+    vocab_size: int,
+    chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL(teacher || student) and KL(student || teacher) in nats of every row, float32 [N] each.
+
+    Both distributions are those of the first `vocab_size` numbers of the vocabulary alone: checkpoints pad their heads
+    to different sizes. Gradients are of the student's states, weight and bias; see `linear_topk_logprobs`. The teacher
+    may have another hidden size, dtype, transform and temperature. Three tiles of logits are in memory at a time.
+
+    Args:
+        states: [N, H] of the student, equal on all ranks of `head.group`, which share out the vocabulary.
+        teacher_states: [N, H'] of the same tokens, equal on all ranks of `head.group`.
+        teacher_head: the rows of the teacher's head from `head.start` on, at least as many as this rank's share of the
+            first `vocab_size`. Its `group` is not used.
+    """
+    assert states.dtype == head.weight.dtype and teacher_states.dtype == teacher_head.weight.dtype
+    assert len(states) == len(teacher_states) and head.start == teacher_head.start
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
+    teacher_options = TileOptions.of(teacher_head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
+    teacher = _Teacher(teacher_states.detach(), teacher_head.weight.detach(), teacher_head.bias, teacher_options)
+    forward, reverse = _LinearKL.apply(states, head.weight, head.bias, teacher, options)
+    return forward, reverse
+
+
+class _Chosen:
+    """Where in which tile the logits of `indices` [N, K] are; those that are on no tile of this rank are left out."""
+
+    def __init__(self, indices: torch.Tensor, tiles: Tiles) -> None:
+        height, width = tiles.rows_per_block, max(1, tiles.columns_per_block)
+        self.num_row_blocks, self.height, self.width = len(tiles.row_blocks), height, width
+        column = indices - tiles.options.start
+        row = torch.arange(len(indices), device=indices.device)[:, None].expand_as(indices)
+        num_tiles = self.num_row_blocks * -(-tiles.num_columns // width)
+        is_here = (column >= 0) & (column < tiles.num_columns)
+        number = torch.where(is_here, column // width * self.num_row_blocks + row // height, num_tiles).flatten()
+        # The last block of columns may be narrower.
+        width_here = (tiles.num_columns - column // width * width).clamp(max=width)
+        place = (row % height * width_here + column % width).flatten()
+        order = number.argsort(stable=True)
+        sizes = torch.bincount(number, minlength=num_tiles + 1).tolist()
+        self.entries = order.split(sizes)
+        self.places = place[order].split(sizes)
+
+    def of_tile(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(positions in the flattened [N, K], positions in the flattened tile) of those that the tile has."""
+        number = columns.start // self.width * self.num_row_blocks + rows.start // self.height
+        return self.entries[number], self.places[number]
+
+
+class _LinearTopK(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        indices: torch.Tensor,
+        options: TileOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles = Tiles(states, weight, bias, options)
+        sums = Sums.empty(tiles.buffer, *indices.shape)
+        chosen = _Chosen(indices, tiles)
+        for columns, block in tiles.column_blocks():
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                entries, places = chosen.of_tile(rows, columns)
+                sums.chosen.view(-1)[entries] = tile.view(-1)[places]
+                sums.add(rows, tile, with_entropy=True)
+        if options.group is not None and len(states) > 0:
+            sums.reduce(options.group)
+        entropy = sums.entropy()
+        ctx.save_for_backward(states, weight, bias, indices, sums.maximum, sums.total, entropy)
+        ctx.options = options
+        ctx.set_materialize_grads(False)
+        return sums.logprobs(), entropy
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """d log p_i / d logit_j = [i = j] - p_j, and d entropy / d logit_j = -p_j (log p_j + entropy)."""
+        states, weight, bias, indices, maximum, total, entropy = ctx.saved_tensors
+        of_logprobs, of_entropy = grads
+        options: TileOptions = ctx.options
+        tiles = Tiles(states, weight, bias, options)
+        sums = Gradients(tiles, *ctx.needs_input_grad[:3])
+        chosen = _Chosen(indices, tiles)
+        if of_logprobs is None:
+            of_logprobs = tiles.buffer.new_zeros(indices.shape)
+        rising = (of_logprobs * tiles.scale).flatten()
+        # A tile of log p becomes p (constant + slope log p).
+        constant = -of_logprobs.sum(1) * tiles.scale
+        slope_of_log = None
+        if of_entropy is not None:
+            slope_of_log = -of_entropy * tiles.scale
+            constant += slope_of_log * entropy
+        spare = torch.empty_like(tiles.buffer)
+        log_total = total.log()
+        for columns, block in tiles.column_blocks():
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                slope = tiles.slope(tile)
+                tile.sub_(maximum[rows, None]).sub_(log_total[rows, None])
+                if slope_of_log is None:
+                    tile.exp_().mul_(constant[rows, None])
+                else:
+                    probabilities = torch.exp(tile, out=spare[: tile.numel()].view_as(tile))
+                    tile.mul_(slope_of_log[rows, None]).add_(constant[rows, None]).mul_(probabilities)
+                entries, places = chosen.of_tile(rows, columns)
+                tile.view(-1).index_add_(0, places, rising[entries])
+                if slope is not None:
+                    tile.mul_(slope)
+                sums.add(rows, columns, tile, block)
+            sums.finish(columns)
+        return *sums.result(options.group, weight.dtype), None, None
+
+
+@dataclass(frozen=True)
+class _Teacher:
+    """The other side of a KL, without gradient."""
+
+    states: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    options: TileOptions
+
+    def tiles_like(self, student: Tiles) -> Tiles:
+        """Its logits, cut into the same tiles."""
+        tiles = Tiles(self.states, self.weight, self.bias, self.options)
+        assert tiles.dtype == student.dtype and tiles.num_columns == student.num_columns
+        return tiles
+
+
+@dataclass
+class _PairSums:
+    """What is known of two distributions so far, [2, N] each: of the student, of the teacher."""
+
+    maxima: torch.Tensor  # taken out of the exponents
+    totals: torch.Tensor  # sum of e = exp(logit - maximum)
+    crossed: torch.Tensor  # sum of e ((logit - maximum) - (the other's logit - the other's maximum))
+
+    @classmethod
+    def empty(cls, like: torch.Tensor, n: int) -> _PairSums:
+        # The lowest finite number, not -inf: -inf - -inf is no number.
+        return cls(like.new_full((2, n), torch.finfo(like.dtype).min), like.new_zeros(2, n), like.new_zeros(2, n))
+
+    def add(self, rows: slice, student: torch.Tensor, teacher: torch.Tensor, difference: torch.Tensor) -> None:
+        """Take in a tile of logits of each; all three tensors are overwritten."""
+        largest = torch.stack([student.amax(dim=1), teacher.amax(dim=1)])
+        self._raise_maxima(rows, torch.maximum(self.maxima[:, rows], largest))
+        student.sub_(self.maxima[0, rows, None])
+        teacher.sub_(self.maxima[1, rows, None])
+        torch.sub(student, teacher, out=difference)
+        self.totals[:, rows] += torch.stack([student.exp_().sum(dim=1), teacher.exp_().sum(dim=1)])
+        self.crossed[0, rows] += student.mul_(difference).sum(dim=1)
+        self.crossed[1, rows] -= teacher.mul_(difference).sum(dim=1)
+
+    def _raise_maxima(self, rows: slice, maxima: torch.Tensor) -> None:
+        rise = maxima - self.maxima[:, rows]
+        factor = rise.neg().exp()
+        self.crossed[:, rows] = factor * (self.crossed[:, rows] + (rise.flip(0) - rise) * self.totals[:, rows])
+        self.totals[:, rows] *= factor
+        self.maxima[:, rows] = maxima
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Over the ranks that share the vocabulary."""
+        maxima = self.maxima.clone()
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        self._raise_maxima(slice(None), maxima)
+        sums = torch.cat([self.totals, self.crossed])
+        dist.all_reduce(sums, group=group)
+        self.totals, self.crossed = sums[:2], sums[2:]
+
+    def kl(self) -> torch.Tensor:
+        """[2, N]: KL(student || teacher), KL(teacher || student)."""
+        log_totals = self.totals.log()
+        return self.crossed / self.totals - log_totals + log_totals.flip(0)
+
+
+class _LinearKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        teacher: _Teacher,
+        options: TileOptions,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles = Tiles(states, weight, bias, options)
+        others = teacher.tiles_like(tiles)
+        sums = _PairSums.empty(tiles.buffer, len(states))
+        spare = torch.empty_like(tiles.buffer)
+        for (columns, block), (_, other_block) in zip(tiles.column_blocks(), others.column_blocks(), strict=True):
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                other = others.logits(rows, columns, other_block)
+                sums.add(rows, tile, other, spare[: tile.numel()].view_as(tile))
+        if options.group is not None and len(states) > 0:
+            sums.reduce(options.group)
+        reverse, forward = sums.kl()
+        ctx.save_for_backward(states, weight, bias, sums.maxima, sums.totals, reverse)
+        ctx.teacher, ctx.options = teacher, options
+        return forward.clone(), reverse.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """With q the teacher's: d KL(q || p) / d logit_j = p_j - q_j, of KL(p || q) it is p_j (log p_j/q_j - KL)."""
+        states, weight, bias, maxima, totals, kl = ctx.saved_tensors
+        options: TileOptions = ctx.options
+        tiles = Tiles(states, weight, bias, options)
+        others = ctx.teacher.tiles_like(tiles)
+        sums = Gradients(tiles, *ctx.needs_input_grad[:3])
+        of_forward, of_reverse = (grad[:, None] * tiles.scale for grad in grads)
+        spare = torch.empty_like(tiles.buffer)
+        log_totals = totals.log()
+        for (columns, block), (_, other_block) in zip(tiles.column_blocks(), others.column_blocks(), strict=True):
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                slope = tiles.slope(tile)
+                tile.sub_(maxima[0, rows, None]).sub_(log_totals[0, rows, None])
+                other = others.logits(rows, columns, other_block)
+                other.sub_(maxima[1, rows, None]).sub_(log_totals[1, rows, None])
+                factor = torch.sub(tile, other, out=spare[: tile.numel()].view_as(tile))
+                factor.sub_(kl[rows, None]).mul_(of_reverse[rows]).add_(of_forward[rows])
+                tile.exp_().mul_(factor).sub_(other.exp_().mul_(of_forward[rows]))
+                if slope is not None:
+                    tile.mul_(slope)
+                sums.add(rows, columns, tile, block)
+            sums.finish(columns)
+        return *sums.result(options.group, weight.dtype), None, None

@@ -1,0 +1,339 @@
+"""Logits of hidden states on an output head, one tile at a time, and what is gathered from the tiles.
+
+    Tiles    logits [rows, columns] of each block of tokens and of the vocabulary, in one buffer
+    Sums     per token: largest logit, sum of exponentials, chosen logits, what the entropy needs
+    Gradients   of states, weight and bias, from tiles of gradients of the logits
+
+Tiles go over vocabulary first: the gradient of a block of the head is finished, in float32, before the next one begins,
+and a bfloat16 head needs no float32 copy of its gradient. With top-k or top-p a tile is whole rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl.models.policy.head.token_filter import smallest_kept
+
+TILE_BYTES = 32 << 20
+"""Memory of one tile of logits: no more fits the caches of CPUs and GPUs, and matrix products are at full speed."""
+
+_MAX_ROWS = 8192
+_COLUMN_MULTIPLE = 64
+_WHOLE_ROWS_TILES = 4  # whole rows are long: with fewer of them at a time, reading the head would take all the time
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogitTransform:
+    """What a model does to its logits after the head: `scale * x`, or `softcap * tanh(scale * x / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputHead:
+    """The last linear layer of a language model, or this rank's rows of it.
+
+    Attributes:
+        weight: [V_local, H], with V_local above 0; rows [start, start + V_local) of the vocabulary.
+        bias: [V_local], or None.
+        temperature: logits are divided by it, after `transform`.
+        group: the ranks that hold the vocabulary together; None when it is whole here.
+        vocab_size: rows over all ranks.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    transform: LogitTransform = LogitTransform()
+    temperature: float = 1.0
+    group: dist.ProcessGroup | None = None
+    start: int = 0
+    vocab_size: int
+
+    @classmethod
+    def whole(
+        cls,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        transform: LogitTransform | None = None,
+        temperature: float = 1.0,
+    ) -> OutputHead:
+        """The head of one process."""
+        transform = transform or LogitTransform()
+        return cls(weight=weight, bias=bias, transform=transform, temperature=temperature, vocab_size=len(weight))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileOptions:
+    """All of a call that is no tensor. Of the vocabulary, the first `vocab_size` numbers count."""
+
+    transform: LogitTransform
+    temperature: float
+    group: dist.ProcessGroup | None
+    start: int
+    vocab_size: int
+    chunk_tokens: int | None
+    tile_bytes: int
+    top_k: int | None  # None where it takes nothing away
+    top_p: float
+    with_entropy: bool
+
+    @classmethod
+    def of(
+        cls,
+        head: OutputHead,
+        chunk_tokens: int | None,
+        tile_bytes: int,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        *,
+        vocab_size: int | None = None,
+        with_entropy: bool = False,
+    ) -> TileOptions:
+        """`vocab_size` None: the whole vocabulary counts."""
+        assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
+        assert vocab_size is None or 0 < vocab_size <= head.vocab_size
+        return cls(
+            transform=head.transform,
+            temperature=head.temperature,
+            group=head.group,
+            start=head.start,
+            vocab_size=head.vocab_size if vocab_size is None else vocab_size,
+            chunk_tokens=chunk_tokens,
+            tile_bytes=tile_bytes,
+            top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
+            top_p=top_p,
+            with_entropy=with_entropy,
+        )
+
+    @property
+    def is_filtered(self) -> bool:
+        return self.top_k is not None or self.top_p < 1.0
+
+    def rows_per(self, num_bytes: int, itemsize: int) -> int:
+        """Whole rows of logits in `num_bytes`, on every rank as many as where the share of the vocabulary is largest.
+
+        All ranks of the group take part in the filter of every tile, so they must cut the rows alike.
+        """
+        num_ranks = 1 if self.group is None else self.group.size()
+        return max(1, num_bytes // itemsize // -(-self.vocab_size // num_ranks))
+
+    def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
+        """Rows and columns of a tile, out of `num_rows` tokens and this rank's `num_columns` of the vocabulary."""
+        rows = self.rows_per(_WHOLE_ROWS_TILES * self.tile_bytes, itemsize) if self.is_filtered else _MAX_ROWS
+        rows = rows if self.chunk_tokens is None else min(rows, self.chunk_tokens)
+        rows = -(-num_rows // max(1, -(-num_rows // rows)))  # equal blocks
+        if self.is_filtered:
+            return rows, num_columns
+        columns = self.tile_bytes // itemsize // max(1, rows) // _COLUMN_MULTIPLE * _COLUMN_MULTIPLE
+        return rows, min(max(_COLUMN_MULTIPLE, columns), num_columns)
+
+
+class Tiles:
+    """Logits of `states` [N, H] on a head, tile by tile in one buffer; `num_columns` of the head's rows count.
+
+    Half-precision matrices are multiplied as they are on a GPU, whose tensor cores add up in float32 and can answer in
+    it; elsewhere a block of them at a time is turned into float32. So logits are float32 numbers, not rounded ones.
+    """
+
+    def __init__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: TileOptions):
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
+        self.states, self.weight, self.bias, self.options = states.to(self.operand_dtype), weight, bias, options
+        self.num_columns = min(max(0, options.vocab_size - options.start), len(weight))
+        rows, columns = options.tile_shape(len(states), self.num_columns, self.dtype.itemsize)
+        self.row_blocks = list(slices(len(states), rows))
+        self.rows_per_block, self.columns_per_block = rows, columns
+        self.buffer = weight.new_empty(rows * columns, dtype=self.dtype)
+        transform, temperature = options.transform, options.temperature
+        self.softcap = transform.softcap
+        self.scale = transform.scale / (temperature if transform.softcap is None else transform.softcap)
+        self.softcap_scale = 1.0 if transform.softcap is None else transform.softcap / temperature
+
+    def column_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """(columns, rows of the head that make them [columns, H])."""
+        for columns in slices(self.num_columns, self.columns_per_block):
+            yield columns, self.weight[columns].to(self.operand_dtype)
+
+    def logits(self, rows: slice, columns: slice, block: torch.Tensor) -> torch.Tensor:
+        """After transform and temperature, [rows, columns]. Valid until the next call."""
+        states = self.states[rows]
+        tile = self.buffer[: len(states) * len(block)].view(len(states), len(block))
+        _matmul(states, block.t(), out=tile)
+        if self.bias is not None:
+            tile.add_(self.bias[columns])
+        if self.scale != 1.0:
+            tile.mul_(self.scale)
+        if self.softcap is not None:
+            tile.tanh_().mul_(self.softcap_scale)
+        return tile
+
+    def slope(self, tile: torch.Tensor) -> torch.Tensor | None:
+        """What is left of the derivative of `logits` by the head's output when `scale` is taken out; None where 1."""
+        if self.softcap is None:
+            return None
+        # d/dx of c tanh(x) is c (1 - tanh^2 x)
+        return tile.mul(1.0 / self.softcap_scale).square_().neg_().add_(1.0).mul_(self.softcap_scale)
+
+    def smallest_kept(self, tile: torch.Tensor) -> torch.Tensor:
+        """The smallest logit [rows] that top-k and top-p leave, of a tile of whole rows."""
+        options = self.options
+        # A few rows at a time: finding a nucleus takes three more tensors of their size.
+        few = options.rows_per(options.tile_bytes, self.dtype.itemsize)
+        return torch.cat([smallest_kept(rows, options.top_k, options.top_p, options.group) for rows in tile.split(few)])
+
+    def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: Place) -> None:
+        """-inf, in place, to logits below `kept` [rows] that are not the target's."""
+        sampled = tile.gather(1, target.index)
+        tile.masked_fill_(tile < kept[:, None], float("-inf"))
+        tile.scatter_(1, target.index, torch.where(target.is_here, sampled, tile.gather(1, target.index)))
+
+
+def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
+    """Logits after transform and temperature of `states` [N, H]: [N, V_local], as training computes them, without
+    gradients.
+    """
+    tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, TILE_BYTES))
+    logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
+    for columns, block in tiles.column_blocks():
+        for rows in tiles.row_blocks:
+            logits[rows, columns] = tiles.logits(rows, columns, block)
+    return logits
+
+
+@dataclass(frozen=True)
+class Place:
+    """The column of each row's target in a tile: int64 [rows, 1], some column where the target is not in the tile."""
+
+    index: torch.Tensor
+    is_here: torch.Tensor  # bool [rows, 1]
+
+    @classmethod
+    def of(cls, targets: torch.Tensor, first: int, width: int) -> Place:
+        index = (targets - first)[:, None]
+        return cls(index.clamp(0, width - 1), (index >= 0) & (index < width))
+
+
+@dataclass
+class Sums:
+    """What is known of each row's distribution so far; `maximum` is taken out of the exponents."""
+
+    maximum: torch.Tensor  # [N]
+    total: torch.Tensor  # [N]; sum of e = exp(logit - maximum)
+    spread: torch.Tensor  # [N]; sum of -e (logit - maximum)
+    chosen: torch.Tensor  # [N, K]; logits of the targets, 0 where no tile has had them
+
+    @classmethod
+    def empty(cls, like: torch.Tensor, n: int, k: int = 1) -> Sums:
+        # The lowest finite number, not -inf: -inf - -inf is no number.
+        lowest = torch.finfo(like.dtype).min
+        return cls(like.new_full((n,), lowest), like.new_zeros(n), like.new_zeros(n), like.new_zeros(n, k))
+
+    def add(self, rows: slice, tile: torch.Tensor, *, with_entropy: bool) -> None:
+        """Take in a tile of logits, which becomes e of the maximum so far."""
+        self._raise_maximum(rows, torch.maximum(self.maximum[rows], tile.amax(dim=1)))
+        tile.sub_(self.maximum[rows, None]).exp_()
+        self.total[rows] += tile.sum(dim=1)
+        if with_entropy:
+            self.spread[rows] += torch.special.entr(tile).sum(dim=1)
+
+    def _raise_maximum(self, rows: slice, maximum: torch.Tensor) -> None:
+        change = self.maximum[rows] - maximum
+        factor = change.exp()
+        self.spread[rows] = factor * (self.spread[rows] - change * self.total[rows])
+        self.total[rows] *= factor
+        self.maximum[rows] = maximum
+
+    def reduce(self, group: dist.ProcessGroup) -> None:
+        """Over the ranks that share the vocabulary."""
+        maximum = self.maximum.clone()
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+        self._raise_maximum(slice(None), maximum)
+        sums = torch.cat([self.chosen, self.total[:, None], self.spread[:, None]], dim=1)
+        dist.all_reduce(sums, group=group)
+        self.chosen, self.total, self.spread = sums[:, :-2], sums[:, -2], sums[:, -1]
+
+    def logprobs(self) -> torch.Tensor:
+        """[N, K]."""
+        # In this order, and not by their logsumexp: large logits would take digits of it.
+        return self.chosen - self.maximum[:, None] - self.total.log()[:, None]
+
+    def entropy(self) -> torch.Tensor:
+        return self.total.log() + self.spread / self.total
+
+
+class Gradients:
+    """Gradients of states, weight and bias, from tiles of gradients of the head's output.
+
+    They add up in float32: those of the states as a whole [N, H], those of the weight block by block.
+    """
+
+    def __init__(self, tiles: Tiles, needs_states: bool, needs_weight: bool, needs_bias: bool) -> None:
+        self.tiles = tiles
+        self.needs_states, self.needs_weight, self.needs_bias = needs_states, needs_weight, needs_bias
+        num_rows, hidden = tiles.states.shape
+        new_zeros = tiles.buffer.new_zeros
+        self.states = new_zeros((num_rows, hidden) if needs_states else 0)
+        self.bias = new_zeros(len(tiles.weight) if needs_bias else 0)
+        self.weight = torch.empty_like(tiles.weight) if needs_weight else tiles.weight.new_empty(0)
+        is_rounded = needs_weight and tiles.weight.dtype != tiles.dtype
+        self.block = tiles.buffer.new_empty((tiles.columns_per_block, hidden) if is_rounded else 0)
+        if needs_weight:  # no tile reaches these
+            self.weight[tiles.num_columns if num_rows > 0 else 0 :].zero_()
+
+    def _block(self, columns: slice) -> torch.Tensor:
+        """Where the gradient of these rows of the weight adds up."""
+        return self.block[: columns.stop - columns.start] if self.block.numel() > 0 else self.weight[columns]
+
+    def add(self, rows: slice, columns: slice, tile: torch.Tensor, block: torch.Tensor) -> None:
+        """Take in a tile; `block` are the rows of the head it came from."""
+        if self.needs_bias:
+            self.bias[columns] += tile.sum(dim=0)
+        tile = tile.to(self.tiles.operand_dtype)
+        if self.needs_states:
+            _add_matmul(self.states[rows], tile, block)
+        if self.needs_weight and rows.start == 0:
+            _matmul(tile.t(), self.tiles.states[rows], out=self._block(columns))
+        elif self.needs_weight:
+            _add_matmul(self._block(columns), tile.t(), self.tiles.states[rows])
+
+    def finish(self, columns: slice) -> None:
+        """All tiles of these columns were taken in."""
+        if self.block.numel() > 0 and len(self.tiles.states) > 0:
+            self.weight[columns] = self._block(columns)
+
+    def result(
+        self, group: dist.ProcessGroup | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Gradients of states, weight and bias in `dtype`, those of the states complete on all ranks of `group`."""
+        if self.needs_states and group is not None and len(self.states) > 0:
+            dist.all_reduce(self.states, group=group)
+        return (
+            self.states.to(dtype) if self.needs_states else None,
+            self.weight if self.needs_weight else None,
+            self.bias.to(dtype) if self.needs_bias else None,
+        )
+
+
+def slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, max(1, step)):
+        yield slice(start, min(start + step, length))
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
+    if left.dtype == out.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
+
+
+def _add_matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    if left.dtype == out.dtype:
+        out.addmm_(left, right)
+    else:
+        out.add_(torch.mm(left, right, out_dtype=out.dtype))

@@ -1,0 +1,213 @@
+"""A model that answers with what its head says of given tokens: their logprobs instead of logits, or scores.
+
+    ModelBatch -> hidden states [R, W, H] -> those that predict a scored token [N, H] -> head -> logprobs [N] -> [B, S]
+
+Only states whose next token is scored pass through the head at all: prompts and padding cost nothing there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PretrainedConfig, PreTrainedModel
+
+from nemo_rl.models.policy.attention import context_sum
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
+from nemo_rl.models.policy.head.scalar import check_scalar_head, is_scalar, output_module
+from nemo_rl.models.policy.head.tasks import HeadTask
+
+_SOFTCAPS = {
+    "final_logit_softcapping": {
+        "gemma2",
+        "gemma3_text",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+        "nanochat",
+        "vaultgemma",
+    },
+    "logits_soft_cap": {"recurrent_gemma"},
+}
+_FACTORS = {
+    "logit_scale": {"cohere", "cohere2", "cohere2_moe", "cohere_compass_text"},
+    "lm_head_multiplier": {"falcon_h1"},
+    "logits_scaling": {"hyperclovax"},
+}
+_DIVISORS = {
+    "logits_scaling": {
+        "granite",
+        "granite_swa",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+    }
+}
+_OF_THE_HEAD = {"dim_model_base", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size"}
+_NOT_OF_THE_HEAD = {
+    "attn_logit_softcapping",
+    "logits_to_keep",
+    "moe_router_logit_softcapping",
+    "num_logits_to_keep",
+    "output_router_logits",
+}
+
+
+def logit_transform(config: PretrainedConfig) -> LogitTransform:
+    """What models of this architecture do to their logits after the head.
+
+    Raises:
+        ValueError: a setting changes the logits in a way that is not known here.
+    """
+    text = config.get_text_config()
+    kind: str = text.model_type
+    scale, softcap = 1.0, None
+    for name, value in text.to_dict().items():
+        is_of_the_head = name in _OF_THE_HEAD or ("logit" in name and name not in _NOT_OF_THE_HEAD)
+        if not is_of_the_head or value is None or value == 1.0:
+            continue
+        if kind in _SOFTCAPS.get(name, ()):
+            softcap = value
+        elif kind in _FACTORS.get(name, ()):
+            scale *= value
+        elif kind in _DIVISORS.get(name, ()):
+            scale /= value
+        else:
+            raise ValueError(
+                f"{kind!r} models change their logits by {name} (here {value!r}); "
+                f"nemo_rl/models/policy/head/logprobs.py does not know how; use another model, or add {kind!r} "
+                f"there to the table of what {name} does"
+            )
+    return LogitTransform(scale=scale, softcap=softcap)
+
+
+def _check_head(hf: PreTrainedModel) -> None:
+    """ValueError unless logits are one linear layer on the last hidden states, as far as modules can tell."""
+    head = hf.get_output_embeddings()
+    known = {id(hf.base_model), id(head)}
+    others = [
+        name for name, child in hf.named_children() if id(child) not in known and any(True for _ in child.parameters())
+    ]
+    if hf.base_model is hf or not isinstance(head, nn.Linear) or others:
+        raise ValueError(
+            f"{type(hf).__name__}: between its last hidden states and its logits stands more than one linear layer "
+            f"({', '.join(others) or type(head).__name__}); use a causal language model with a plain head, such as "
+            "Llama, Qwen or Gemma"
+        )
+    if len(list(head.parameters())) != 1 + (head.bias is not None):
+        raise ValueError(
+            "the output head has adapters, which logprobs do not pass through; leave it out of "
+            "policy.dtensor_cfg.lora_cfg.target_modules"
+        )
+
+
+class LogprobModel(nn.Module):
+    """A causal language model with a head that gives logprobs, or a reward or value model; or one of its stages.
+
+    It is the root of FSDP: the head's weight is gathered while `forward` runs, and stays so until backward computes the
+    logits again (`reshard_after_forward=False`).
+
+    Args:
+        hf: the model of transformers; without an output head where a later pipeline stage has it.
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
+        temperature, top_k, top_p: those of sampling, applied again here.
+        tensor: mesh of the ranks that may share the vocabulary (they do when the head's weight is a DTensor sharded on
+            dim 0); hidden states are whole on each of them.
+        context: mesh of the ranks that share every sequence.
+
+    Raises:
+        ValueError: the architecture does more to its logits than is known here, or the head has adapters.
+    """
+
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        chunk_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        tensor: DeviceMesh | None = None,
+        context: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        self.hf = hf
+        self.chunk_tokens = chunk_tokens
+        self.temperature = temperature
+        self.top_k = top_k
+        self.top_p = top_p
+        self.tensor = tensor
+        self.context = context
+        if output_module(hf) is not None:
+            check = check_scalar_head if is_scalar(hf.config) else _check_head
+            check(hf)
+        self.transform = LogitTransform() if is_scalar(hf.config) else logit_transform(hf.config)
+
+    def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
+        """What `task` says of the scored tokens of `batch`; see `score`."""
+        states = self.hf.base_model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
+        ).last_hidden_state
+        return self.score(states, batch, task)
+
+    def next_logits(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, temperature: float, **how: object
+    ) -> torch.Tensor:
+        """Logits of the token after the last one of every row of `input_ids` [B, W]: float32 [B, V], or this rank's
+        columns of it, divided by the temperature (0: by 1). `how` goes to the model: a cache, a mask.
+        """
+        states = self.hf.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=True, **how
+        ).last_hidden_state[:, -1]
+        return whole_logits(states, replace(self.output_head(), temperature=temperature or 1.0))
+
+    def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
+        """`task` of the scored tokens, elsewhere 0: float32 [B, S] or [B, S, C] from the last hidden states [R, W, H].
+
+        Equal and complete on all tensor- and context-parallel ranks.
+        """
+        judging = states.flatten(0, 1).index_select(0, batch.states)
+        scored = task(self, judging, batch)
+        out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
+        out = out.index_put((batch.rows, batch.positions), scored)
+        return out if self.context is None else context_sum(out, self.context.get_group())
+
+    def score_weight(self) -> torch.Tensor:
+        """[1, H], the head of a reward or value model; to be used inside `forward`, where FSDP has gathered it."""
+        assert is_scalar(self.hf.config), "a language model has no score"
+        head = output_module(self.hf)
+        assert head is not None, "this stage has no head"
+        return _local(head.get_parameter("weight"))
+
+    def output_head(self) -> OutputHead:
+        """The head as this rank holds it, to be used inside `forward`, where FSDP has gathered its weight."""
+        layer = self.hf.get_output_embeddings()
+        assert isinstance(layer, nn.Linear), "this stage has no output head"
+        weight, bias = layer.weight, layer.bias
+        group, start = None, 0
+        if isinstance(weight, DTensor):
+            assert self.tensor is not None and weight.device_mesh == self.tensor, "FSDP has not gathered the head"
+            assert weight.placements in ((Shard(0),), (Replicate(),))
+            if weight.placements == (Shard(0),):
+                _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+                group, start = self.tensor.get_group(), offset[0]
+        return OutputHead(
+            weight=_local(weight),
+            bias=None if bias is None else _local(bias),
+            transform=self.transform,
+            temperature=self.temperature,
+            group=group,
+            start=start,
+            vocab_size=len(weight),
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part; the gradient of a part is complete on the rank that has it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

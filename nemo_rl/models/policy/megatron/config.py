@@ -1,0 +1,571 @@
+"""What of `policy.megatron_cfg` needs GPUs, or Transformer Engine on them. Free of torch.
+
+Whether Transformer Engine is installed, and what the GPUs can do, is asked where a run starts (`megatron_checks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from nemo_rl.config.base import NotYet, StrictModel, anything, one_of
+
+# -- Configuration of training with Megatron Core: `policy.megatron_cfg`.
+
+Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
+MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
+
+
+class MegatronOptimizerConfig(StrictModel):
+    """The optimizer and its learning rate."""
+
+    optimizer: Literal["adam", "sgd", "muon", "dist_muon"] = "adam"
+    """Adam with decoupled weight decay, SGD with momentum, or Muon for matrices and Adam for the rest."""
+
+    lr: float = Field(default=5.0e-6, ge=0)
+    """Highest learning rate."""
+
+    min_lr: float | None = Field(default=None, ge=0)
+    """Learning rate at the end of the decay; null: lr."""
+
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of matrices (SGD adds it to the gradient); vectors (norms, biases) have none."""
+
+    bf16: bool | None = None
+    """Train in bfloat16; null: as `policy.precision` says."""
+
+    fp16: bool = False
+    """Train in float16, which is not supported."""
+
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the main parameters that the optimizer updates: always float32, of which bfloat16 weights are
+    rounded copies."""
+
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
+
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of squared gradients."""
+
+    adam_eps: float = Field(default=1.0e-8, gt=0)
+    """Added to the root of the mean of squared gradients."""
+
+    sgd_momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Momentum of SGD."""
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Momentum of Muon."""
+
+    muon_num_ns_steps: int = Field(default=5, ge=1)
+    """Newton-Schulz steps of Muon."""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """How Muon scales an orthogonalised update by the shape of its matrix."""
+
+    use_distributed_optimizer: bool | None = None
+    """Shard the optimizer state over data-parallel ranks; null: with adam, the one that can."""
+
+    use_precision_aware_optimizer: bool = False
+    """Keep main parameters and moments in the dtypes below (Transformer Engine's Adam)."""
+
+    exp_avg_dtype: Literal["float32", "bfloat16", "float16", "uint8"] = "float32"
+    """Of Adam's first moments, with the precision-aware optimizer."""
+
+    exp_avg_sq_dtype: Literal["float32", "bfloat16", "float16", "uint8"] = "float32"
+    """Of Adam's second moments, with the precision-aware optimizer."""
+
+    clip_grad: float | None = Field(default=None, gt=0)
+    """Largest norm of the gradient over all ranks; null: `policy.max_grad_norm`."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep and update a part of the optimizer state on the host."""
+
+    optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Part of the parameters whose optimizer state is on the host."""
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Whether the state lies over data-parallel ranks."""
+        chosen = self.use_distributed_optimizer
+        return self.optimizer == "adam" if chosen is None else chosen
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
+        if self.fp16:
+            yield "fp16", "float16 is not supported; set fp16=false and policy.precision=bfloat16"
+        if self.params_dtype != "float32":
+            yield "params_dtype", "steps of a small learning rate are lost in bfloat16; set it to float32"
+        if self.min_lr is not None and self.min_lr > self.lr:
+            yield "min_lr", f"{self.min_lr} is above lr={self.lr}; use at most that"
+        if self.use_precision_aware_optimizer and self.use_distributed_optimizer is False:
+            yield "use_precision_aware_optimizer", "is part of use_distributed_optimizer; set that to true too"
+        if self.optimizer != "adam" and self.use_distributed_optimizer:
+            sgd = self.optimizer == "sgd"
+            why = "SGD has next to no state to shard" if sgd else "Muon updates whole matrices"
+            yield (
+                "use_distributed_optimizer",
+                f"{why} (policy.megatron_cfg.optimizer.optimizer={self.optimizer}); set it to null or false",
+            )
+        if self.use_precision_aware_optimizer and self.optimizer != "adam":
+            yield "use_precision_aware_optimizer", f"is Adam's, not that of {self.optimizer}; set it to false"
+        if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
+            yield (
+                "use_precision_aware_optimizer",
+                "without it main parameters stay on the GPU, whatever optimizer_cpu_offload says; set it to true",
+            )
+        if self.optimizer_cpu_offload and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
+            yield (
+                "optimizer_cpu_offload",
+                "moments on the host are float32; set exp_avg_dtype and exp_avg_sq_dtype so",
+            )
+        if self.optimizer_cpu_offload and self.optimizer_offload_fraction == 0.0:
+            yield "optimizer_offload_fraction", "0 offloads nothing; use a fraction up to 1.0"
+        if not self.use_precision_aware_optimizer and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
+            yield "use_precision_aware_optimizer", "is what keeps moments in other dtypes; set it to true"
+
+
+class MegatronSchedulerConfig(StrictModel):
+    """How learning rate and weight decay change, counted in optimizer steps (or train calls)."""
+
+    start_weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the first step; null: the optimizer's."""
+
+    end_weight_decay: float | None = Field(default=None, ge=0)
+    """Weight decay of the last step; null: the optimizer's."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How it moves from one to the other over `lr_decay_iters`."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "constant"
+    """How the learning rate falls from lr to min_lr. WSD (warm-up, stable, decay): in the last steps alone."""
+
+    lr_decay_iters: int = Field(default=1000, ge=1)
+    """Steps after which it has reached min_lr, warm-up included."""
+
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Steps in which it rises to lr."""
+
+    lr_warmup_init: float = Field(default=0.0, ge=0)
+    """Learning rate at the beginning of the warm-up."""
+
+    lr_wsd_decay_iters: int | None = Field(default=None, ge=1)
+    """Steps before `lr_decay_iters` in which it falls, with WSD."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """How it falls in these steps."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
+        if self.lr_warmup_iters >= self.lr_decay_iters:
+            yield "lr_warmup_iters", f"{self.lr_warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
+        if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
+            yield "weight_decay_incr_style", "constant needs equal start_weight_decay and end_weight_decay; or linear"
+        stable = self.lr_decay_iters - self.lr_warmup_iters
+        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters is None or self.lr_wsd_decay_iters > stable):
+            yield (
+                "lr_wsd_decay_iters",
+                f"WSD needs the number of steps at the end in which the learning rate falls; set 1 to {stable}",
+            )
+
+
+class MegatronDDPConfig(StrictModel):
+    """Reduction of gradients over data-parallel ranks."""
+
+    grad_reduce_in_fp32: bool = True
+    """Add up and reduce gradients in float32."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradients of one bucket while the backward pass computes the next."""
+
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the forward pass needs the first of them."""
+
+    bucket_size: int | None = Field(default=None, ge=1)
+    """Parameters of one bucket; null: Megatron's choice."""
+
+    not_yet: ClassVar = (
+        NotYet("use_custom_fsdp", one_of(False, None)),
+        NotYet("data_parallel_sharding_strategy", anything, harmless=True),
+        NotYet("average_in_collective", anything, harmless=True),
+    )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key, message) of values that do not go together, for a section that is switched on."""
+        if self.overlap_param_gather and not self.overlap_grad_reduce:
+            yield "overlap_param_gather", "comes with overlapped reduction; set overlap_grad_reduce=true too"
+
+
+class MegatronPeftConfig(StrictModel):
+    """Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685)."""
+
+    enabled: bool = False
+    """Train adapters instead of the model."""
+
+    target_modules: list[str] = Field(default_factory=list)
+    """Names of Megatron's linear layers (`linear_qkv`, `linear_proj`, `linear_fc1`, `linear_fc2`) or patterns of the
+    full name; empty: all four."""
+
+    exclude_modules: list[str] = Field(default_factory=list)
+    """Names or patterns of layers to leave alone."""
+
+    dim: int = Field(default=8, ge=1)
+    """Rank of the adapters."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / dim."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Dropout of the adapters' input while training."""
+
+    lora_A_init_method: Literal["xavier", "uniform", "gaussian"] = "xavier"
+    """How the first matrix is drawn; the second begins at zero."""
+
+    not_yet: ClassVar = (
+        NotYet("dropout_position", one_of("pre", None), harmless=True),
+        NotYet("lora_B_init_method", one_of("zero", None)),
+        NotYet("a2a_experimental", one_of(False, None)),
+        NotYet("lora_dtype", one_of(None)),
+    )
+
+
+class Fp8Config(StrictModel):
+    """Training in 8-bit floating point with Transformer Engine."""
+
+    enabled: bool = False
+    """Multiply in FP8."""
+
+    fp8: Literal["e4m3", "hybrid"] = "e4m3"
+    """Format: e4m3 everywhere, or e5m2 for gradients (hybrid)."""
+
+    fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"] = "blockwise"
+    """Where scales are shared: over blocks of 128 (Hopper), whole tensors, or, delayed, with those of past steps."""
+
+    fp8_param: bool = False
+    """Keep the parameters of linear layers in FP8 too, which is not supported yet."""
+
+
+class MegatronConfig(StrictModel):
+    """Training with Megatron Core: tensor, pipeline, context, sequence and expert parallelism."""
+
+    enabled: bool = False
+    """Train with Megatron Core, in place of `dtensor_cfg`."""
+
+    force_reconvert_from_hf: bool = False
+    """Convert the Hugging Face weights again, over a conversion kept from before."""
+
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    """Layers: torch's (`local`), or Transformer Engine's. `auto`: these where it is installed and GPUs are there."""
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every layer's matrices."""
+
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the layers."""
+
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=1)
+    """Pieces of the model that each pipeline rank holds (interleaved schedule); null: one."""
+
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Layers of the first stage; null: as many as of the others."""
+
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Layers of the last stage; null: as many as of the others."""
+
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every sequence."""
+
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share the experts of every mixture-of-experts layer."""
+
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every expert's matrices."""
+
+    sequence_parallel: bool = False
+    """Between the matrices, split activations over the tensor-parallel ranks by position."""
+
+    pipeline_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Data type of what stages hand over; null: `policy.precision`."""
+
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: whole layers, unless `recompute_granularity` says less."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """`full`: whole layers; `selective`: `recompute_modules` of each layer. null: full."""
+
+    recompute_modules: list[Recomputed] = Field(default_factory=lambda: ["core_attn"])
+    """What selective recomputation computes again."""
+
+    empty_unused_memory_level: Literal[0, 1, 2] = 1
+    """Return unused device memory: 0 never, 1 after a training step, 2 after logprob passes too."""
+
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    """Attention of Transformer Engine."""
+
+    apply_rope_fusion: bool = False
+    """Rotary embeddings in one kernel (Transformer Engine)."""
+
+    bias_activation_fusion: bool = False
+    """Bias and activation in one kernel (CUDA)."""
+
+    gradient_accumulation_fusion: bool = False
+    """Weight gradients added in place by the kernel that computes them (APEX or Transformer Engine)."""
+
+    use_linear_ce_fusion_loss: bool = True
+    """Logprobs from hidden states in tiles. Always so here: the logits of all tokens are never in memory."""
+
+    linear_ce_fusion_chunk_size: int | None = Field(default=None, ge=1)
+    """Positions whose logits are in memory at a time; null: `policy.logprob_chunk_size`."""
+
+    freeze_moe_router: bool = True
+    """Do not train the routers."""
+
+    moe_router_dtype: Literal["float32", "fp32", "fp64"] | None = "fp64"
+    """Data type in which routers choose; null: that of the model."""
+
+    moe_router_load_balancing_type: MoeBalancing = "none"
+    """How routers are kept from favouring experts."""
+
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Weight of the balancing loss, for the `aux_loss` types."""
+
+    moe_router_bias_update_rate: float = Field(default=0.0, ge=0)
+    """By how much the bias that chooses experts moves after each step towards those with fewer tokens (DeepSeek-V3)."""
+
+    moe_permute_fusion: bool = False
+    """Sort tokens by expert in one kernel (Transformer Engine)."""
+
+    moe_grouped_gemm: bool = False
+    """Multiply all experts of a rank in one kernel (Transformer Engine)."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    """How tokens travel to their experts."""
+
+    moe_shared_expert_overlap: bool = False
+    """Compute shared experts while tokens travel (CUDA)."""
+
+    moe_per_layer_logging: bool = False
+    """Log the load of the experts of every layer."""
+
+    optimizer: MegatronOptimizerConfig = MegatronOptimizerConfig()
+    """The optimizer."""
+
+    scheduler: MegatronSchedulerConfig = MegatronSchedulerConfig()
+    """How learning rate and weight decay change."""
+
+    distributed_data_parallel_config: MegatronDDPConfig = MegatronDDPConfig()
+    """Reduction of gradients."""
+
+    peft: MegatronPeftConfig = MegatronPeftConfig()
+    """Low-rank adapters."""
+
+    fp8_cfg: Fp8Config = Fp8Config()
+    """Training in FP8."""
+
+    env_vars: dict[str, str] | None = None
+    """Environment variables of the policy workers."""
+
+    ignored_when_off: ClassVar = True
+
+    not_yet: ClassVar = (
+        NotYet("converter_type", anything, harmless=True),
+        NotYet("train_iters", anything, harmless=True),
+        NotYet("defer_fp32_logits", anything, harmless=True),
+        NotYet("use_fused_linear_logprobs", one_of(True, False, None), harmless=True),
+        NotYet("fused_linear_logprobs_chunk_size", anything, harmless=True),
+        NotYet("moe_enable_deepep", one_of(False, None)),
+        NotYet("mtp_num_layers", one_of(None, 0)),
+        NotYet("mtp_loss_scaling_factor", anything),
+        NotYet("mtp_use_repeated_layer", one_of(False, None)),
+        NotYet("mtp_detach_heads", anything),
+        NotYet("use_fused_weighted_squared_relu", one_of(False, None)),
+        NotYet("model_overrides", one_of({}, None)),
+        NotYet("cuda_graph_impl", one_of(None, "none")),
+        NotYet("cuda_graph_modules", anything),
+        NotYet("cuda_graph_warmup_steps", anything),
+        NotYet("checkpoint", one_of({}, None), harmless=True),
+        NotYet("fine_grained_activation_offloading", one_of(False, None)),
+        NotYet("offload_modules", one_of([], None)),
+        NotYet("use_gloo_process_groups", anything, harmless=True),
+        NotYet("overlap_cpu_optimizer_d2h_h2d", anything, harmless=True),
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that work on the same samples."""
+        return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches of an optimizer step is a multiple of this."""
+        return self.pipeline_model_parallel_size if self.stages_per_rank > 1 else 1
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if not self.enabled:
+            return
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            yield (
+                "sequence_parallel",
+                "splits over tensor-parallel ranks; set tensor_model_parallel_size above 1 or switch it off",
+            )
+        if self.stages_per_rank > 1 and self.pipeline_model_parallel_size == 1:
+            yield "virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size above 1; set it to null"
+        uneven = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        if self.pipeline_model_parallel_size == 1 and uneven != (None, None):
+            yield "num_layers_in_first_pipeline_stage", "there is one stage; set both stage sizes to null"
+        if self.recompute_granularity is not None and not self.activation_checkpointing:
+            yield "activation_checkpointing", "recompute_granularity is for recomputation; set this to true too"
+        if self.recompute_granularity == "selective" and not self.recompute_modules:
+            yield "recompute_modules", "names nothing to compute again; use [core_attn], or recompute_granularity=full"
+        if "moe_act" in self.recompute_modules and not self.moe_grouped_gemm:
+            yield "recompute_modules", "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
+        yield from self._check_dispatcher()
+        if self.attention_backend == "local" and self.transformer_impl != "local":
+            yield "attention_backend", "local is for transformer_impl=local; set that, or this to auto"
+        if not self.use_linear_ce_fusion_loss:
+            yield "use_linear_ce_fusion_loss", "logprobs always come from hidden states in tiles here; set it to true"
+        decay, rates = self.scheduler.lr_decay_style, self.optimizer
+        if decay != "constant" and (rates.min_lr is None or rates.min_lr == rates.lr):
+            yield (
+                "optimizer.min_lr",
+                f"scheduler.lr_decay_style={decay} falls from lr to it; give one below lr={rates.lr}",
+            )
+        if self.scheduler.lr_warmup_init > rates.lr:
+            yield "scheduler.lr_warmup_init", f"{self.scheduler.lr_warmup_init} is above optimizer.lr={rates.lr}"
+        ends = (self.scheduler.start_weight_decay, self.scheduler.end_weight_decay)
+        start, end = (rates.weight_decay if value is None else value for value in ends)
+        if start > end:
+            yield (
+                "scheduler.end_weight_decay",
+                f"{end} is below {start}, where it begins; it can only grow",
+            )
+        if self.moe_aux_loss_coeff > 0 and "aux_loss" not in self.moe_router_load_balancing_type:
+            yield "moe_router_load_balancing_type", "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
+        if self.moe_router_bias_update_rate > 0 and self.freeze_moe_router:
+            yield "freeze_moe_router", "moe_router_bias_update_rate changes the routers; set this to false"
+        nested = {
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "distributed_data_parallel_config": self.distributed_data_parallel_config,
+        }
+        for section, values in nested.items():
+            for key, message in values.problems():
+                yield f"{section}.{key}", message
+        if self.distributed_data_parallel_config.overlap_param_gather and not rates.shards_optimizer:
+            yield (
+                "distributed_data_parallel_config.overlap_param_gather",
+                "gathers what the distributed optimizer updates in shares; set it to false, or "
+                "optimizer.use_distributed_optimizer=true",
+            )
+
+    def _check_dispatcher(self) -> Iterator[tuple[str, str]]:
+        """Whether tokens can travel to their experts as asked."""
+        key, chosen = "moe_token_dispatcher_type", self.moe_token_dispatcher_type
+        if chosen == "flex":
+            yield key, "not supported yet: flex, which needs DeepEP; set it to alltoall"
+        elif chosen == "allgather" and self.expert_model_parallel_size > 1:
+            yield (
+                key,
+                "allgather needs micro-batches of one width, and those of ranks that share experts "
+                f"(expert_model_parallel_size={self.expert_model_parallel_size}) differ; set it to alltoall",
+            )
+        elif chosen == "allgather" and self.expert_tensor_parallel_size > self.tensor_model_parallel_size:
+            yield (
+                key,
+                "allgather needs micro-batches of one width, and those of ranks that share an expert "
+                f"(expert_tensor_parallel_size={self.expert_tensor_parallel_size}, more than "
+                "tensor_model_parallel_size) differ; set it to alltoall",
+            )
+        if self.moe_shared_expert_overlap and chosen != "alltoall":
+            yield key, "moe_shared_expert_overlap=true needs alltoall"
+
+
+# -- What `policy.megatron_cfg.fp8_cfg` cannot be combined with. Free of torch, Megatron and Transformer Engine.
+#
+# What the machine can do is asked elsewhere: whether there are GPUs (`megatron_device`), Transformer Engine and the
+# GPUs' compute capability (`megatron_checks`).
+
+_RECOMPUTED_IN_FP8 = ("layernorm", "moe_act")
+
+
+def fp8_problems(settings: MegatronConfig, precision: str) -> Iterator[tuple[str, str]]:
+    """(key of `policy.megatron_cfg`, what would work) for training in FP8. `precision`: `policy.precision`."""
+    fp8 = settings.fp8_cfg
+    if not fp8.enabled:
+        return
+    if precision != "bfloat16":
+        yield (
+            "fp8_cfg.enabled",
+            f"FP8 is for weights in bfloat16, and policy.precision is {precision}; set that to bfloat16",
+        )
+    if fp8.fp8_param:
+        yield (
+            "fp8_cfg.fp8_param",
+            "not supported yet: weights that are FP8 themselves; set it to false, which still multiplies in FP8",
+        )
+    is_selective = settings.activation_checkpointing and settings.recompute_granularity == "selective"
+    recomputed = [name for name in settings.recompute_modules if name in _RECOMPUTED_IN_FP8] if is_selective else []
+    if fp8.fp8_recipe == "delayed" and recomputed:
+        yield (
+            "fp8_cfg.fp8_recipe",
+            f"delayed scales do not go with recomputing {' and '.join(recomputed)}; leave that out of "
+            "recompute_modules, or set tensorwise or blockwise",
+        )
+    if settings.moe_token_dispatcher_type == "allgather":
+        yield (
+            "moe_token_dispatcher_type",
+            "allgather cannot pad the tokens of an expert, which products in FP8 need; set it to alltoall",
+        )
+
+
+Problems = Iterator[tuple[str, str]]
+
+_CPU = "cluster.gpus_per_node is 0"
+
+
+def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Problems:
+    """(key of `policy.megatron_cfg`, what would work) for what the kind of devices rules out."""
+    needs_engine = list(engine_switches(settings))
+    if not use_gpus:
+        for key, value, neutral in (*needs_engine, *_gpu_switches(settings)):
+            yield key, f"{value} runs on GPUs only, and {_CPU}; set it to {neutral}, or cluster.gpus_per_node above 0"
+    elif settings.transformer_impl == "local":
+        for key, value, neutral in needs_engine:
+            yield (
+                key,
+                f"{value} is Transformer Engine's, and policy.megatron_cfg.transformer_impl is local; set it to "
+                f"{neutral}, or that to transformer_engine",
+            )
+
+
+def engine_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
+    """(key, value, value that does without) of everything that asks for Transformer Engine."""
+    if settings.transformer_impl == "transformer_engine":
+        yield "transformer_impl", "transformer_engine", "local"
+    if settings.fp8_cfg.enabled:
+        yield "fp8_cfg.enabled", "true", "false"
+    if settings.optimizer.use_precision_aware_optimizer:
+        yield "optimizer.use_precision_aware_optimizer", "true", "false"
+    if settings.attention_backend in ("flash", "fused", "unfused"):
+        yield "attention_backend", settings.attention_backend, "auto"
+    switches = {
+        "apply_rope_fusion": settings.apply_rope_fusion,
+        "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
+        "moe_grouped_gemm": settings.moe_grouped_gemm,
+        "moe_permute_fusion": settings.moe_permute_fusion,
+    }
+    yield from ((key, "true", "false") for key, is_on in switches.items() if is_on)
+
+
+def _gpu_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
+    switches = {
+        "optimizer.optimizer_cpu_offload": settings.optimizer.optimizer_cpu_offload,
+        "bias_activation_fusion": settings.bias_activation_fusion,
+        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
+    }
+    yield from ((key, "true", "false") for key, is_on in switches.items() if is_on)

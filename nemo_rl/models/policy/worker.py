@@ -1,0 +1,450 @@
+"""One rank of a policy: the rows it owns this step, and what is done with them, whatever trains the model.
+
+    load(plan, groups) -> compute(task, column) -> compute_reference_logprobs() -> train(loss_fn, task) -> pack(bucket)
+
+A backend says how the model is built, updated, saved and exported: see the abstract methods of `PolicyWorker`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+
+from nemo_rl.distributed.collectives import init_process_group
+from nemo_rl.models.policy.batch import microbatches as loss_metrics
+from nemo_rl.models.policy.batch.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.batch.runner import MicroBatchRunner, from_last_stage
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
+from nemo_rl.models.policy.reference import ReferencePolicy
+from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.refit.shard_sender import ShardSender
+from nemo_rl.refit.transfer import WeightSender
+from nemo_rl.types import (
+    ExampleGroup,
+    LossFunction,
+    LossMetrics,
+    MicroBatch,
+    PolicyGradientInputs,
+    RankPlan,
+    RolloutGroup,
+    SamplingParams,
+    TokenAdvantages,
+    TrainResult,
+)
+from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWorkerSettings:
+    """What a worker is built from, beside the user's `policy` section."""
+
+    model_path: str
+    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
+    use_gpu: bool
+    workers_per_node: int
+    init_reference_model: bool
+    init_optimizer: bool
+    seed: int
+    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+
+
+class WorkerPlace(Protocol):
+    """Whom a worker shares samples, and stages of the model, with."""
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different samples and are otherwise at this rank's place."""
+        ...
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the stages of the model, in order; None without a pipeline."""
+        ...
+
+    @property
+    def is_first_of_data_rank(self) -> bool:
+        """Whether this is the first of the ranks that work on the same samples."""
+        ...
+
+
+class StateSaver(Protocol):
+    """A checkpoint that is written in the background."""
+
+    def finish(self) -> None:
+        """Wait until every rank has written; raises what went wrong."""
+        ...
+
+    def close(self) -> None:
+        """Wait for a save that runs, whatever comes of it. Before the process group is destroyed."""
+        ...
+
+
+class PolicyWorker(ABC):
+    """See the module. Every method is a collective: all ranks call it in the same order.
+
+    A backend's constructor calls `super().__init__`, which joins the process group, and sets the attributes below.
+    """
+
+    mesh: WorkerPlace
+    layout: RowLayout
+    runner: MicroBatchRunner
+    reference: ReferencePolicy | None
+
+    def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings, *, threads: bool) -> None:
+        """`threads`: the host computes, with a share of its cores."""
+        self.config = config
+        self.settings = settings
+        self.device = torch.device("cuda", torch.cuda.current_device()) if settings.use_gpu else torch.device("cpu")
+        if threads:  # Ray gives an actor one thread
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // settings.workers_per_node))
+        if config.deterministic:
+            make_deterministic()
+        if not dist.is_initialized():
+            init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
+        self.rank = dist.get_rank()
+        self.sender: WeightSender | ShardSender | None = None
+        self.saver: StateSaver | None = None
+        self.plan = RankPlan(train=[], logprobs=[])
+        self.rows: dict[RowKey, Row] = {}
+
+    # -- what a backend knows
+
+    @abstractmethod
+    def _clip(self) -> float:
+        """Clip the gradients of an optimizer step by their norm over all ranks; returns the norm before."""
+
+    @abstractmethod
+    def _learning_rate(self) -> float:
+        """Of the optimizer step that is about to be taken."""
+
+    @abstractmethod
+    def _take_step(self) -> None:
+        """Update the weights with the gradients."""
+
+    @abstractmethod
+    def _step_scheduler(self) -> None:
+        """Move the learning rate on, if it has a schedule."""
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Forget the gradients."""
+
+    @abstractmethod
+    def _training_mode(self) -> contextlib.AbstractContextManager[None]:
+        """What is different while an optimizer step's passes run, such as dropout of adapters."""
+
+    @abstractmethod
+    def _model_metrics(self) -> dict[str, float]:
+        """What the model itself tells of the passes of an optimizer step, such as the load of its experts."""
+
+    @abstractmethod
+    def _export(self) -> list[ExportedTensor]:
+        """Every weight that generation is to have."""
+
+    @abstractmethod
+    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+        """Write this rank's weights and optimizer under `directory`."""
+
+    @abstractmethod
+    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+        """`_save_state` of what they are now, in the background: sets `saver`."""
+
+    @abstractmethod
+    def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
+        """Write the configuration, adapters and a whole model under `directory`, at once."""
+
+    @abstractmethod
+    def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
+        """Inverse of `_save_state`."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Weights and optimizer state to host memory; frees the device for generation."""
+
+    @abstractmethod
+    def onload(self, *, with_optimizer: bool) -> None:
+        """Weights, and optimizer state when it will be used, back to the device."""
+
+    # -- places
+
+    def device_name(self) -> str:
+        """The device's name as its vendor gives it."""
+        return torch.cuda.get_device_name(self.device) if self.settings.use_gpu else "CPU"
+
+    # -- rows of the step
+
+    def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
+        """Take over the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
+        self.plan = plan
+        self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
+
+    def _model_batches(
+        self, micro_batches: Sequence[Sequence[Row]], task: HeadTask, *, is_reference: bool = False
+    ) -> list[ModelBatch]:
+        replays_routing = self.config.router_replay.enabled and not is_reference  # which has routers of its own
+        batches = [
+            self.layout.build(
+                scored_sequences(rows, last_token_only=self.layout.own_states, pad_token_id=self.settings.pad_token_id),
+                {name: [row.columns[name] for row in rows] for name in task.columns},
+                [row.routed_experts for row in rows] if replays_routing else None,
+            )
+            for rows in micro_batches
+        ]
+        return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
+
+    def compute(self, task: HeadTask, column: str, *, is_reference: bool = False) -> None:
+        """Fill `column` of every row with what `task` says of its tokens, [T] or [T, C], under the present weights."""
+        batches = [select(self.rows, batch) for batch in self.plan.logprobs]
+        scored = self.runner.forward(self._model_batches(batches, task, is_reference=is_reference), task)
+        if task.num_values is None:  # small enough to wait for the device only once, at the end
+            scored = list(scored)
+            flat = torch.cat([values.flatten() for values in scored]).cpu()
+            parts = flat.split([values.numel() for values in scored])
+            scored = [part.view(values.shape) for part, values in zip(parts, scored, strict=True)]
+        for rows, values in zip(batches, scored, strict=True):
+            for row, own in zip(rows, values, strict=True):
+                row.columns[column] = own[: len(row.token_ids)].to("cpu", copy=True)
+
+    def compute_reference_logprobs(self) -> None:
+        """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
+        assert self.reference is not None, "built without a reference model"
+        with self.reference.active():
+            self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
+
+    def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
+        """Fill `total` of every row with the sum of its `column` over the tokens that carry loss; returns the sums.
+
+        Empty on all but one of the ranks that have the same rows.
+        """
+        sums = {}
+        for key, row in self.rows.items():
+            # Float64: a sum over a long answer is compared with one that was added up in another order.
+            row.columns[total] = (row.columns[column].double() * row.token_mask).sum().float()
+            sums[key] = row.columns[total].item()
+        return sums if self.mesh.is_first_of_data_rank else {}
+
+    def share(self, column: str) -> dict[RowKey, Any]:
+        """`column` of every row as an object of the object store, by row, for `attach` on workers of another group.
+
+        Empty on all but one of the ranks that have the same rows.
+        """
+        if not self.mesh.is_first_of_data_rank:
+            return {}
+        return {key: ray.put(row.columns[column].numpy()) for key, row in self.rows.items()}
+
+    def attach(self, column: str, keys: list[RowKey], *values: np.ndarray) -> None:
+        """Fill `column` of the rows `keys` with what another group shared."""
+        for key, value in zip(keys, values, strict=True):
+            self.rows[key].columns[column] = torch.from_numpy(np.array(value))
+
+    def mask_mismatched(self, threshold: float) -> dict[str, float]:
+        """See `PolicyInterface.mask_mismatched`."""
+        worst = torch.zeros(1)
+        masked = torch.zeros(1)
+        for row in self.rows.values():
+            difference = row.columns["prev_logprobs"] - row.columns["generation_logprobs"]
+            difference = difference.abs()[row.token_mask]
+            if row.mask == 0.0 or len(difference) == 0:
+                continue
+            error = difference.exp().mean()
+            worst = torch.maximum(worst, error)
+            if error > threshold:
+                row.mask = 0.0
+                masked += 1
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self.mesh.data_group)
+        dist.all_reduce(masked, group=self.mesh.data_group)
+        return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
+
+    def set_token_advantages(self, advantages: TokenAdvantages) -> None:
+        """See `TokenAdvantages`: the statistics are those of all ranks."""
+        sums = torch.zeros(3, dtype=torch.float64)
+        for row in self.rows.values():
+            mask = row.token_mask * row.mask
+            row.columns |= advantages.adjust(row.columns, mask)
+            sums += advantages.sums(row.columns["advantages"], mask)
+        dist.all_reduce(sums, group=self.mesh.data_group)
+        for row in self.rows.values():
+            mask = row.token_mask * row.mask
+            row.columns["advantages"] = advantages.finish(row.columns["advantages"], mask, sums)
+
+    # -- training
+
+    def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
+        """Take the optimizer steps of the loaded plan, in order. `task` is what the loss gets of each token."""
+        result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
+        steps = []
+        for micro_batches in self.plan.train:
+            steps.append(self._optimizer_step(loss_fn, task, micro_batches, result))
+            # Equal on all ranks, unlike the samples that are accused.
+            if result.num_skipped_steps and self.config.nonfinite_action == "stop":
+                break
+        if self.config.scheduler_step_per == "train_call":
+            self._step_scheduler()
+        result.metrics = loss_metrics.reduce_steps(steps)
+        return result
+
+    def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
+        """Metrics of the loaded plan, which has one optimizer step, without gradients; `loss` is one of them."""
+        (micro_batches,) = self.plan.train
+        batches = [select(self.rows, batch) for batch in micro_batches]
+        seqs, toks = self._global_counts(batches)
+        parts, losses = [], []
+        for rows, outputs in zip(batches, self.runner.forward(self._model_batches(batches, task), task), strict=True):
+            loss, metrics = loss_fn(outputs, loss_inputs(rows, loss_fn.inputs_type, self.device), seqs, toks)
+            losses.append(loss.detach())
+            parts.append(metrics)
+        metrics = loss_metrics.reduce_micro_batches(parts)
+        metrics["loss"] = torch.stack(losses).sum()
+        reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
+        reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
+        return reduced
+
+    def _optimizer_step(
+        self, loss_fn: LossFunction, task: HeadTask, micro_batches: list[MicroBatch], result: TrainResult
+    ) -> dict[str, float]:
+        assert self.settings.init_optimizer, "built without an optimizer"
+        batches = [select(self.rows, batch) for batch in micro_batches]
+        seqs, toks = self._global_counts(batches)
+        parts: list[LossMetrics] = []
+        losses: dict[int, torch.Tensor] = {}
+
+        def loss_of(number: int, outputs: torch.Tensor) -> torch.Tensor:
+            inputs = loss_inputs(batches[number], loss_fn.inputs_type, self.device)
+            if isinstance(inputs, PolicyGradientInputs) and "prev_logprobs" not in batches[number][0].columns:
+                # Nothing was updated since: these are the previous logprobs.
+                assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
+                inputs.prev_logprobs = outputs.detach()
+            loss, metrics = loss_fn(outputs, inputs, seqs, toks)
+            losses[number] = loss.detach()
+            parts.append(metrics)
+            return loss
+
+        with self._training_mode():
+            self.runner.train(self._model_batches(batches, task), loss_of, task)
+        grad_norm = self._clip()
+        reduced = self._reduce(parts, losses)
+        reduced |= self._model_metrics()
+        reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
+        result.losses.append(reduced["loss"])
+        result.grad_norms.append(grad_norm)
+        result.learning_rates.append(self._learning_rate())
+        self._update(result, batches, losses, is_finite=math.isfinite(reduced["loss"] + grad_norm))
+        return reduced
+
+    def _reduce(self, parts: list[LossMetrics], losses: dict[int, torch.Tensor]) -> dict[str, float]:
+        """Metrics of the optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
+        reduced: dict[str, float] = {}
+        if losses:  # the last pipeline stage alone has them
+            metrics = loss_metrics.reduce_micro_batches(parts)
+            metrics["loss"] = torch.stack(list(losses.values())).sum()
+            reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
+        if self.mesh.pipeline_group is not None:
+            reduced = from_last_stage(reduced, self.mesh.pipeline_group)
+        return reduced
+
+    def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step."""
+        rows = [row for batch in batches for row in batch]
+        counts = torch.tensor(
+            [sum(row.mask for row in rows), sum(row.mask * int(row.token_mask.sum()) for row in rows)],
+            dtype=torch.float64,
+        )
+        dist.all_reduce(counts, group=self.mesh.data_group)
+        seqs, toks = counts.float().to(self.device)
+        return seqs, toks
+
+    def _update(
+        self, result: TrainResult, batches: list[list[Row]], losses: dict[int, torch.Tensor], *, is_finite: bool
+    ) -> None:
+        """Step, unless loss or gradient is not finite: then name the samples of this rank that came in."""
+        if is_finite:
+            self._take_step()
+            if self.config.scheduler_step_per == "optimizer_step":
+                self._step_scheduler()
+        else:
+            result.num_skipped_steps += 1
+            bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
+            # A finite loss with a non-finite gradient accuses no micro-batch: all of them are named.
+            accused = batches if math.isfinite(result.losses[-1]) else bad
+            result.nonfinite_samples += [row.sample_id for rows in accused for row in rows]
+        self._zero_gradients()
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> None:
+        """Write this rank's part under `directory/<folder>`, and its random generators under `directory/rng`."""
+        folder = directory / self.settings.folder
+        self._save_state(folder, save_optimizer=save_optimizer, model_save_format=model_save_format)
+        self._save_at_once(directory, save_consolidated=save_consolidated)
+
+    def start_save_checkpoint(
+        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
+    ) -> None:
+        """`save_checkpoint` in the background: what is written is the state of now. `finish_save_checkpoint` waits."""
+        self._save_at_once(directory, save_consolidated=save_consolidated)
+        folder = directory / self.settings.folder
+        self._start_save_state(folder, save_optimizer=save_optimizer, model_save_format=model_save_format)
+
+    async def finish_save_checkpoint(self) -> None:
+        """Wait for the save that was started, while the worker does other things. Raises what went wrong in it."""
+        assert self.saver is not None, "start_save_checkpoint comes first"
+        await asyncio.to_thread(self.saver.finish)
+
+    def _save_at_once(self, directory: Path, *, save_consolidated: bool) -> None:
+        self._save_beside(directory / self.settings.folder, save_consolidated=save_consolidated)
+        (directory / "rng").mkdir(exist_ok=True)
+        save_rng_state(self._rng_file(directory))
+
+    def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
+        """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
+        self._load_state(directory / self.settings.folder, load_optimizer=load_optimizer)
+        if self._rng_file(directory).exists():
+            load_rng_state(self._rng_file(directory))
+
+    def _rng_file(self, directory: Path) -> Path:
+        return directory / "rng" / f"{self.settings.folder}_{self.rank}.safetensors"
+
+    # -- refit
+
+    def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Build the sender in place of the one before; returns its layout and buffer handles."""
+        if self.sender is not None:
+            self.sender.close()
+        place = {"device": self.device, "rank": self.rank, "local_rank": int(os.environ["LOCAL_RANK"])}
+        self.sender = self._new_sender({**place, **settings})
+        return self.sender.describe()
+
+    def _new_sender(self, settings: dict[str, Any]) -> WeightSender | ShardSender:
+        return WeightSender(self._export(), **settings)
+
+    @torch.no_grad()
+    def pack(self, bucket: int) -> dict[str, Any]:
+        """Fill bucket number `bucket`. Collective: sharded parameters are gathered."""
+        assert self.sender is not None, "prepare_refit comes first"
+        return self.sender.pack(bucket)
+
+    def shutdown(self) -> None:
+        """Free transfer buffers and leave the process group."""
+        if self.sender is not None:
+            self.sender.close()
+        if self.saver is not None:
+            self.saver.close()
+        dist.destroy_process_group()

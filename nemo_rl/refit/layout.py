@@ -1,0 +1,248 @@
+"""A weight as other programs know it, gathered when it is asked for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+# -- Where every byte of every weight lies while it travels, agreed once by sender and receiver.
+
+ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
+NUM_HALVES = 2
+MAX_BUCKET_BYTES = 128 << 20
+_MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """One tensor as it travels: `dtype` is torch's name without the prefix, `shape` the full (unsharded) shape.
+
+    Two tensors with the same `adapts` are the adapter of the weight W [out, in] of that name: A [r, in], then B
+    [out, r], so scaled that W + B A is what the policy computes with.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    adapts: str | None = None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype object. ValueError when torch has no dtype of that name."""
+        dtype = torch.__dict__.get(self.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"tensor {self.name!r}: torch has no dtype {self.dtype!r}")
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [start, start + nbytes) of tensor number `tensor`, at `offset` within its bucket."""
+
+    tensor: int
+    start: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a tensor and the memory of the model it belongs in.
+
+    The part is the strided view (`size`, `stride`, `offset`, in elements) of the flat tensor; `target` has `size`.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    target: torch.Tensor
+
+    def is_flat(self, dtype: torch.dtype) -> bool:
+        """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
+        expected = 1
+        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.target.dtype == dtype and self.target.is_contiguous()
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size.
+
+    Adapters come last and in buckets of their own, so that they can be sent without the weights before them.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    bucket_bytes: int
+    buckets: tuple[tuple[Piece, ...], ...]
+
+    @classmethod
+    def build(cls, metas: Iterable[TensorMeta], bucket_bytes: int) -> PackLayout:
+        """Place tensors in order, `bucket_bytes` (rounded up to `ALIGNMENT`) at most per bucket.
+
+        A tensor larger than a bucket starts a bucket of its own and goes on in the following ones; a smaller one is
+        never split. ValueError for a bucket size below 1, for a name that comes twice, and for adapters that are not
+        pairs behind the weights they belong to.
+        """
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
+        tensors = tuple(metas)
+        names = {meta.name for meta in tensors}
+        if len(names) != len(tensors):
+            seen: set[str] = set()
+            twice = sorted({m.name for m in tensors if m.name in seen or seen.add(m.name)})
+            raise ValueError(f"tensor names must be unique, these come twice: {twice}")
+        num_weights = _count_weights(tensors)
+        capacity = _align(bucket_bytes)
+        buckets: list[list[Piece]] = [[]]
+        used = 0
+        for index, nbytes in enumerate(meta.nbytes for meta in tensors):
+            if (used + nbytes > capacity and used) or (index == num_weights and index > 0):
+                buckets.append([])
+                used = 0
+            start = 0
+            while nbytes - start > capacity:
+                buckets[-1].append(Piece(index, start, 0, capacity))
+                start += capacity
+                buckets.append([])
+            buckets[-1].append(Piece(index, start, used, nbytes - start))
+            used += _align(nbytes - start)
+        return cls(tensors, capacity, tuple(tuple(bucket) for bucket in buckets))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the whole buffer: all halves."""
+        return NUM_HALVES * self.bucket_bytes
+
+    @property
+    def weights(self) -> tuple[TensorMeta, ...]:
+        """The tensors that are no adapters, which come first."""
+        return tuple(meta for meta in self.tensors if meta.adapts is None)
+
+    @property
+    def num_base_buckets(self) -> int:
+        """The first buckets, which need not be sent again: weights that adapters are added to; 0 without adapters."""
+        adapters = (i for i, pieces in enumerate(self.buckets) for p in pieces if self.tensors[p.tensor].adapts)
+        return next(adapters, 0)
+
+    def bytes_of(self, buckets: Iterable[int]) -> int:
+        """Bytes in `buckets`, padding left out."""
+        return sum(piece.nbytes for bucket in buckets for piece in self.buckets[bucket])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors, padding left out."""
+        return self.bytes_of(range(len(self.buckets)))
+
+    def used_bytes(self, bucket: int) -> int:
+        """Bytes of a bucket's half from its beginning to the end of its last piece."""
+        return max((piece.offset + piece.nbytes for piece in self.buckets[bucket]), default=0)
+
+    def describe(self, bucket: int) -> str:
+        """`bucket 3 of 12 (first tensor to last tensor)`, for people."""
+        tensors = [self.tensors[piece.tensor].name for piece in self.buckets[bucket]]
+        return f"bucket {bucket} of {len(self.buckets)}" + (f" ({tensors[0]} to {tensors[-1]})" if tensors else "")
+
+    def half_offset(self, bucket: int) -> int:
+        """First byte of a bucket in the buffer."""
+        return bucket % NUM_HALVES * self.bucket_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; `from_dict` of it is equal."""
+        tensors = [[m.name, m.dtype, list(m.shape), m.adapts] for m in self.tensors]
+        return {"bucket_bytes": self.bucket_bytes, "tensors": tensors}
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> PackLayout:
+        """Inverse of `to_dict`."""
+        metas = (TensorMeta(name, dtype, tuple(shape), adapts) for name, dtype, shape, adapts in fields["tensors"])
+        return cls.build(metas, fields["bucket_bytes"])
+
+    def digest(self) -> str:
+        """Equal on two ranks exactly when their layouts are."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
+
+
+def choose_bucket_bytes(metas: Sequence[TensorMeta]) -> int:
+    """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call."""
+    total = sum(_align(meta.nbytes) for meta in metas)
+    return max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, total // 16))
+
+
+def _count_weights(tensors: Sequence[TensorMeta]) -> int:
+    """How many tensors are no adapters. ValueError when the adapters behind them are not in order."""
+    count = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
+    weights = {meta.name for meta in tensors[:count]}
+    adapted = [meta.adapts for meta in tensors[count:]]
+    if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
+        raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
+    return count
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedTensor:
+    """One tensor under its Hugging Face name. Every rank lists the same ones in the same order.
+
+    `gather(dtype)` is a collective over all ranks and gives the whole tensor, contiguous, on the rank's device, with
+    floating-point values in `dtype` (None: as they are kept). `adapts` as in `TensorMeta`. `keeps_dtype`: it travels in
+    its own dtype, whatever others are cast to.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gather: Callable[[torch.dtype | None], torch.Tensor]
+    adapts: str | None = None
+    keeps_dtype: bool = False
+
+
+def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
+    """The tensor or DTensor that `tensor()` gives, now and at every later gather: parameters move with their module."""
+    first = tensor()
+
+    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+        return gathered(tensor().detach(), dtype)
+
+    return ExportedTensor(
+        name=name, shape=tuple(first.shape), dtype=first.dtype, gather=gather, keeps_dtype=keeps_dtype
+    )
+
+
+def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The whole of a tensor or DTensor, contiguous. Collective for a DTensor.
+
+    A shard is cast first where that shrinks the gather, and made contiguous: gloo garbles strides.
+    """
+    wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        if wanted.itemsize < local.dtype.itemsize:
+            local = local.to(wanted)
+        shards = DTensor.from_local(
+            local.contiguous(),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=torch.empty(tensor.shape, device="meta").stride(),
+        )
+        tensor = shards.full_tensor()
+    return tensor.to(wanted).contiguous()

@@ -1,0 +1,215 @@
+"""Policy weights -> generation weights.
+
+The controller moves no weights and, once `prepare` has been called, no handles either: of each bucket it carries the
+fingerprints from the policy to every engine. The policy fills one half of its buffers while the engines empty the
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
+from nemo_rl.models.generation.interfaces import TENANT as GENERATION
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.refit.collective import Rendezvous
+from nemo_rl.refit.layout import NUM_HALVES, PackLayout
+from nemo_rl.refit.transfer import RefitError, Transport
+
+logger = logging.getLogger(__name__)
+
+TENANT = "refit"
+OPEN_BUCKETS: dict[Transport, int] = {
+    "packed_shm": NUM_HALVES,  # a half is free when the engines have emptied it
+    "packed_ipc": NUM_HALVES,
+    "packed_collective": 2 * NUM_HALVES,  # each side has halves of its own, and waits for them itself
+}
+"""Buckets that the policy has packed and the engines have not taken, at most."""
+
+_DEATH_SEEN_S = 3.0  # by when the end of an engine's process is known to its worker
+_POLL_S = 0.2
+
+
+class Refit:
+    """Brings the policy's weights into generation, verified.
+
+    `transport`: `packed_shm` (same node, through host memory), `packed_ipc` (same GPU) or `packed_collective` (other
+    devices, which meet at `rendezvous`). `wire_dtype`: torch's name of the dtype the engine computes in.
+    `bucket_bytes`: upper limit for one half of a buffer; the model decides below it. `recompute_kv_cache`: samples
+    under way at a sync do not go on with what they computed with the old weights.
+
+    The devices are taken as the tenant `refit`, which whoever builds the run registers with the accelerator: both
+    weights on the device, neither the optimizer state nor the KV cache. `generation_accelerator` is that of generation
+    on devices of its own.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyInterface,
+        generation: GenerationInterface,
+        accelerator: Accelerator,
+        *,
+        transport: Transport,
+        wire_dtype: str,
+        bucket_bytes: int | None = None,
+        rendezvous: Rendezvous | None = None,
+        recompute_kv_cache: bool = True,
+        generation_accelerator: Accelerator | None = None,
+    ) -> None:
+        self.policy = policy
+        self.generation = generation
+        self.accelerator = accelerator
+        self.transport: Transport = transport
+        self.wire_dtype = wire_dtype
+        self.bucket_bytes = bucket_bytes
+        self.rendezvous = rendezvous
+        self.recompute_kv_cache = recompute_kv_cache
+        self.generation_accelerator = generation_accelerator or accelerator
+        self.layout: PackLayout | None = None
+        self._attached: list[Any] = []  # the engines that know the policy's buffers
+        self._hold_base: list[Any] = []  # the engines that have received what is sent once
+
+    def prepare(self) -> None:
+        """Once, and again after workers of either side were replaced: agree on the layout and hand out the buffers.
+
+        RefitError when the policy's ranks do not describe the same tensors or an engine cannot reach a buffer.
+        """
+        self.layout = None
+        settings = {
+            "transport": self.transport,
+            "wire_dtype": self.wire_dtype,
+            "bucket_bytes": self.bucket_bytes,
+            "rendezvous": self.rendezvous,
+        }
+        descriptions = self.policy.prepare_refit(settings)
+        layouts = [description["layout"] for description in descriptions if "layout" in description]
+        assert len(layouts) == 1, "rank 0, and it alone, sends the layout"
+        if len({description["layout_digest"] for description in descriptions}) != 1:
+            raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
+        endpoints: dict[str, dict[str, Any]] = {}
+        for description in descriptions:
+            for key, endpoint in description.get("endpoints", {}).items():
+                if key in endpoints:
+                    raise RefitError(f"{self.transport}: two policy ranks send from the same place {key}")
+                endpoints[key] = endpoint
+        layout = PackLayout.from_dict(layouts[0])
+        self._hold_base = []
+        try:
+            self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
+        except (RuntimeError, ValueError, OSError) as error:
+            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
+                raise
+            raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
+        self.layout, self._attached = layout, list(self.generation.workers)
+        logger.info(
+            "refit over %s: %d tensors, %.3f GiB in %d buckets of %.0f MiB",
+            self.transport,
+            len(layout.tensors),
+            layout.total_bytes / 2**30,
+            len(layout.buckets),
+            layout.bucket_bytes / 2**20,
+        )
+        if num_base := layout.num_base_buckets:
+            repeated = layout.bytes_of(range(num_base, len(layout.buckets)))
+            logger.info("after the first sync the adapters alone: %.1f MiB", repeated / 2**20)
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Generation samples from the policy's present weights when this returns, and stamps samples with `version`.
+
+        Adapters that are sent by themselves are all that is sent, unless an engine is new or the last sync failed.
+        Returns seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes` and `num_buckets`.
+        RefitError when anything failed: generation must then not be used before a later sync has gone through. When a
+        worker died, its WorkerDied comes through as it is.
+        """
+        if self.layout is None or self._attached != self.generation.workers:
+            self.prepare()
+        assert self.layout is not None
+        buckets = range(len(self.layout.buckets))
+        if self._hold_base == self.generation.workers:
+            buckets = buckets[self.layout.num_base_buckets :]
+        started = time.perf_counter()
+        with self.accelerator.hold(TENANT):
+            packed = self._transfer(self.layout, buckets, version)
+        self.generation_accelerator.acquire(
+            GENERATION
+        )  # whoever comes next takes the device from generation as a whole
+        return {
+            "sync_s": time.perf_counter() - started,
+            "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),
+            "pack_s": sum(max(result["pack_s"] for result in results) for results in packed),
+            "bytes": float(self.layout.bytes_of(buckets)),
+            "num_buckets": float(len(buckets)),
+        }
+
+    def _transfer(self, layout: PackLayout, buckets: range, version: int) -> list[list[dict[str, Any]]]:
+        self._hold_base = []
+        bucket, num_open = buckets.start, OPEN_BUCKETS[self.transport]
+        packed: list[list[dict[str, Any]]] = []
+        loading: list[Sequence[Any]] = []
+        try:
+            self.generation.start_weight_update(clear_cache=self.recompute_kv_cache)
+            for bucket in buckets:
+                if len(loading) >= num_open:
+                    self.generation.wait(loading[-num_open])
+                results = self.policy.finish_pack(self.policy.start_pack(bucket))
+                packed.append(results)
+                info = {"version": version, "bucket": bucket, "fingerprints": _agreed_fingerprints(results)}
+                loading.append(self.generation.receive_bucket_async(info, turn=len(loading)))
+            for refs in loading[-num_open:]:
+                self.generation.wait(refs)
+            self.generation.finish_weight_update(version)
+        except (RuntimeError, ValueError, OSError) as error:
+            self.layout = None  # buckets may be on their way: the next sync begins with new buffers
+            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
+                raise  # not a matter of weights: whoever can replace the worker handles it
+            if self.transport == "packed_collective" and (death := self._engine_death(error)) is not None:
+                raise death from error  # the others of its group were the first to be heard
+            raise RefitError(self._failure(layout, version, bucket, error)) from error
+        self._hold_base = list(self.generation.workers)
+        return packed
+
+    def _engine_death(self, error: Exception) -> WorkerError | None:
+        """An engine whose end may have broken the group, once that is seen. Raises WorkerDied when the policy did it.
+
+        Who answers nothing is not asked a second time.
+        """
+        if isinstance(error, WorkerHang):
+            if error.worker.startswith(self.generation.name_prefix):
+                return self._dead(error.worker, str(error))
+            return None
+        deadline = time.monotonic() + _DEATH_SEEN_S
+        while True:
+            with suppress(WorkerHang):
+                self.policy.check_health(timeout_s=_DEATH_SEEN_S)
+            if dead := self.generation.dead_workers():
+                name = f"{self.generation.name_prefix}-{dead[0]}"
+                return self._dead(f"{name}-0", f"{self.transport}: {name} died while weights were on their way")
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_POLL_S)
+
+    def _dead(self, worker: str, text: str) -> WorkerError:
+        return WorkerError(text, worker=worker, rank=0, method="receive_bucket", exception_type="EngineDied")
+
+    def _failure(self, layout: PackLayout, version: int, bucket: int, error: Exception) -> str:
+        pieces = layout.buckets[bucket]
+        first, last = layout.tensors[pieces[0].tensor].name, layout.tensors[pieces[-1].tensor].name
+        return (
+            f"refit to version {version} over {self.transport} failed at bucket {bucket} of {len(layout.buckets)} "
+            f"({first} to {last}): {error}"
+        )
+
+
+def _agreed_fingerprints(results: Sequence[dict[str, Any]]) -> bytes:
+    """The fingerprints of rank 0, once every sending rank is seen to have packed the same bytes."""
+    digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
+    different = sorted(rank for rank, digest in digests.items() if digest != digests[0])
+    if different:
+        raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
+    return next(result["fingerprints"] for result in results if "fingerprints" in result)

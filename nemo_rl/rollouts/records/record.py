@@ -1,0 +1,199 @@
+"""Finished groups on disk: in the checkpoint of an asynchronous run, and as the record of a run.
+
+    <folder>/groups.jsonl         a line per group: its id, prompt and task; of each sample what the controller knows
+                                  and what was said
+    <folder>/tokens.safetensors   token_ids int64 [N], token_mask bool [N], generation_logprobs float32 [N]: the
+                                  samples of all groups one after another; where engines said it, routed_experts
+                                  uint8 or int16 [M, layers, K], of the first tokens of each sample
+
+A record of a run has such a folder per step, with `index.json` (`StepIndex`) and a manifest of digests beside them.
+
+Reading executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
+from nemo_rl.utils import files as strict_json
+from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sync_directory
+from nemo_rl.utils.files import remove_tree
+
+GROUPS = "groups.jsonl"
+TOKENS = "tokens.safetensors"
+INDEX = "index.json"
+STEP_FOLDER = re.compile(r"step_(\d{6,})")
+EXPERTS = "routed_experts"
+COLUMNS = {"token_ids": np.int64, "token_mask": np.bool_, "generation_logprobs": np.float32}
+
+
+def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Sequence[str]) -> None:
+    """Write groups, with the name of the task of each, into an existing folder."""
+    with (folder / GROUPS).open("w", encoding="ascii") as lines:
+        for group, task_name in zip(groups, task_names, strict=True):
+            record = {
+                "group_id": group.group_id,
+                "prompt_id": group.prompt_id,
+                "task_name": task_name,
+                "samples": [{"meta": asdict(sample.meta), "messages": sample.messages} for sample in group.samples],
+            }
+            lines.write(json.dumps(record, allow_nan=False) + "\n")
+    samples = [sample for group in groups for sample in group.samples]
+    columns = {}
+    for name, dtype in COLUMNS.items():
+        parts = [getattr(sample, name) for sample in samples]
+        columns[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
+        columns[EXPERTS] = np.concatenate(experts)
+    save_file(columns, folder / TOKENS)
+
+
+def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
+    """The groups of a folder, and the task of each.
+
+    Raises:
+        FileNotFoundError, ValueError: when the folder holds no groups, or its two files do not belong together.
+    """
+    with (folder / GROUPS).open(encoding="ascii") as lines:
+        records = [json.loads(line) for line in lines]
+    columns = load_file(folder / TOKENS)
+    experts = columns.get(EXPERTS, np.zeros((0, 1, 1), np.uint8))
+    bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
+    groups: list[RolloutGroup] = []
+    start = first = 0
+    for record in records:
+        samples = []
+        for stored in record["samples"]:
+            meta = meta_from(stored["meta"])
+            tokens = {name: columns[name][start : start + meta.length] for name in COLUMNS}
+            start += meta.length
+            count = meta.routed_experts_bytes // bytes_per_token
+            chosen = experts[first : first + count] if count else None
+            first += count
+            samples.append(Sample(meta=meta, messages=stored["messages"], routed_experts=chosen, **tokens))
+        groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
+    if start != len(columns["token_ids"]):
+        raise ValueError(f"{folder}: {GROUPS} tells of {start} tokens, {TOKENS} holds {len(columns['token_ids'])}")
+    if first != len(experts):
+        raise ValueError(f"{folder}: {GROUPS} tells of experts of {first} tokens, {TOKENS} holds {len(experts)}")
+    return groups, [record["task_name"] for record in records]
+
+
+def meta_from(record: dict[str, Any]) -> SampleMeta:
+    """Inverse of `dataclasses.asdict` after JSON."""
+    turns = [TurnMeta(**{**turn, "stop_reason": StopReason(turn["stop_reason"])}) for turn in record["turns"]]
+    return SampleMeta(**{**record, "status": SampleStatus(record["status"]), "turns": turns})
+
+
+# -- a folder per training step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepIndex:
+    """What a recorded step was. Of a group's samples, `seed` and the number its id begins with decide the tokens."""
+
+    step: int  # counted from 1
+    weight_version: int  # of the weights that the step trained
+    seed: int  # of the run
+    config_digest: str  # of the whole configuration
+    identity: dict[str, Any]  # what a run that replays it must share: model, tokenizer, sampling, sizes
+    groups_per_batch: int
+    group_ids: list[str]  # in the order in which the step was given them, `groups_per_batch` at a time
+    trained: dict[str, list[float]]  # group id -> advantage of each sample as planned; in the order of training
+    environment_metrics: dict[str, float]  # what the environments said of all groups
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"step_{step:06d}"
+
+
+def write_step(
+    root: Path, index: StepIndex, groups: Sequence[RolloutGroup], task_names: Sequence[str], keep: int | None = None
+) -> int:
+    """Write the groups of a step, in the order of `index.group_ids`, below `root`. Returns the bytes of its files.
+
+    The folder of the step is there as a whole or not at all. With `keep`, older steps but the newest ones are removed.
+
+    Raises:
+        OSError: the disk is full or not to be written to; nothing of the step is left then.
+    """
+    assert [group.group_id for group in groups] == index.group_ids
+    folder = step_folder(root, index.step)
+    unfinished = root / f"tmp_{folder.name}"
+    remove_tree(unfinished)
+    unfinished.mkdir(parents=True)
+    try:
+        write_groups(unfinished, groups, task_names)
+        (unfinished / INDEX).write_text(strict_json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
+        num_bytes = seal(unfinished)
+        if folder.exists():  # of a step that is taken again from a checkpoint
+            remove_tree(folder)
+        unfinished.rename(folder)
+    except BaseException:
+        remove_tree(unfinished)
+        raise
+    sync_directory(root)
+    if keep is not None:
+        for step in recorded_steps(root)[:-keep]:
+            remove_tree(step_folder(root, step))
+    return num_bytes
+
+
+def recorded_steps(root: Path) -> list[int]:
+    """The steps of a record, in order. What was never finished is not among them."""
+    names = (STEP_FOLDER.fullmatch(path.name) for path in root.glob("step_*"))
+    return sorted(int(name[1]) for name in names if name is not None)
+
+
+def read_index(root: Path, step: int) -> StepIndex:
+    """What a recorded step was.
+
+    Raises:
+        FileNotFoundError: the step is not there.
+        ValueError: its files are not those that were written.
+    """
+    folder = step_folder(root, step)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{root} holds no step {step}; it holds: {steps_text(recorded_steps(root))}")
+    if damage := find_damage(folder):
+        raise ValueError(f"{folder} cannot be used: {damage}")
+    found = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+    found["environment_metrics"] = {name: float(value) for name, value in found["environment_metrics"].items()}
+    return StepIndex(**found)
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """For people: "1 to 7", "1, 3 to 7", "no step"."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], step]
+        else:
+            parts.append([step])
+    return ", ".join(" to ".join(map(str, part)) for part in parts) or "no step"
+
+
+def put_aside(root: Path, after_step: int) -> Path | None:
+    """Move the steps after `after_step`, which the run that begins takes anew, into a folder of their own below `root`.
+
+    Returns that folder, None when there are no such steps.
+    """
+    later = [step for step in recorded_steps(root) if step > after_step]
+    if not later:
+        return None
+    number = 1 + sum(1 for _ in root.glob("superseded_*"))
+    aside = root / f"superseded_{number:03d}"
+    aside.mkdir()
+    for step in later:
+        step_folder(root, step).rename(step_folder(aside, step))
+    return aside

@@ -1,0 +1,221 @@
+"""Recorded rollouts for people: a table of groups, and one group turn by turn. Renders with rich, prints nothing."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl.rollouts.records.record import StepIndex, read_groups, read_index, recorded_steps, step_folder
+from nemo_rl.types import RolloutGroup, Sample, SampleMeta
+from nemo_rl.utils.console import ROLE_STYLES, visible
+
+Decode = Callable[[Sequence[int]], str]
+LIKELY, UNLIKELY = 0.5, 0.05
+"""Probabilities at which the colour of a sampled token changes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedGroup:
+    """A group with what its step made of it."""
+
+    step: int
+    task_name: str
+    group: RolloutGroup
+    advantages: list[float] | None  # as planned, by sample; None: the group was not trained
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sample.meta.reward for sample in self.group.samples if sample.meta.has_reward]
+
+    @property
+    def mean_reward(self) -> float:
+        return statistics.fmean(self.rewards) if self.rewards else math.nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """`field=value` on samples: status, stop, task, step."""
+
+    field: str
+    value: str
+
+    FIELDS = ("status", "stop_reason", "task", "step")
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """From the command line. ValueError, with what there is, for another field."""
+        field, equals, value = text.partition("=")
+        if field not in cls.FIELDS or not equals:
+            raise ValueError(f"--filter {text}: write one of {', '.join(f'{name}=...' for name in cls.FIELDS)}")
+        return cls(field=field, value=value)
+
+    def holds(self, group: RecordedGroup, sample: Sample) -> bool:
+        found = {
+            "status": {sample.meta.status.value},
+            "stop_reason": {turn.stop_reason.value for turn in sample.meta.turns},
+            "task": {group.task_name},
+            "step": {str(group.step)},
+        }
+        return self.value in found[self.field]
+
+
+def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterator[RecordedGroup]:
+    """The groups below `root`, step by step, of which a sample meets all conditions.
+
+    Raises:
+        FileNotFoundError: there is no record.
+    """
+    steps = recorded_steps(root)
+    if not steps:
+        raise FileNotFoundError(f"{root} holds no recorded step (step_000001, ...)")
+    for step in steps:
+        index: StepIndex = read_index(root, step)
+        groups, task_names = read_groups(step_folder(root, step))
+        for group, task_name in zip(groups, task_names, strict=True):
+            found = RecordedGroup(
+                step=step, task_name=task_name, group=group, advantages=index.trained.get(group.group_id)
+            )
+            if any(all(condition.holds(found, sample) for condition in conditions) for sample in group.samples):
+                yield found
+
+
+def groups_table(groups: Sequence[RecordedGroup]) -> Table:
+    """A line per group."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("group", overflow="fold", no_wrap=True)  # whole: it is what --group takes
+    table.add_column("task")
+    for name in ("samples", "reward", "std", "tokens", "most", "turns"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("not completed")
+    for recorded in groups:
+        metas = [sample.meta for sample in recorded.group.samples]
+        generated = [meta.num_generated_tokens for meta in metas]
+        table.add_row(
+            str(recorded.step),
+            Text(visible(recorded.group.group_id) + ("" if recorded.advantages is not None else " (not trained)")),
+            Text(visible(recorded.task_name)),
+            str(len(metas)),
+            f"{recorded.mean_reward:.3f}",
+            f"{statistics.pstdev(recorded.rewards):.3f}" if recorded.rewards else "-",
+            f"{statistics.fmean(generated):.0f}",
+            str(max(generated)),
+            f"{statistics.fmean([meta.num_turns for meta in metas]):.1f}",
+            _statuses(metas),
+        )
+    return table
+
+
+def _statuses(metas: Sequence[SampleMeta]) -> str:
+    counts: dict[str, int] = {}
+    for meta in metas:
+        if meta.status.value != "completed":
+            counts[meta.status.value] = counts.get(meta.status.value, 0) + 1
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+
+
+def show_group(
+    recorded: RecordedGroup, samples: Sequence[int] | None = None, decode: Decode | None = None
+) -> RenderableType:
+    """All samples of a group, or those with these numbers; with `decode` the sampled tokens, coloured by probability.
+
+    Raises:
+        ValueError: the group has no such sample.
+    """
+    group = recorded.group
+    chosen = range(len(group.samples)) if samples is None else samples
+    for number in chosen:
+        if not 0 <= number < len(group.samples):
+            raise ValueError(f"group {group.group_id} has samples 0 to {len(group.samples) - 1}, not {number}")
+    head = Text(f"step {recorded.step}, group {visible(group.group_id)}, task {visible(recorded.task_name)}", "bold")
+    head.append(f"\nmean reward {recorded.mean_reward:.4f} of {len(recorded.rewards)} samples", "not bold")
+    return Group(head, *(_show_sample(recorded, number, decode) for number in chosen))
+
+
+def _show_sample(recorded: RecordedGroup, number: int, decode: Decode | None) -> RenderableType:
+    sample = recorded.group.samples[number]
+    meta = sample.meta
+    title = f"sample {number}: {meta.status.value}"
+    title += f", reward {meta.reward:.4f}" if meta.has_reward else ", no reward"
+    if recorded.advantages is not None:
+        title += f", advantage {recorded.advantages[number]:+.4f}"
+    title += f", {meta.num_generated_tokens} of {meta.length} tokens sampled, weights {meta.weight_version}"
+    parts: list[RenderableType] = []
+    if meta.failure:
+        parts.append(Text(visible(meta.failure), style="red"))
+    parts.append(_conversation(sample))
+    if decode is not None:
+        parts.append(token_text(sample, decode))
+    return Panel(Group(*parts), title=Text(title), title_align="left")
+
+
+def _conversation(sample: Sample) -> Text:
+    """Messages, and after each turn of the policy what is known of it."""
+    text = Text()
+    turns = iter(sample.meta.turns)
+    started = False
+    for message in sample.messages:
+        style = ROLE_STYLES.get(message["role"], "white")
+        text.append(f"{message['role']}: ", style=f"bold {style}")
+        text.append(visible(message["content"]) + "\n", style=style)
+        # Assistant messages of the prompt were not sampled; those of the policy are the last ones.
+        started = message["role"] == "assistant" and _num_left(sample, message) <= len(sample.meta.turns)
+        if started and (turn := next(turns, None)) is not None:
+            text.append(
+                f"  {turn.num_generated_tokens} tokens, stopped by {turn.stop_reason.value}, reward {turn.reward:.4f}, "
+                f"{turn.generation_s:.2f} s sampling, {turn.env_s:.2f} s environment, weights {turn.weight_version}\n",
+                style="dim",
+            )
+    text.rstrip()
+    return text
+
+
+def _num_left(sample: Sample, message: dict[str, str]) -> int:
+    """Assistant messages from this one on."""
+    position = next(i for i, other in enumerate(sample.messages) if other is message)
+    return sum(other["role"] == "assistant" for other in sample.messages[position:])
+
+
+def token_text(sample: Sample, decode: Decode) -> Text:
+    """Every token with its number; sampled ones green, yellow or red by their probability, which stands behind them."""
+    text = Text("tokens: ", style="bold")
+    for token, is_sampled, logprob in zip(
+        sample.token_ids.tolist(), sample.token_mask.tolist(), sample.generation_logprobs.tolist(), strict=True
+    ):
+        shown = visible(decode([token])).replace("\n", "\\n").replace("\t", "\\t")
+        if not is_sampled:
+            text.append(f"{shown}[{token}] ", style="dim not bold")
+            continue
+        probability = float(np.exp(logprob))
+        style = "green" if probability >= LIKELY else "yellow" if probability >= UNLIKELY else "bold red"
+        text.append(f"{shown}[{token} {logprob:.3f}] ", style=style if "bold" in style else f"not bold {style}")
+    text.rstrip()
+    return text
+
+
+def find_group(groups: Sequence[RecordedGroup], group_id: str | None, *, worst: bool) -> RecordedGroup:
+    """The group of this id or, of those with rewards, that with the smallest mean; else the first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if group_id is not None:
+        found = [group for group in groups if group.group.group_id == group_id]
+        if not found:
+            raise ValueError(f"no group {group_id}; --list shows what there is")
+        return found[0]
+    if not groups:
+        raise ValueError("no group meets the conditions")
+    if worst and any(group.rewards for group in groups):
+        return min((group for group in groups if group.rewards), key=lambda group: group.mean_reward)
+    return groups[0]

@@ -1,0 +1,422 @@
+"""Checkpoints that are either whole or recognised as not.
+
+    checkpoint_dir/step_N/{training_info.json, config.yaml, train_dataloader.pt, rng/, policy/..., manifest.json}
+
+A checkpoint is written as `tmp_step_N`, put on stable storage with its manifest (`checkpoint_manifest`), and renamed.
+Whatever kills the process, at any moment, the newest finished checkpoint stays and is found again.
+What goes into it is the caller's: `save` hands out the directory.
+"""
+
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl.utils import files as strict_json
+from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
+from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite, Written
+from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
+
+if TYPE_CHECKING:
+    from nemo_rl.utils.config import CheckpointingConfig
+
+logger = logging.getLogger(__name__)
+
+TRAINING_INFO_NAME = "training_info.json"
+CONFIG_NAME = "config.yaml"
+
+_STEP_PATTERN = re.compile(r"step_(\d+)")
+_METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
+_START_ANEW = "to start anew, set checkpointing.checkpoint_dir to another directory"
+
+
+class CheckpointError(RuntimeError):
+    """No checkpoint that exists can be used."""
+
+
+class CheckpointIdentityError(CheckpointError):
+    """The checkpoint belongs to another run: other model, tokenizer, dataset or settings."""
+
+
+class DiskFullError(CheckpointError):
+    """A checkpoint could not be saved for lack of space. Every earlier one is untouched."""
+
+
+class CheckpointManager:
+    """Saves, finds and removes the checkpoints of one run under `cfg.checkpoint_dir`.
+
+    On construction, what a dead run left half done is put right: its `tmp_step_*` are removed, and a checkpoint that
+    was being replaced comes back. `free_bytes` tells the space left on the disk of a path.
+    """
+
+    def __init__(
+        self,
+        cfg: "CheckpointingConfig",
+        free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    ) -> None:
+        self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
+        self.metric_name = cfg.metric_name
+        self.higher_is_better = cfg.higher_is_better
+        self.keep_top_k = cfg.keep_top_k
+        self._free_bytes = free_bytes
+        self._damaged_steps: set[int] = set()  # left where they are for people to look at, otherwise ignored
+        self._tmp_lock_fds: dict[Path, int] = {}
+        if self.checkpoint_dir.is_dir():
+            self._recover_from_dead_runs()
+
+    # ---- saving
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        training_info: Mapping[str, Any],
+        resolved_config_yaml: str,
+        metrics: Mapping[str, float],
+        *,
+        estimated_bytes: int | None = None,
+    ) -> Path:
+        """Saves step `step` and removes what falls out of the best `keep_top_k`. Returns `.../step_N`.
+
+        `write(directory)` writes every state file under `directory` and returns once all processes have closed theirs.
+        `metrics` are by logged name ("train/reward", "validation/accuracy"); they are kept in training_info.json.
+        `estimated_bytes` is compared with the free space beforehand; without it, the size of the newest checkpoint.
+
+        Raises DiskFullError when there is too little space, and ValueError when `metric_name` is no metric of this run
+        (the checkpoint has been saved then). If anything raises before the rename, nothing of this step is left behind.
+        """
+
+        def start_write(directory: Path) -> StateWrite:
+            write(directory)
+            return Written()
+
+        return self.start_save(
+            step, start_write, training_info, resolved_config_yaml, metrics, estimated_bytes=estimated_bytes
+        ).finish()
+
+    def start_save(
+        self,
+        step: int,
+        start_write: Callable[[Path], StateWrite],
+        training_info: Mapping[str, Any],
+        resolved_config_yaml: str,
+        metrics: Mapping[str, float],
+        *,
+        estimated_bytes: int | None = None,
+    ) -> PendingSave:
+        """Like `save`, with a checkpoint that is written while other things are done.
+
+        `start_write(directory)` copies what is to be saved and begins to write it. Until `PendingSave` says that it is
+        finished, the checkpoint is `tmp_step_N`, which no run resumes from. One save at a time.
+        """
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        with self.discarded_on_failure(step):
+            self._check_free_space(step, estimated_bytes)
+            tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
+            return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
+
+    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
+        """Makes `tmp_step_N` with training_info.json and config.yaml. It stays locked until it is finalized."""
+        tmp_path = self._tmp_path(step)
+        self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        if tmp_path.exists():
+            self._remove_if_dead(tmp_path)
+        if tmp_path.exists():
+            raise CheckpointError(
+                f"{tmp_path} is being written by another process: two runs share one directory; {_START_ANEW}"
+            )
+        tmp_path.mkdir()
+        lock_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        try_lock(lock_fd)
+        self._tmp_lock_fds[tmp_path] = lock_fd
+        (tmp_path / TRAINING_INFO_NAME).write_text(strict_json.dumps(training_info, indent=1) + "\n", encoding="utf-8")
+        (tmp_path / CONFIG_NAME).write_text(resolved_config_yaml, encoding="utf-8")
+        return tmp_path
+
+    def finalize_checkpoint(self, tmp_path: Path) -> Path:
+        """Puts `tmp_step_N` on stable storage and renames it to `step_N`."""
+        return self.publish(tmp_path, seal(tmp_path))
+
+    def publish(self, tmp_path: Path, num_bytes: int) -> Path:
+        """Renames `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
+
+        An existing `step_N` steps aside as `old_step_N` and is removed only after the rename; construction brings it
+        back if the process dies in between.
+        """
+        step = _step_of(tmp_path.name.removeprefix("tmp_"))
+        path = self.checkpoint_dir / f"step_{step}"
+        old_path = self.checkpoint_dir / f"old_step_{step}"
+        if path.exists():
+            remove_tree(old_path)
+            path.rename(old_path)
+            sync_directory(self.checkpoint_dir)
+        tmp_path.rename(path)
+        sync_directory(self.checkpoint_dir)
+        self._unlock(tmp_path)
+        self._damaged_steps.discard(step)
+        remove_tree(old_path)
+        logger.info("saved %s (%s)", path, size_text(num_bytes))
+        return path
+
+    def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
+        """Keeps the best `keep_top_k` by `metric_name` and the latest.
+
+        Newer is better on ties, and when there is no metric. A checkpoint found damaged is left alone and counts for
+        nothing. Does nothing when `keep_top_k` is None.
+        """
+        if self.keep_top_k is None:
+            return
+        ranked = self._best_first()
+        kept = set(ranked[: self.keep_top_k])
+        if exclude_latest and ranked:
+            kept.add(max(ranked))
+        for step in ranked:
+            if step not in kept:
+                path = self.checkpoint_dir / f"step_{step}"
+                tmp_path = self._tmp_path(step)
+                path.rename(tmp_path)  # a process that dies while deleting leaves no half checkpoint called step_N
+                remove_tree(tmp_path)
+                logger.info("removed %s", path)
+
+    # ---- finding
+
+    def get_latest_checkpoint_path(self) -> Path | None:
+        """The highest N, not checked for damage; None when there is none."""
+        steps = self._steps()
+        return self.checkpoint_dir / f"step_{steps[-1]}" if steps else None
+
+    def get_best_checkpoint_path(self) -> Path | None:
+        """The best by `metric_name` (the latest without a metric), not checked for damage; None when there is none."""
+        ranked = self._best_first()
+        return self.checkpoint_dir / f"step_{ranked[0]}" if ranked else None
+
+    def latest_finished(self) -> Path | None:
+        """The newest checkpoint whose manifest and training_info.json can be read; its other files are not checked."""
+        for step in reversed(self._steps()):
+            path = self.checkpoint_dir / f"step_{step}"
+            if sealed_bytes(path) is not None and find_damage(path, [TRAINING_INFO_NAME]) is None:
+                return path
+        return None
+
+    def latest_sound(self) -> Path | None:
+        """The newest checkpoint whose every file is as it was saved; None when there is no checkpoint at all.
+
+        Each damaged one is logged with its file. Raises CheckpointError when checkpoints exist and none is sound.
+        """
+        reasons = []
+        for step in reversed(self._steps()):
+            path = self.checkpoint_dir / f"step_{step}"
+            damage = find_damage(path)
+            if damage is None:
+                if reasons:
+                    logger.warning("falling back to %s, the newest sound checkpoint", path)
+                return path
+            logger.warning("%s is refused: %s", path, damage)
+            reasons.append(f"  step_{step}: {damage}")
+            self._damaged_steps.add(step)
+        if not reasons:
+            return None
+        raise CheckpointError(
+            f"{self.checkpoint_dir} holds {len(reasons)} checkpoints and none is sound:\n"
+            + "\n".join(reasons)
+            + f"\nRestore one from a copy; {_START_ANEW}."
+        )
+
+    @staticmethod
+    def load_training_info(path: Path | str | None) -> dict[str, Any] | None:
+        """training_info.json of a checkpoint; None for None. Metrics stand under "metrics"."""
+        if path is None:
+            return None
+        return json.loads((Path(path) / TRAINING_INFO_NAME).read_text(encoding="utf-8"))
+
+    @staticmethod
+    def get_resume_paths(path: Path | str | None) -> tuple[Path | None, Path | None]:
+        """Directories of the policy's weights and optimizer; the second is None when no optimizer was saved."""
+        if path is None:
+            return None, None
+        weights, optimizer = Path(path) / "policy" / "weights", Path(path) / "policy" / "optimizer"
+        if not weights.is_dir():
+            raise CheckpointError(f"{path} holds no policy/weights")
+        return weights, optimizer if optimizer.is_dir() else None
+
+    # ---- inside
+
+    def _tmp_path(self, step: int) -> Path:
+        return self.checkpoint_dir / f"tmp_step_{step}"
+
+    def _steps(self) -> list[int]:
+        """Ascending, without those found damaged."""
+        if not self.checkpoint_dir.is_dir():
+            return []
+        matches = (_STEP_PATTERN.fullmatch(path.name) for path in self.checkpoint_dir.iterdir() if path.is_dir())
+        return sorted({int(match[1]) for match in matches if match} - self._damaged_steps)
+
+    def _best_first(self) -> list[int]:
+        steps = self._steps()
+        values = {step: self._value(step) for step in steps}
+        return sorted((step for step in steps if step not in self._damaged_steps), key=lambda s: (-values[s], -s))
+
+    def _value(self, step: int) -> float:
+        """Higher is better, whatever the metric; a checkpoint without it is worst. Without a metric all are equal."""
+        if self.metric_name is None:
+            return 0.0
+        path = self.checkpoint_dir / f"step_{step}"
+        try:
+            info = self.load_training_info(path)
+        except (OSError, ValueError) as error:
+            logger.warning("%s is refused: %s cannot be read: %s", path, TRAINING_INFO_NAME, error)
+            self._damaged_steps.add(step)
+            return -math.inf
+        assert info is not None
+        value = info["metrics"].get(self._logged_metric_name(), "NaN")
+        value = float("nan") if value is None else float(value)
+        if math.isnan(value):
+            return -math.inf
+        return value if self.higher_is_better else -value
+
+    def _logged_metric_name(self) -> str:
+        assert self.metric_name is not None
+        prefix, colon, name = self.metric_name.partition(":")
+        if not colon or prefix not in _METRIC_PREFIXES:
+            raise ValueError(
+                f'checkpointing.metric_name is "{self.metric_name}"; write "val:<metric>", "train:<metric>" or null'
+            )
+        return _METRIC_PREFIXES[prefix] + name
+
+    def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
+        """Validation does not run on every step, so only a name beside other names of its kind is known to be wrong."""
+        if self.metric_name is None or (name := self._logged_metric_name()) in metrics:
+            return
+        prefix = name.partition("/")[0] + "/"
+        others = sorted(other for other in metrics if other.startswith(prefix))
+        if others:
+            raise ValueError(
+                f'checkpointing.metric_name is "{self.metric_name}" and no metric is called {name}; there are: '
+                + ", ".join(others)
+            )
+        logger.warning("no %s metrics at this step: its checkpoint counts as the worst by %s", prefix, self.metric_name)
+
+    def _check_free_space(self, step: int, estimated_bytes: int | None) -> None:
+        latest = self.get_latest_checkpoint_path()
+        needed = estimated_bytes if estimated_bytes is not None else (sealed_bytes(latest) if latest else None)
+        if needed is None:
+            return
+        if (free := self._free_bytes(self.checkpoint_dir)) < needed:
+            what = f"{size_text(needed)} are needed and {size_text(free)} are free"
+            raise DiskFullError(self._disk_full_text(step, what))
+
+    def _disk_full_text(self, step: int, what: str) -> str:
+        latest = self.get_latest_checkpoint_path()
+        return (
+            f"no space to save step {step} under {self.checkpoint_dir}: {what}. "
+            + (f"{latest} is untouched. " if latest else "There is no earlier checkpoint. ")
+            + "Free some space, lower checkpointing.keep_top_k, or set checkpointing.checkpoint_dir to another disk."
+        )
+
+    @contextmanager
+    def discarded_on_failure(self, step: int) -> Iterator[None]:
+        """Removes `tmp_step_N` when the body raises, and says so when the reason is a full disk."""
+        tmp_path = self._tmp_path(step)
+        try:
+            yield
+        except BaseException as error:
+            written = 0
+            free = self._free_bytes(self.checkpoint_dir)
+            if tmp_path in self._tmp_lock_fds:  # else it was not begun, or is another process's
+                written = bytes_under(tmp_path)
+                self.remove_tmp_checkpoint(tmp_path)
+            if not isinstance(error, CheckpointError) and is_disk_full(error, free):
+                what = f"the disk was full after {size_text(written)}, with {size_text(free)} free"
+                raise DiskFullError(self._disk_full_text(step, what)) from error
+            raise
+
+    def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
+        """Removes an unfinished checkpoint of this process."""
+        remove_tree(tmp_path)
+        self._unlock(tmp_path)
+
+    def _unlock(self, tmp_path: Path) -> None:
+        os.close(self._tmp_lock_fds.pop(tmp_path))
+
+    def _recover_from_dead_runs(self) -> None:
+        for tmp_path in sorted(self.checkpoint_dir.glob("tmp_step_*")):
+            self._remove_if_dead(tmp_path)
+        for old_path in sorted(self.checkpoint_dir.glob("old_step_*")):
+            path = self.checkpoint_dir / old_path.name.removeprefix("old_")
+            if path.exists():
+                remove_tree(old_path)
+            elif not self._tmp_path(_step_of(path.name)).exists():
+                logger.warning("%s comes back: the process that was replacing it died", path)
+                old_path.rename(path)
+        sync_directory(self.checkpoint_dir)
+
+    def _remove_if_dead(self, tmp_path: Path) -> None:
+        fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            if try_lock(fd):
+                logger.warning("removing %s, which a process left behind when it died", tmp_path)
+                remove_tree(tmp_path)
+            else:
+                logger.warning("%s is being written by another process and is left alone", tmp_path)
+        finally:
+            os.close(fd)
+
+
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raises CheckpointIdentityError with every difference between two (nested) identities.
+
+    An identity names what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint
+    of the dataset, the settings that decide what a sample and a step are.
+    """
+    differences = flat_differences(saved, current, theirs="the checkpoint")
+    if differences:
+        raise CheckpointIdentityError(
+            "the checkpoint belongs to another run:\n"
+            + "\n".join(differences)
+            + f"\nTo continue it, put these back; {_START_ANEW}."
+        )
+
+
+def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
+    """A line for each leaf in which two nested identities differ; `theirs` is what the saved one belongs to."""
+    saved_flat, current_flat = _flatten(saved), _flatten(current)
+    absent = "(absent)"
+    return [
+        f"  {key}: {theirs} has {saved_flat.get(key, absent)!r}, this run {current_flat.get(key, absent)!r}"
+        for key in sorted(saved_flat.keys() | current_flat.keys())
+        if saved_flat.get(key, absent) != current_flat.get(key, absent)
+    ]
+
+
+def require_optimizer(path: Path) -> None:
+    """Raises CheckpointError when checkpoint `path` was saved without the optimizer."""
+    if not (path / "policy" / "optimizer").is_dir():
+        raise CheckpointError(
+            f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
+            f"continued from it; {_START_ANEW}"
+        )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted path, as JSON gives them back: a saved identity and a fresh one compare equal."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = strict_json.to_plain(value)
+    return flat
+
+
+def _step_of(name: str) -> int:
+    match = _STEP_PATTERN.fullmatch(name)
+    assert match is not None, name
+    return int(match[1])

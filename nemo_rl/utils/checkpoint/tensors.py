@@ -1,0 +1,151 @@
+"""Directories of saved tensors: what they hold, by their headers alone, and reading them, of every format.
+
+    .metadata + *.distcp         torch.distributed.checkpoint with its own files
+    shard-*.safetensors          torch.distributed.checkpoint with safetensors: each file holds the parts of one rank
+    *.safetensors                whole tensors, as in a Hugging Face model directory
+
+Reading executes nothing that stands in the files.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from nemo_rl.utils.checkpoint.manager import CheckpointError
+
+METADATA_NAME = ".metadata"
+_MAX_LISTED = 8
+
+# Everything torch writes into a .metadata file; a pickle may name any function to call.
+_ALLOWED_GLOBALS = {
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.serialization": {"_get_layout"},
+}  # fmt: skip
+
+
+class DamagedTensorsError(CheckpointError):
+    """The header of saved tensors cannot be read."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        is_dtype = module_name == "torch" and isinstance(vars(torch).get(global_name), torch.dtype)
+        is_size = (module_name, global_name) == ("torch", "Size")
+        if is_dtype or is_size or global_name in _ALLOWED_GLOBALS.get(module_name, ()):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}, which no checkpoint needs")
+
+
+def holds_tensors(directory: Path) -> bool:
+    """Whether `directory` itself holds saved tensors of a known format."""
+    return (directory / METADATA_NAME).is_file() or any(directory.glob("*.safetensors"))
+
+
+def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
+    """What is known of each tensor saved in `directory`, by name: `size` and `properties.dtype`.
+
+    Raises:
+        CheckpointError: when there are no tensors.
+        DamagedTensorsError: when a header is damaged or not what torch writes.
+    """
+    path = directory / METADATA_NAME
+    if not holds_tensors(directory):
+        raise CheckpointError(
+            f"{directory} holds no saved tensors: neither {METADATA_NAME} (torch.distributed.checkpoint) nor "
+            "*.safetensors is there"
+        )
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                metadata = _MetadataUnpickler(file).load()
+            if not isinstance(metadata, Metadata):
+                raise pickle.UnpicklingError("it is no metadata of torch.distributed.checkpoint")
+        else:
+            metadata = HuggingFaceStorageReader(path=str(directory)).read_metadata()
+    except (pickle.UnpicklingError, EOFError, ImportError, SafetensorError, KeyError, ValueError) as error:
+        name = path.name if path.is_file() else "a safetensors file"
+        raise DamagedTensorsError(f"{directory}: {name} is damaged ({error}); restore it from a copy") from error
+    return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
+
+
+def check_checkpoint_fits(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
+    """Whether the tensors saved in `directory` are those of the model whose tensors are `names_and_shapes`.
+
+    Headers alone are read, so this can be asked before anything is loaded anywhere.
+
+    Raises:
+        CheckpointError: with the missing, the unexpected and the differently shaped tensors, or as `saved_tensors`.
+    """
+    _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=True)
+
+
+def check_tensors_are_there(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
+    """Like `check_checkpoint_fits` for one rank's part of a model: more may have been saved."""
+    _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=False)
+
+
+def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+    """Fill `tensors` (name -> tensor or DTensor) in place from a directory that `save_tensors` wrote, or from the
+    safetensors files of a Hugging Face model. Collective.
+
+    Values are cast to the dtype of the tensor they go into.
+
+    Raises:
+        CheckpointError: when tensors are missing or of another shape; all of them are listed.
+    """
+    check_tensors_are_there(directory, {name: tensor.shape for name, tensor in tensors.items()})
+    state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    try:
+        if (directory / METADATA_NAME).exists():
+            dcp.load(state, checkpoint_id=str(directory))
+        else:
+            dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
+    except CheckpointException as error:
+        raise CheckpointError(f"{directory} could not be read: {error}") from error
+
+
+def _raise_differences(
+    directory: Path,
+    saved: Mapping[str, TensorStorageMetadata],
+    wanted: Mapping[str, Sequence[int]],
+    *,
+    report_unexpected: bool,
+) -> None:
+    shapes = {name: tuple(tensor.size) for name, tensor in saved.items()}
+    lists = {
+        "missing there": [name for name in wanted if name not in shapes],
+        "unknown to the model": [name for name in shapes if name not in wanted] if report_unexpected else [],
+        "of another shape": [
+            f"{name} {list(shapes[name])} instead of {list(shape)}"
+            for name, shape in wanted.items()
+            if name in shapes and shapes[name] != tuple(shape)
+        ],
+    }
+    lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]
+    if lines:
+        raise CheckpointError(
+            f"the tensors in {directory} belong to a model of another architecture:\n"
+            + "\n".join(lines)
+            + "\nUse the model they were saved from (policy.model_name, policy.hf_config_overrides, and "
+            "policy.dtensor_cfg.lora_cfg for adapters), or another checkpoint"
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

@@ -1,0 +1,200 @@
+"""How large and how tangled the package is: the numbers that `tests/architecture` limits.
+
+    python tools/structure.py                 # the table
+    python tools/structure.py --reading       # line counts of the walks in docs/reading.md
+
+An import counts wherever it stands: at the top, inside a function, or under `if TYPE_CHECKING`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nemo_rl"
+READING = ROOT / "docs" / "reading.md"
+CHECK_FUNCTION = re.compile(r"^_?(check|refuse|validate|require)|problems$|checks$")
+
+
+def module_name(path: Path) -> str:
+    """`nemo_rl/utils/seeds.py` -> `nemo_rl.utils.seeds`; a folder's `__init__.py` is the folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by name."""
+    return {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def num_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Modules of the package that a file imports."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= (whole & modules().keys()) | ({node.module} if whole - modules().keys() else set())
+    return frozenset(found & modules().keys())
+
+
+def reached_from(path: Path, *, leave_out: str) -> list[str]:
+    """Modules with content that importing `path` can reach, those with `leave_out` in their name left out."""
+    reached: set[str] = set()
+    waiting = list(imports(path))
+    while waiting:
+        name = waiting.pop()
+        if name not in reached and leave_out not in name:
+            reached.add(name)
+            waiting += imports(modules()[name])
+    return sorted(name for name in reached if num_lines(modules()[name]))
+
+
+def circles() -> list[list[str]]:
+    """Groups of modules that import each other: strongly connected components (Tarjan 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        stack.append(name)
+        for target in sorted(imports(modules()[name])):
+            if target not in order:
+                visit(target)
+                lowest[name] = min(lowest[name], lowest[target])
+            elif target in stack:
+                lowest[name] = min(lowest[name], order[target])
+        if lowest[name] == order[name]:
+            position = stack.index(name)
+            if len(members := stack[position:]) > 1:
+                found.append(sorted(members))
+            del stack[position:]
+
+    for name in modules():
+        if name not in order:
+            visit(name)
+    return found
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def check_function_lines() -> int:
+    """Lines of functions whose name says that they check."""
+    return sum(
+        length(node) for path in modules().values() for node in functions(path) if CHECK_FUNCTION.search(node.name)
+    )
+
+
+def trainer_chain() -> list[str]:
+    """The longest chain of base classes from a trainer of `nemo_rl/algorithms` to its base."""
+    bases = {
+        node.name: [base.id for base in node.bases if isinstance(base, ast.Name)]
+        for name, path in modules().items()
+        if name.startswith("nemo_rl.algorithms")
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def chain(name: str) -> list[str]:
+        return [name, *max((chain(base) for base in bases[name] if base in bases), key=len, default=[])]
+
+    return max((chain(name) for name in bases if name.endswith("Trainer")), key=len)
+
+
+def catches_everything(node: ast.ExceptHandler) -> bool:
+    return node.type is None or bool(
+        {"Exception", "BaseException"} & {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+    )
+
+
+def broad_excepts() -> int:
+    return sum(
+        isinstance(node, ast.ExceptHandler) and catches_everything(node)
+        for path in modules().values()
+        for node in ast.walk(parsed(path))
+    )
+
+
+def walks() -> dict[str, list[str]]:
+    """Heading of `docs/reading.md` -> files of its walk, in order."""
+    found: dict[str, list[str]] = {}
+    for line in READING.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            files = found.setdefault(line[3:].strip(), [])
+        elif match := re.match(r"\|[^|]*?\[?`((?:nemo_rl|examples)/[^`]+\.py)`", line):
+            files.append(match.group(1))
+    return {heading: files for heading, files in found.items() if files}
+
+
+def structure() -> dict[str, float]:
+    """Every number of the table by name."""
+    reached = reached_from(ROOT / "examples" / "run_grpo_math.py", leave_out="megatron")
+    folders: dict[Path, int] = {}
+    for path in modules().values():
+        folders[path.parent] = folders.get(path.parent, 0) + 1
+    lines = sum(num_lines(path) for path in modules().values())
+    walk = next(iter(walks().values()), []) if READING.is_file() else []
+    return {
+        "lines of nemo_rl": lines,
+        "files of nemo_rl": len(modules()),
+        "modules that run_grpo_math.py reaches": len(reached),
+        "lines that run_grpo_math.py reaches": sum(num_lines(modules()[name]) for name in reached),
+        "files of the GRPO walk": len(walk),
+        "lines of the GRPO walk": sum(num_lines(ROOT / file) for file in walk),
+        "files in the largest folder": max(folders.values()),
+        "import circles": len(circles()),
+        "lines of check functions": check_function_lines(),
+        "classes from a trainer to its base": len(trainer_chain()),
+        "broad excepts in 1,000 lines": round(1000 * broad_excepts() / lines, 2),
+    }
+
+
+def print_walks() -> None:
+    for heading, files in walks().items():
+        print(f"{heading}: {len(files)} files, {sum(num_lines(ROOT / file) for file in files):,} lines")
+        for file in files:
+            print(f"    {num_lines(ROOT / file):5,}  {file}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Print how large and how tangled the package is.")
+    parser.add_argument("--reading", action="store_true", help="line counts of the walks in docs/reading.md")
+    if parser.parse_args().reading:
+        print_walks()
+        return 0
+    for name, value in structure().items():
+        print(f"{name:40s} {value:>8,}")
+    for circle in circles():
+        print("circle:", ", ".join(circle))
+    print("longest chain of trainers:", " -> ".join(trainer_chain()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
