@@ -13,9 +13,10 @@ import torch.distributed as dist
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
-from nemo_rl.models.policy.dtensor.model import DTYPES, trainable
+from nemo_rl.models.policy.dtensor.model import trainable
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import (
     LossInputs,
     TrainResult,
