@@ -227,7 +227,7 @@ def test_metrics_are_reported(page: str):
     config = load_config(model, CONFIGS / config_file, [])
     assert isinstance(config, SupervisedMasterConfig)
     known = {f"train/{name}" for name in config.train_metrics} | {f"validation/{name}" for name in config.val_metrics}
-    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/algorithms").glob("*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/algorithms").rglob("*.py"))
     named = [name for header, rows in tables(PAGES[page]) if header == "name" for row in rows for name in code(row[0])]
     assert named
     for name in named:
@@ -237,7 +237,7 @@ def test_metrics_are_reported(page: str):
 
 
 def test_guides_name_every_reason_to_leave_a_row_out():
-    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/data").glob("example*.py"))
+    sources = "".join(path.read_text() for path in (ROOT / "nemo_rl/data/rows").glob("*.py"))
     kinds = set(re.findall(r'(?:Problem\(\s*|problem_kind=)"(\w+)"', sources))
     of_pages = {
         page: {

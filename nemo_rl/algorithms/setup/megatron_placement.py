@@ -6,12 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.utils import HFValidationError
-from transformers import AutoConfig, PretrainedConfig
-
 from nemo_rl.config.errors import ConfigError, Problem
-from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, stage_layers
 from nemo_rl.models.policy.megatron.config import MegatronConfig
@@ -30,6 +25,12 @@ def local_model_config(policy: PolicyConfig) -> PretrainedConfig | None:
     Raises:
         ValueError, OSError, TypeError: it cannot be read, or there is no such tiny model.
     """
+    from huggingface_hub import try_to_load_from_cache  # heavy, and needed by `--dry-run` of Megatron only
+    from huggingface_hub.utils import HFValidationError
+    from transformers import AutoConfig
+
+    from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
+
     name = policy.model_name
     if name.startswith(TINY_MODEL_PREFIX):
         tiny = tiny_model_config(name)

@@ -247,8 +247,8 @@ AS_NOBODY = """
 import json, sys
 from dataclasses import asdict
 sys.path.insert(0, sys.argv[1])
-from nemo_rl.environments.sandbox import SandboxPool
-from nemo_rl.environments.sandbox_limits import Program, SandboxLimits
+from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
+from nemo_rl.environments.code.sandbox.limits import Program, SandboxLimits
 pool = SandboxPool(1, SandboxLimits(wall_s=1.5, cpu_s=1))
 results = pool.run([Program(cells=[text]) for text in json.loads(sys.argv[2])])
 pool.close()
@@ -292,8 +292,8 @@ def test_a_killed_server_is_replaced_and_its_program_dies_with_it(pool: SandboxP
 ABANDONED = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
-from nemo_rl.environments.sandbox import SandboxPool
-from nemo_rl.environments.sandbox_limits import Program, SandboxLimits
+from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
+from nemo_rl.environments.code.sandbox.limits import Program, SandboxLimits
 pool = SandboxPool(1, SandboxLimits(wall_s=60))
 program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])
 threading.Thread(target=pool.run, args=([program],)).start()

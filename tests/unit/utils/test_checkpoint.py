@@ -271,7 +271,7 @@ def test_a_disk_that_is_really_full(small_disk, writer):
 KILLED_WHILE_SAVING = """
     import os, signal, sys
     from pathlib import Path
-    from nemo_rl.utils import checkpoint, checkpoint_manifest
+    from nemo_rl.utils.checkpoint import manager as checkpoint
     from nemo_rl.utils.config import CheckpointingConfig
 
     directory, moment = sys.argv[1:]
@@ -341,7 +341,7 @@ WRITER = """
 
 KILLED_WHILE_SAVING_IN_THE_BACKGROUND = """
     import os, pathlib, signal, subprocess, sys, time
-    from nemo_rl.utils.checkpoint import CheckpointManager
+    from nemo_rl.utils.checkpoint.manager import CheckpointManager
     from nemo_rl.utils.config import CheckpointingConfig
 
     directory, moment, writer = sys.argv[1:]
