@@ -82,12 +82,12 @@ def test_a_file_with_a_header_alone_is_empty(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (("data.train.dataset_name=arithmetics",), "Did you mean arithmetic"),
+        (("data.train.dataset_name=arithmetics",), "did you mean arithmetic"),
         (("data.train={dataset_name: arithmetic, kwargs: {samples: 3}}",), "num_samples, max_operand, operators; samp"),
-        (("data.default.processor=math_processor",), "Did you mean 'math_data_processor'"),
+        (("data.default.processor=math_processor",), "did you mean math_data_processor"),
         (("env.math.type=maths",), "did you mean math"),
         (("+env.mine={type: nowhere.envs:MyEnv}", MINE), "no module 'nowhere' can be imported"),
-        (("policy.model_name=tiny:arithmetics",), "Did you mean 'tiny:arithmetic'"),
+        (("policy.model_name=tiny:arithmetics",), "did you mean tiny:arithmetic"),
         (("policy.model_name=./no/such",), r"policy\.model_name: directory './no/such' does not exist"),
         (("policy.max_total_sequence_length=4096",), r"the 2048 positions .* policy.max_total_sequence_length=2048 or"),
         (

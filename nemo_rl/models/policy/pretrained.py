@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 
+from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
 from nemo_rl.models.policy.expert_names import ExpertNames
@@ -196,7 +197,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
         )
     if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
-        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        works = divisors(heads)
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "
             f"{heads} attention heads of {config.model_name!r}; these would: {works}"

@@ -161,7 +161,7 @@ def test_values_are_kept_by_conversation_and_not_for_ever():
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"name": "formt"}, "Did you mean 'format'"),
+        ({"name": "formt"}, "did you mean format"),
         ({"name": "format", "kwargs": {"patern": "x"}}, "unexpected keyword argument 'patern'"),
         ({"name": "length"}, "missing a required argument: 'soft_limit'"),
         ({"name": "x", "env": "math", "reward": "format"}, "a function or an environment"),
