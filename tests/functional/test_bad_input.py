@@ -98,7 +98,7 @@ def test_a_file_with_a_header_alone_is_empty(tmp_path):
             ),
             "does not divide the 4 attention heads of 'tiny:arithmetic'; these would: 1, 2, 4",
         ),
-        (("policy.optimizer.name=torch.optim.Adamm",), r"policy\.optimizer\.name: cannot import"),
+        (("policy.optimizer.name=torch.optim.Adamm",), r"policy\.optimizer\.name .torch.optim.Adamm.: module"),
         (("policy.optimizer.kwargs.lr=abc",), r"policy\.optimizer\.kwargs: AdamW refuses .*'lr': 'abc'"),
         (("+policy.hf_config_overrides={rope_theta: 500}",), r"has no rope_theta, so .* rope_parameters: \{rope_type"),
         (("checkpointing.checkpoint_dir=taken/c",), r"checkpointing\.checkpoint_dir: cannot write to '.*taken/c'"),

@@ -24,13 +24,20 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch import microbatches as loss_metrics
-from nemo_rl.models.policy.batch.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
+from nemo_rl.models.policy.batch.microbatches import (
+    MicroBatchRunner,
+    Row,
+    RowKey,
+    from_last_stage,
+    loss_inputs,
+    rows_of_plan,
+    scored_sequences,
+    select,
+)
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.batch.runner import MicroBatchRunner, from_last_stage
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.models.policy.reference import ReferencePolicy
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ShardSender
 from nemo_rl.refit.transfer import WeightSender
@@ -47,6 +54,12 @@ from nemo_rl.types import (
     TrainResult,
 )
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
+
+
+class ReferencePolicy(Protocol):
+    """While `active()` lasts, the model computes with the weights the run started from."""
+
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

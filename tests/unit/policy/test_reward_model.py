@@ -20,11 +20,10 @@ from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.convert import merge_adapter
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
-from nemo_rl.models.policy.pretrained import read_model_config
+from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams

@@ -32,11 +32,12 @@ from transformers import (
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.model import materialize, shard
 from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta, decoder_layers, materialize, shard
 from nemo_rl.models.policy.dtensor.pipeline import split_stages
-from nemo_rl.models.policy.dtensor.tp_plans import apply_tensor_parallel, check_tensor_parallel
+from nemo_rl.models.policy.dtensor.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.layout import ParallelSizes
+from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.models.policy.weight_loading import local_index
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 from tests.worlds import run_world

@@ -23,9 +23,7 @@ from torch import nn
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor.parallelize import load_config
-from nemo_rl.models.policy.dtensor.worker import GeneratingWorker
-from nemo_rl.models.policy.generate import Decoder
+from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -49,6 +47,7 @@ from nemo_rl.models.policy.megatron.optimizer import (
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
 from nemo_rl.models.policy.megatron.weights import export_weights, held_shards, load_weights
+from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ShardSender

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.models.policy.batch.runner import LOAD_METRICS
+from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.models import VOCAB
