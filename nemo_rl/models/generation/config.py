@@ -322,32 +322,3 @@ class GenerationConfig(StrictModel):
         NotYet("refit_transport", one_of(None)),
         NotYet("refit_cfg", one_of({}, None)),
     )
-
-
-def check_vllm_kwargs(cfg: GenerationConfig) -> None:
-    """Raises ValueError for a key of `policy.generation.vllm_kwargs` that another key of the configuration decides."""
-    decided = {
-        "model": "policy.model_name",
-        "tokenizer": "policy.tokenizer.name",
-        "dtype": "policy.generation.vllm_cfg.precision",
-        "quantization": "policy.generation.vllm_cfg.precision",
-        "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
-        "max_model_len": "policy.generation.vllm_cfg.max_model_len",
-        "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
-        "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
-        "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
-        "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
-        "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
-        "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
-        "enable_sleep_mode": "policy.generation.colocated.enabled",
-        "seed": "grpo.seed",
-        "distributed_executor_backend": "",
-        "load_format": "",
-        "logprobs_mode": "",
-        "worker_extension_cls": "",
-        "weight_transfer_config": "",
-    }
-    for key in cfg.vllm_kwargs:
-        if key in decided:
-            instead = f"set {decided[key]} instead" if decided[key] else "the library decides it: remove the key"
-            raise ValueError(f"policy.generation.vllm_kwargs.{key}: {instead}")
