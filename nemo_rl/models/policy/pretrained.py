@@ -22,6 +22,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
+from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import ExpertNames
@@ -278,7 +279,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
         )
     if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
-        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        works = divisors(heads)
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "
             f"{heads} attention heads of {config.model_name!r}; these would: {works}"

@@ -262,7 +262,7 @@ def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_pa
     from nemo_rl.models.policy.dtensor.optimizer import build_optimizer
 
     parameters = [torch.nn.Parameter(torch.zeros(1))]
-    with pytest.raises(ValueError, match=r"policy\.optimizer\.name: cannot import 'torch\.optim\.AdamZ'"):
+    with pytest.raises(ValueError, match=r"policy\.optimizer\.name 'torch\.optim\.AdamZ': module"):
         build_optimizer(OptimizerConfig(name="torch.optim.AdamZ"), parameters)
     with pytest.raises(ValueError, match=r"policy\.optimizer\.kwargs: SGD does not take learning_rate; it takes: lr"):
         build_optimizer(OptimizerConfig(name="torch.optim.SGD", kwargs={"learning_rate": 1.0}), parameters)

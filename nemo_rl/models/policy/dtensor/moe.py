@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.experts import (
     LOAD_METRICS,
@@ -65,7 +66,7 @@ def check_experts(config: PretrainedConfig, ep_size: int) -> None:
             "which expert parallelism is written; set it to 1"
         )
     if count % ep_size:
-        works = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        works = divisors(count)
         raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {works}")
 
 

@@ -10,8 +10,6 @@ complete on each of them.
 from __future__ import annotations
 
 import copy
-import importlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -25,8 +23,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.utils.registry import import_object
 
 SEQUENCE = Shard(1)
 """Layout of hidden states [R, W, H] between the regions of sequence parallelism."""
@@ -344,19 +344,10 @@ def matches(name: str, pattern: str) -> bool:
 
 def load_user_plan(path: str) -> UserPlan | Callable[[PreTrainedModel], UserPlan]:
     """The object at the import path `package.module:name`. ValueError when there is none."""
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"{PLAN_KEY}={path!r} is no import path; write package.module:name")
     try:
-        module = importlib.import_module(module_name)
+        return import_object(path, PLAN_KEY)
     except ImportError as error:
-        raise ValueError(
-            f"{PLAN_KEY}={path!r}: {module_name} cannot be imported ({error}); it must be importable where the job is "
-            "started and on every node"
-        ) from error
-    if name not in vars(module):
-        raise ValueError(f"{PLAN_KEY}={path!r}: {module_name} has no {name!r}")
-    return vars(module)[name]
+        raise ValueError(f"{PLAN_KEY} {path!r} cannot be imported: {error}") from error
 
 
 def user_plan(hf: PreTrainedModel, path: str) -> UserPlan:
@@ -616,8 +607,7 @@ def _check_divisible(hf: PreTrainedModel, plan: Plan, size: int) -> None:
             asked[f"{module.in_features} input features of {name}"] = module.in_features
     failing = [what for what, count in asked.items() if count % size]
     if failing:
-        common = math.gcd(*asked.values())
-        works = ", ".join(str(number) for number in range(1, common + 1) if common % number == 0)
+        works = divisors(*asked.values())
         raise ValueError(
             f"policy.dtensor_cfg.tensor_parallel_size={size} does not divide the {failing[0]} of the "
             f"{config.model_type!r} model; these would: {works}"
