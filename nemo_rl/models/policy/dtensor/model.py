@@ -1,7 +1,7 @@
 """From a model directory to the parts of the model that a rank trains, and from these back to whole weights.
 
-    meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
-    -> memory for the local shards -> weights, slice by slice -> ... -> `export_weights` for generation and checkpoints
+meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
+-> memory for the local shards -> weights, slice by slice -> ... -> `export_weights` for generation and checkpoints
 """
 
 from __future__ import annotations
@@ -341,7 +341,13 @@ def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> 
         len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
     )
     for index, (piece_name, shape) in enumerate(pieces):
-        yield ExportedTensor(piece_name, shape, current().dtype, whole.part(index), keeps_dtype=is_buffer)
+        yield ExportedTensor(
+            name=piece_name,
+            shape=shape,
+            dtype=current().dtype,
+            gather=whole.part(index),
+            keeps_dtype=is_buffer,
+        )
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
