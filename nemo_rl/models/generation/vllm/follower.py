@@ -11,7 +11,7 @@ from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.models.generation.vllm.nodes import EngineNodes
 from nemo_rl.models.generation.vllm.routed_experts import routed_experts_arguments
 from nemo_rl.models.generation.vllm.worker import VllmWorker, engine_args, prepare_environment
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 
 
 class VllmFollower:

@@ -14,7 +14,7 @@ from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import TENANT, DraftCounts, GenerationInterface
 from nemo_rl.models.generation.vllm.worker import check_vllm_kwargs
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from nemo_rl.models.generation.vllm import batch_invariance as vllm_batch_invari
 from nemo_rl.models.generation.vllm.nodes import EngineNodes
 from nemo_rl.models.generation.vllm.routed_experts import as_experts, routed_experts_arguments, unpack
 from nemo_rl.models.generation.vllm.speculation import count_drafts
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
