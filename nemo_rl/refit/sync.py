@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous, Transport
 

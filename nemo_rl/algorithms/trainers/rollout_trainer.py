@@ -342,18 +342,10 @@ class RolloutTrainer(PolicyTrainer):
 
     # -- state
 
-    def write_state(self, directory: Path) -> None:
-        self.settle_record()
-        super().write_state(directory)
-
-    def start_write_state(self, directory: Path) -> StateWrite:
-        self.settle_record()
-        return super().start_write_state(directory)
-
-    def settle_record(self) -> None:
-        """A run that goes on from a checkpoint finds all steps before it recorded."""
+    def write_state(self, directory: Path) -> StateWrite:
         if self.recorder is not None:
-            self.recorder.finish()
+            self.recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
+        return super().write_state(directory)
 
     def abandon_requests(self) -> None:
         """Have the engines forget what they were asked: nobody waits for it any more."""

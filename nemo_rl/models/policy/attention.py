@@ -1,8 +1,8 @@
-"""Causal attention by segments: sequences that lie end to end, or in pieces on several ranks, stay apart.
+"""Causal attention by cu_seqlens: sequences that lie end to end, or in pieces on several ranks, stay apart.
 
 Importing this module registers the attention function "nemo_rl" in transformers. No mask function goes with it, so a
-model built with `attn_implementation="nemo_rl"` makes no mask at all: which query sees which key is said by `Segments`,
-handed to the model's forward as the keyword `segments`, and by the layer's own sliding window.
+model built with `attn_implementation="nemo_rl"` makes no mask at all: `CuSeqlens` says which query sees which key,
+handed to the model's forward as the keyword `cu_seqlens`, and by the layer's own sliding window.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, Pretra
 
 def check_context_parallel(config: PretrainedConfig, size: int) -> None:
     """ValueError when tokens of this architecture meet other than in attention that can be cut over `size` ranks."""
-    reason = supports_segments(config)
+    reason = unpackable_reason(config)
     if size > 1 and reason is not None:
         raise ValueError(
             f"policy.dtensor_cfg.context_parallel_size={size}: sequences of a {config.model_type!r} model cannot be "
@@ -62,7 +62,7 @@ ATTENTION = "nemo_rl"
 """Name of the function in transformers."""
 
 # fmt: off
-SEGMENT_ARCHITECTURES = frozenset({
+PACKABLE_ARCHITECTURES = frozenset({
     "afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3",
     "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4",
     "glm4_moe", "glm4_moe_lite", "gpt2", "gpt_bigcode", "gpt_neox", "granite", "granitemoe", "granitemoeshared",
@@ -78,7 +78,7 @@ _WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_fl
 
 @dataclass(frozen=True, kw_only=True)
 class ContextKeys:
-    """Where this rank's segments find their keys when sequences are spread over ranks."""
+    """Where this rank's cu_seqlens find their keys when sequences are spread over ranks."""
 
     group: dist.ProcessGroup
     index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, one rank after the other
@@ -88,7 +88,7 @@ class ContextKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segments:
+class CuSeqlens:
     """Consecutive spans of queries, each attending causally to its own span of keys.
 
     The spans cover the R x W tokens of a batch, flattened. The last query of a span stands on its last key
@@ -97,17 +97,17 @@ class Segments:
 
     Attributes:
         query_lengths, key_lengths: tokens per segment, G numbers each.
-        query_offsets, key_offsets: int32 [G + 1], their running sums from 0.
-        longest_query, longest_key: the largest of the lengths, for `torch.compile` numbers instead of G constants.
+        cu_seqlens_q, cu_seqlens_k: int32 [G + 1], their running sums from 0.
+        max_seqlen_q, max_seqlen_k: the largest of the lengths, for `torch.compile` numbers instead of G constants.
         context: None when the keys are the batch's own tokens in order.
     """
 
     query_lengths: tuple[int, ...]
     key_lengths: tuple[int, ...]
-    query_offsets: torch.Tensor
-    key_offsets: torch.Tensor
-    longest_query: int
-    longest_key: int
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
     context: ContextKeys | None = None
 
     @classmethod
@@ -116,7 +116,7 @@ class Segments:
         query_lengths: Sequence[int],
         key_lengths: Sequence[int] | None = None,
         context: ContextKeys | None = None,
-    ) -> Segments:
+    ) -> CuSeqlens:
         """On the host. Without `key_lengths` every segment attends to itself."""
         queries = tuple(query_lengths)
         keys = queries if key_lengths is None else tuple(key_lengths)
@@ -124,28 +124,28 @@ class Segments:
         return cls(
             query_lengths=queries,
             key_lengths=keys,
-            query_offsets=_offsets(queries),
-            key_offsets=_offsets(keys),
-            longest_query=max(queries),
-            longest_key=max(keys),
+            cu_seqlens_q=_offsets(queries),
+            cu_seqlens_k=_offsets(keys),
+            max_seqlen_q=max(queries),
+            max_seqlen_k=max(keys),
             context=context,
         )
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> Segments:
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> CuSeqlens:
         return replace(
             self,
-            query_offsets=self.query_offsets.to(device, non_blocking=non_blocking),
-            key_offsets=self.key_offsets.to(device, non_blocking=non_blocking),
+            cu_seqlens_q=self.cu_seqlens_q.to(device, non_blocking=non_blocking),
+            cu_seqlens_k=self.cu_seqlens_k.to(device, non_blocking=non_blocking),
             context=None if self.context is None else self.context.to(device, non_blocking=non_blocking),
         )
 
-    def pin_memory(self) -> Segments:
+    def pin_memory(self) -> CuSeqlens:
         """A copy in pinned memory, from which `to` need not wait."""
         context = self.context
         return replace(
             self,
-            query_offsets=self.query_offsets.pin_memory(),
-            key_offsets=self.key_offsets.pin_memory(),
+            cu_seqlens_q=self.cu_seqlens_q.pin_memory(),
+            cu_seqlens_k=self.cu_seqlens_k.pin_memory(),
             context=None if context is None else replace(context, index=context.index.pin_memory()),
         )
 
@@ -165,40 +165,40 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    segments: Segments | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     seen: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of transformers, by segments.
+    """The attention of transformers, by cu_seqlens.
 
-    `query` [R, heads, W, D], `key` and `value` [R, key heads, W, D] -> [R, W, heads, D]. Without `segments` every row
+    `query` [R, heads, W, D], `key` and `value` [R, key heads, W, D] -> [R, W, heads, D]. Without `cu_seqlens` every row
     is one segment; padding on the right is seen by no token. A query sees at most the last `sliding_window` keys, its
-    own among them. `seen`, bool [R, 1, W, keys], in place of segments: which keys of a cache each query sees.
+    own among them. `seen`, bool [R, 1, W, keys], in place of cu_seqlens: which keys of a cache each query sees.
     """
     assert attention_mask is None, "the model made a mask: was it built with attn_implementation='nemo_rl'?"
     assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
-    assert softcap is None and s_aux is None, f"{type(module).__name__}: see supports_segments"
+    assert softcap is None and s_aux is None, f"{type(module).__name__}: see unpackable_reason"
     rows, _, width, _ = query.shape
     if seen is not None:
         return _sdpa(query, key, value, scaling, sliding_window, seen).transpose(1, 2).contiguous(), None
-    if segments is None:
+    if cu_seqlens is None:
         if not (sliding_window is not None and sliding_window < width and _has_flash(query, value)):
             return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
         # A window as a mask would be W x W numbers and keep the fast kernels away.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
-        segments = Segments(
+        cu_seqlens = CuSeqlens(
             query_lengths=(width,) * rows,
             key_lengths=(width,) * rows,
-            query_offsets=offsets,
-            key_offsets=offsets,
-            longest_query=width,
-            longest_key=width,
+            cu_seqlens_q=offsets,
+            cu_seqlens_k=offsets,
+            max_seqlen_q=width,
+            max_seqlen_k=width,
         )
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
-    if segments.context is not None:
-        key, value = _gather_keys(key, value, segments.context)
+    if cu_seqlens.context is not None:
+        key, value = _gather_keys(key, value, cu_seqlens.context)
     attend = _flash if _has_flash(query, value) else _attend_by_length
-    out = attend(query, key, value, segments, scaling, sliding_window)
+    out = attend(query, key, value, cu_seqlens, scaling, sliding_window)
     return out.unflatten(0, (rows, width)), None
 
 
@@ -226,21 +226,21 @@ def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Segments,
+    cu_seqlens: CuSeqlens,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One kernel for all segments. [T, heads, D] -> [T, heads, D of values]."""
+    """One kernel for all cu_seqlens. [T, heads, D] -> [T, heads, D of values]."""
     narrower = query.shape[-1] - value.shape[-1]  # latent attention: the kernel knows one width only
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = varlen_attn(
         query,
         key,
         F.pad(value, (0, narrower)) if narrower else value,
-        segments.query_offsets,
-        segments.key_offsets,
-        segments.longest_query,
-        segments.longest_key,
+        cu_seqlens.cu_seqlens_q,
+        cu_seqlens.cu_seqlens_k,
+        cu_seqlens.max_seqlen_q,
+        cu_seqlens.max_seqlen_k,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -254,14 +254,14 @@ def _attend_by_length(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    segments: Segments,
+    cu_seqlens: CuSeqlens,
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One SDPA per run of segments of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
+    """One SDPA per run of cu_seqlens of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
     runs = [
         (len(list(equal)), *lengths)
-        for lengths, equal in groupby(zip(segments.query_lengths, segments.key_lengths, strict=True))
+        for lengths, equal in groupby(zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True))
     ]
     # split, not slices: the backward of N slices would be N tensors of the full size
     queries = query.split([count * q for count, q, _ in runs])
@@ -330,7 +330,7 @@ class _GatherByIndex(torch.autograd.Function):
 
 
 def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of this rank's segments, in order. One collective for both."""
+    """The keys and values of this rank's cu_seqlens, in order. One collective for both."""
     both = torch.cat([key, value], dim=-1)
     gathered = _GatherByIndex.apply(both, context.index, context.group)
     assert isinstance(gathered, torch.Tensor)
@@ -338,8 +338,8 @@ def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -
     return keys, values
 
 
-def supports_segments(config: PretrainedConfig) -> str | None:
-    """None when attention by segments is all through which tokens of this architecture meet, else the reason.
+def unpackable_reason(config: PretrainedConfig) -> str | None:
+    """None when attention by cu_seqlens is all through which tokens of this architecture meet, else the reason.
 
     An architecture that is not known is refused: a leak from one sequence into another shows in no error.
     """
@@ -359,14 +359,14 @@ def supports_segments(config: PretrainedConfig) -> str | None:
         return f"{model.__name__} carries a state from token to token"
     if not model._supports_attention_backend:
         return f"{model.__name__} calls no attention function from outside (_supports_attention_backend)"
-    if text.model_type not in SEGMENT_ARCHITECTURES:
+    if text.model_type not in PACKABLE_ARCHITECTURES:
         return "it is none of the architectures known to keep sequences apart"
     return None
 
 
 def attention_implementation(config: PretrainedConfig) -> str:
     """What to build the model with (`attn_implementation`): ours, or the fastest exact one of transformers."""
-    if supports_segments(config) is None:
+    if unpackable_reason(config) is None:
         return ATTENTION
     is_soft_capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None  # ignored by "sdpa"
     return "sdpa" if _model_class(config)._supports_sdpa and not is_soft_capped else "eager"

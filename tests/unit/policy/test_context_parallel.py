@@ -93,7 +93,9 @@ def alone(config: PretrainedConfig, data_ranks: int) -> tuple[list[torch.Tensor]
 
 
 def score(model: PreTrainedModel, batch: ModelBatch, group: dist.ProcessGroup) -> torch.Tensor:
-    out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments, use_cache=False)
+    out = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
+    )
     picked = out.logits.flatten(0, 1)[batch.states].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
     return context_sum(torch.zeros(batch.shape).index_put((batch.rows, batch.positions), picked), group)
 

@@ -5,14 +5,18 @@ A `Row` is what a policy worker keeps of one sample during one step: the tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
+from nemo_rl.models.policy.head.logprobs import LogprobModel
+from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import (
     Example,
     ExampleGroup,
@@ -188,3 +192,91 @@ def loss_inputs(rows: Sequence[Row], inputs_type: type[InputsT], device: torch.d
 def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
     """The rows of a micro-batch in order, the two of a pair next to each other."""
     return [rows[key] for planned in batch for key in keys_of(planned)]
+
+
+MicroBatchLoss = Callable[[int, torch.Tensor], torch.Tensor]
+"""(number of the micro-batch, what the head says with gradient) -> scalar loss, a part of the step's sum."""
+
+
+class MicroBatchRunner(Protocol):
+    """Both methods are collectives over all ranks that work on the same parameters."""
+
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+        """What `task` says of each micro-batch, in order, float32 [B, S] or [B, S, C] on the device, no gradients."""
+        ...
+
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
+        """Forward and backward of all micro-batches; gradients add up in the parameters, reduced over ranks once."""
+        ...
+
+
+class SequentialRunner:
+    """Every micro-batch goes through the whole model before the next. Waits for the device nowhere.
+
+    `defer_reduction`: gradients stay whole on every rank until the last micro-batch, instead of being reduced to shards
+    after each: less traffic, more memory.
+    """
+
+    def __init__(
+        self, model: LogprobModel, device: torch.device, *, defer_reduction: bool, clear_cache_every: int | None
+    ) -> None:
+        self.model = model
+        self.device = device
+        self.defer_reduction = defer_reduction
+        self.clear_cache_every = clear_cache_every
+
+    def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
+        with torch.no_grad():
+            for batch in self._prefetched(batches):
+                yield self.model(batch, task)
+
+    def train(self, batches: Sequence[ModelBatch], loss: MicroBatchLoss, task: HeadTask) -> None:
+        for number, batch in enumerate(self._prefetched(batches)):
+            is_last = number == len(batches) - 1
+            if self.defer_reduction:
+                self.model.set_requires_gradient_sync(is_last)
+            else:  # shards of the gradient every time; between copies of the model (HSDP) once
+                self.model.set_requires_all_reduce(is_last)
+            loss(number, self.model(batch, task)).backward()
+
+    def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:
+        """Batches on the device; the next one is on its way while the present one is computed on."""
+        following = batches[0].to(self.device) if batches else None
+        for number in range(len(batches)):
+            present, following = following, None
+            if number + 1 < len(batches):
+                following = batches[number + 1].to(self.device)
+            assert present is not None
+            yield present
+            if self.clear_cache_every is not None and (number + 1) % self.clear_cache_every == 0:
+                torch.cuda.empty_cache()
+
+
+def from_last_stage(values: dict[str, float], pipeline: dist.ProcessGroup) -> dict[str, float]:
+    """What the last pipeline rank knows, such as metrics of the loss, on all pipeline ranks. Collective."""
+    carrier = [values]
+    dist.broadcast_object_list(carrier, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    return carrier[0]
+
+
+def scored_by_last_stage(
+    scored: Sequence[torch.Tensor],
+    batches: Sequence[ModelBatch],
+    task: HeadTask,
+    pipeline: dist.ProcessGroup,
+    device: torch.device,
+) -> Iterator[torch.Tensor]:
+    """What `task` says of each micro-batch, in order, on all pipeline ranks. Collective.
+
+    `scored`: on the last of them all of that, [B, S] or [B, S, C] each, elsewhere nothing.
+    """
+    trailing = () if task.num_values is None else (task.num_values,)
+    shapes = [(*batch.shape, *trailing) for batch in batches]
+    sizes = [math.prod(shape) for shape in shapes]
+    if scored:
+        flat = torch.cat([values.flatten() for values in scored])
+    else:
+        flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
+    dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
+    for shape, part in zip(shapes, flat.split(sizes), strict=True):
+        yield part.view(shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.attention import ContextKeys, Segments
+from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
 
 # -- One micro-batch as the model sees it: which tokens, at which positions, attending to which, scored where.
 
@@ -19,14 +19,14 @@ from nemo_rl.models.policy.attention import ContextKeys, Segments
 class ModelBatch:
     """Input of `LogprobModel`. R x W is the physical layout, B x S that of the losses (right-padded, S the longest).
 
-    Padded layout: R = B, `segments` None. Padding-free layout: R = 1 and the sequences lie end to end, kept apart by
-    `segments`. With context parallelism the positions of this rank only. N are the scored tokens of this rank.
+    Padded layout: R = B, `cu_seqlens` None. Padding-free layout: R = 1 and the sequences lie end to end, kept apart by
+    `cu_seqlens`. With context parallelism the positions of this rank only. N are the scored tokens of this rank.
     """
 
     input_ids: torch.Tensor  # int64 [R, W]
     position_ids: torch.Tensor  # int64 [R, W]; begins at 0 for every sequence
     is_token: torch.Tensor  # bool [R, W]; False on padding
-    segments: Segments | None
+    cu_seqlens: CuSeqlens | None
     states: torch.Tensor  # int64 [N]; flat position in R x W of the hidden state that the token is judged from
     targets: torch.Tensor  # int64 [N]; the token
     rows: torch.Tensor  # int64 [N]; where its logprob stands in B x S
@@ -45,7 +45,7 @@ class ModelBatch:
 
     def _moved(self, move: Callable[[Any], Any]) -> ModelBatch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor | Segments)}
+        moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor | CuSeqlens)}
         columns = {name: move(value) for name, value in self.columns.items()}
         return replace(self, **moved, columns=columns)
 
@@ -126,7 +126,7 @@ class RowLayout:
             input_ids=input_ids.view(rows, width),
             position_ids=spans.positions().view(rows, width),
             is_token=is_token.view(rows, width),
-            segments=spans.segments(),
+            cu_seqlens=spans.cu_seqlens(),
             states=place[scored - back],
             targets=ids[scored],
             rows=number[scored],
@@ -181,7 +181,7 @@ class _Spans:
         taken = _ranges(length) + first.repeat_interleave(length)
         return torch.cat([taken, torch.arange(self.tokens - len(taken))])
 
-    def segments(self) -> Segments | None:
+    def cu_seqlens(self) -> CuSeqlens | None:
         """Padding at the end of a padding-free row is a segment of its own: attention is defined there too."""
         layout = self.layout
         if layout.context_size == 1 and not layout.padding_free:
@@ -192,12 +192,12 @@ class _Spans:
         tail = [self.tokens - taken] if self.tokens > taken else []
         queries = length.tolist() + tail
         if layout.context_size == 1:
-            return Segments.of(queries)
+            return CuSeqlens.of(queries)
         owner, place = self.locate(number.repeat_interleave(keys), _ranges(keys))
         own_tail = layout.context_rank * self.tokens + torch.arange(taken, self.tokens)
         assert layout.context_group is not None
         index = torch.cat([owner * self.tokens + place, own_tail])
-        return Segments.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
+        return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
 
 
 def _experts_of_tokens(

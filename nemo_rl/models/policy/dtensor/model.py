@@ -6,32 +6,38 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy import attention, peft_format
 from nemo_rl.models.policy import attention as context_parallel
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor import lora, moe, parallelize, pipeline
-from nemo_rl.models.policy.dtensor import tp_plans as tensor_parallel
+from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.peft_format import load_peft
-from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
+from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
+from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
+from nemo_rl.refit.layout import ExportedTensor, exported, gathered
 from nemo_rl.types import SamplingParams
 
 # -- From a model directory to the parts of the model a rank trains: cut, sharded, filled.
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_stages(
@@ -48,7 +54,7 @@ def build_stages(
     `hf_config`: of a reward or value model as `scalar_config` gives it.
     """
     assert is_scalar(hf_config) == config.reward_model_cfg.enabled
-    whole = parallelize.build_on_meta(hf_config, DTYPES[config.master_precision])
+    whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
     if config.dtensor_cfg.lora_cfg.enabled:
         lora.apply_lora(whole, config.dtensor_cfg.lora_cfg)
@@ -60,7 +66,7 @@ def build_stages(
     for part in parts:
         stage = _cut(part, config, mesh, sampling)
         host = torch.device("cpu")
-        parallelize.materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
+        materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
         drawn = _fill(stage, config, model_path, seed)
         # One of the ranks that have the head tells it.
         if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
@@ -88,8 +94,8 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
             custom_plan=settings.custom_parallel_plan,
         )
     apply_expert_parallel(hf, mesh)
-    parallelize.recompute_activations(hf, settings.activation_checkpointing)
-    layers = parallelize.decoder_layers(hf)
+    recompute_activations(hf, settings.activation_checkpointing)
+    layers = decoder_layers(hf)
     if settings.torch_compile:
         for layer in layers:
             layer.compile()
@@ -103,7 +109,7 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
         tensor=mesh.tensor,
         context=mesh.context,
     )
-    parallelize.shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
+    shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
     return stage
 
 
@@ -124,7 +130,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     settings = config.dtensor_cfg
     is_padding_free = config.padding_free
     if is_padding_free is None:
-        is_padding_free = attention.supports_segments(hf_config) is None
+        is_padding_free = attention.unpackable_reason(hf_config) is None
     reward = config.reward_model_cfg
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
@@ -172,7 +178,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         if settings.lora_cfg.adapter_path is not None:
             directory = Path(settings.lora_cfg.adapter_path)
             peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
-    reason = attention.supports_segments(model)
+    reason = attention.unpackable_reason(model)
     if reason is None:
         return
     why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
@@ -183,3 +189,221 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
             f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
             "policy.dynamic_batching.enabled=true"
         )
+
+
+def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
+    """Wrap the transformer blocks so that activations are computed again in the backward pass.
+
+    `full` (or True) keeps nothing but each block's input; `selective` keeps the results of matrix products and
+    attention, which cost the most to compute again. False changes nothing.
+    """
+    if mode is False:
+        return
+    wrap = checkpoint_wrapper
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
+        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
+    blocks = {id(layer) for layer in decoder_layers(model)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in blocks:
+                parent.register_module(name, wrap(child))
+
+
+_PRODUCTS = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    }
+)
+
+
+def _keep_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(
+    root: nn.Module,
+    layers: list[nn.Module],
+    mesh: ParallelMesh,
+    compute_dtype: torch.dtype,
+    *,
+    cpu_offload: bool,
+) -> None:
+    """Apply FSDP2 in place: one group per transformer block, one for its experts, one for embeddings, norm and head.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    # The root stays gathered between forward and backward: the head is used again when logits are recomputed.
+    fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
+    """Allocate the local shards on `device`; buffers keep their values, on `buffer_device` (None: `device`).
+
+    FSDP brings parameters that live on the host to the device that computes with them, but no buffers.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name in [name for name, _ in model.named_buffers()]:
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._buffers[attribute] = buffers[name].to(buffer_device or device)
+
+
+def export_weights(
+    stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device, *, merged: bool = True
+) -> list[ExportedTensor]:
+    """Every weight of the model whose parts on this rank are `stages`. Collective over pipeline ranks.
+
+    Adapters are part of the weights they belong to, or, unless `merged`, tensors of their own behind the base weights
+    (`ExportedTensor.adapts`), with alpha / r multiplied into B.
+    """
+    own = [tensor for stage in stages for tensor in _of_module(stage, merged)]
+    everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
+    return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
+
+
+def _of_module(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
+    names = ExpertNames(root.config.get_text_config().model_type)
+    seen: set[int] = set()
+    for prefix, module in root.named_modules(remove_duplicate=True):
+        for attribute, tensor in _own_tensors(module):
+            if id(tensor) in seen:  # tied
+                continue
+            seen.add(id(tensor))
+            name = hf_name(f"{prefix}.{attribute}" if prefix else attribute)
+            if isinstance(module, lora.LoRALinear) and (lora.is_adapter(attribute) or attribute == "weight"):
+                yield from _of_adapted(name, module, attribute, names, merged)
+            else:
+                yield from _of_tensor(name, module, attribute, names)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield attribute, parameter
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and attribute not in module._non_persistent_buffers_set:
+            yield attribute, buffer
+
+
+def _of_adapted(
+    name: str, module: lora.LoRALinear, attribute: str, names: ExpertNames, merged: bool
+) -> Iterator[ExportedTensor]:
+    """The weight of an adapted layer with its adapter in it, or W, A or (alpha / r) B by itself."""
+    weight = names.stored_name(f"{name.rpartition('.')[0]}.weight")
+    is_adapter = lora.is_adapter(attribute)
+    if merged and is_adapter:
+        return
+
+    def values() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+        if not is_adapter:
+            return lora.merged_weight(module) if merged else module.weight.detach()
+        return module.lora_B.detach() * module.scale if attribute == "lora_B" else module.lora_A.detach()
+
+    parameter = module.get_parameter(attribute)
+    yield ExportedTensor(
+        name=name if is_adapter else weight,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        gather=lambda dtype: gathered(values(), dtype),
+        adapts=weight if is_adapter else None,
+    )
+
+
+def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
+    def current() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+        tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+        assert tensor is not None
+        return tensor
+
+    # Models in bfloat16 keep some in float32: the bias that chooses experts moves by less than bfloat16 can tell.
+    is_buffer = attribute in module._buffers
+    pieces = names.split_meta(name, current().shape)
+    if len(pieces) == 1:
+        yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
+        return
+    whole = _GatheredOnce(current, lambda tensor: names.split(name, tensor))
+    for index, (piece_name, shape) in enumerate(pieces):
+        yield ExportedTensor(
+            name=piece_name,
+            shape=shape,
+            dtype=current().dtype,
+            gather=whole.piece(index, len(pieces)),
+            keeps_dtype=is_buffer,
+        )
+
+
+class _GatheredOnce:
+    """A fused tensor gathered for its first piece, taken apart, and let go with its last."""
+
+    def __init__(
+        self,
+        tensor: Callable[[], torch.Tensor],
+        split: Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]],
+    ) -> None:
+        self._tensor = tensor
+        self._split = split
+        self._pieces: list[tuple[str, torch.Tensor]] = []
+
+    def piece(self, index: int, count: int) -> Callable[[torch.dtype | None], torch.Tensor]:
+        def gather(dtype: torch.dtype | None) -> torch.Tensor:
+            if index == 0:
+                self._pieces = self._split(gathered(self._tensor().detach(), dtype))
+            assert len(self._pieces) == count, "pieces are gathered in order"
+            part = self._pieces[index][1].contiguous()
+            if index == count - 1:
+                self._pieces = []
+            return part
+
+        return gather
+
+
+def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
+    assert mesh.pipeline is not None
+    group = mesh.pipeline.get_group()
+    described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
+    dist.all_gather_object(described, [replace(tensor, gather=_nothing) for tensor in own], group=group)
+    mine = {tensor.name: tensor for tensor in own}
+    tensors = []
+    for stage, theirs in enumerate(described):
+        source = dist.get_global_rank(group, stage)
+        for tensor in theirs:
+            gather = _sent_gather(mine.get(tensor.name), tensor, source, group, device)
+            tensors.append(replace(tensor, gather=gather))
+    return tensors
+
+
+def _nothing(dtype: torch.dtype | None) -> torch.Tensor:
+    raise AssertionError("held by another pipeline stage")
+
+
+def _sent_gather(
+    own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
+) -> Callable[[torch.dtype | None], torch.Tensor]:
+    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+        wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
+        if own is not None:
+            tensor = own.gather(dtype).to(device)
+        else:
+            tensor = torch.empty(meta.shape, dtype=wanted, device=device)
+        dist.broadcast(tensor, src=source, group=group)
+        return tensor
+
+    return gather

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.megatron.mapping import HFTensor, MappedTensor, StoredPlace, WeightMap
 from nemo_rl.models.policy.megatron.shard_layout import Piece, Replicated, ShardPlace, Vocabulary
 from nemo_rl.models.policy.weight_loading import StoredModel
