@@ -38,8 +38,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.refit.shard_sender import ShardSender
-from nemo_rl.refit.transfer import WeightSender
+from nemo_rl.refit.transfer import Sender, WeightSender
 from nemo_rl.types import (
     ExampleGroup,
     LossFunction,
@@ -115,7 +114,7 @@ class PolicyWorker(ABC):
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
-        self.sender: WeightSender | ShardSender | None = None
+        self.sender: Sender | None = None
         self.saver: StateSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
@@ -415,7 +414,7 @@ class PolicyWorker(ABC):
         self.sender = self._new_sender({**place, **settings})
         return self.sender.describe()
 
-    def _new_sender(self, settings: dict[str, Any]) -> WeightSender | ShardSender:
+    def _new_sender(self, settings: dict[str, Any]) -> Sender:
         return WeightSender(self._export(), **settings)
 
     @torch.no_grad()

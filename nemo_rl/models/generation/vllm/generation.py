@@ -14,7 +14,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, 
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for
 
 logger = logging.getLogger(__name__)

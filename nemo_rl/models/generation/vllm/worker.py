@@ -21,7 +21,7 @@ from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import GenerationConfig, engine_settings
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import cpu_environment
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
