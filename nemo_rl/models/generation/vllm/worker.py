@@ -13,15 +13,14 @@ import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from nemo_rl.distributed.collectives import own_address, release_port
-from nemo_rl.models.generation.config import GenerationConfig, engine_settings
+from nemo_rl.models.generation.config import engine_settings
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import cpu_environment
-from nemo_rl.refit.layout import Transport
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
