@@ -28,7 +28,7 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptData
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
@@ -209,7 +209,7 @@ def _build(
 
     engines, policy = group("SimulatedEngine", "engine"), group("SimulatedTrainer", "policy")
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(GENERATION, lambda: None, lambda: None)
     settings = RolloutWorkerSettings(
         process=process,
         decode=decode,

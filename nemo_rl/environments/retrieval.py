@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
@@ -25,6 +24,7 @@ from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentRet
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils import task_formats as retrieval_tags
 from nemo_rl.utils.files import cache_root, file_lock
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS, find_action
 
 # -- A corpus of passages and its BM25 index, made once and read from disk by every process after that.
@@ -61,7 +61,7 @@ def load_corpus(name: str, *, split: str, text_column: str, kwargs: Mapping[str,
         ValueError: for a corpus that cannot be found or read, without passages, or without the column.
         FileNotFoundError: for a file that is not there.
     """
-    rows = _function(name)(**kwargs) if ":" in name else _table(name, split)
+    rows = import_object(name, "corpus")(**kwargs) if ":" in name else _table(name, split)
     if len(rows) == 0:
         raise ValueError(f"the corpus {name!r} is empty: it has no row")
     if text_column not in rows[0]:
@@ -79,7 +79,7 @@ def check_corpus(name: str) -> None:
         FileNotFoundError: for a file that is not there.
     """
     if ":" in name:
-        _function(name)
+        import_object(name, "corpus")
     elif Path(name).suffix in FORMATS:
         _check_file(name)
 
@@ -87,16 +87,6 @@ def check_corpus(name: str) -> None:
 def _check_file(name: str) -> None:
     if not Path(name).is_file():
         raise FileNotFoundError(f"the corpus {name!r} does not exist (looked in {Path.cwd()})")
-
-
-def _function(path: str) -> Any:
-    module_name, _, name = path.partition(":")
-    try:
-        return vars(importlib.import_module(module_name))[name]
-    except ModuleNotFoundError as error:
-        raise ValueError(f"corpus {path!r}: no module {error.name!r} can be imported from here") from error
-    except KeyError as error:
-        raise ValueError(f"corpus {path!r}: module {module_name!r} has no {name!r}") from error
 
 
 def _table(name: str, split: str) -> Any:

@@ -7,18 +7,18 @@ The annotations of keyword arguments say which values the configuration accepts.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.environments.math.verification import VERIFIERS, exact_integer
 from nemo_rl.environments.math.verifier_pool import Verification, VerifierPool, died
+from nemo_rl.utils.registry import find
 
 RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]
@@ -40,9 +40,7 @@ def _is_pattern(pattern: str) -> str:
 
 def _is_verifier(name: str) -> str:
     if name not in VERIFIERS:
-        near = get_close_matches(name, VERIFIERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(VERIFIERS)}"
-        raise ValueError(f"there is no math_verify_impl {name!r}; {hint}")
+        raise ValueError(f"there is no math_verify_impl {name!r}; {did_you_mean(name, VERIFIERS)}")
     return name
 
 
@@ -219,22 +217,10 @@ def find_reward_function(name: str) -> RewardFunction:
     Raises:
         ValueError: when there is none.
     """
-    if name in REWARD_FUNCTIONS:
-        return REWARD_FUNCTIONS[name]
-    module_name, separator, function_name = name.partition(":")
-    if not separator:
-        near = get_close_matches(name, REWARD_FUNCTIONS, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(REWARD_FUNCTIONS)}."
-        raise ValueError(
-            f"unknown reward function {name!r}. {hint} An import path (reward: my_rewards:function) works too"
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"reward function {name!r}: no module {error.name!r} can be imported from here") from error
-    if not callable(vars(module).get(function_name)):
-        raise ValueError(f"reward function {name!r}: module {module_name!r} has no function {function_name!r}")
-    return vars(module)[function_name]
+    function = find(REWARD_FUNCTIONS, name, "reward function")
+    if not callable(function):
+        raise ValueError(f"reward function {name!r} is a {type(function).__name__}, not a function")
+    return function
 
 
 def check_arguments(name: str, function: RewardFunction, kwargs: Mapping[str, Any]) -> None:

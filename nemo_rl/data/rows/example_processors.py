@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import TaskDataSpec, row_tools
-from nemo_rl.data.rows.processors import find, register
+from nemo_rl.data.rows.processors import register
 from nemo_rl.types import DatumSpec, LLMMessageLogType
+from nemo_rl.utils.registry import find
 
 IGNORED_LABEL = -100
 FLAGS = ("add_bos", "add_eos", "add_generation_prompt")
@@ -303,7 +304,7 @@ def find_example_processor(name: str) -> ExampleProcessor:
     Raises:
         ValueError: when there is none, or it does not take the flags.
     """
-    processor = find(EXAMPLE_PROCESSOR_REGISTRY, name)
+    processor = find(EXAMPLE_PROCESSOR_REGISTRY, name, "processor")
     parameters = inspect.signature(processor).parameters
     missing = [flag for flag in FLAGS if flag not in parameters]
     if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

@@ -8,16 +8,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.datasets.registry import import_object
 from nemo_rl.data.interfaces import TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType, ProcessorFn
+from nemo_rl.utils.registry import find
 from nemo_rl.utils.task_formats import STOP_STRINGS
 
 NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
@@ -207,7 +206,7 @@ def find_processor(name: str) -> ProcessorFn:
     Raises:
         ValueError: when there is none.
     """
-    return find(PROCESSOR_REGISTRY, name)
+    return find(PROCESSOR_REGISTRY, name, "processor")
 
 
 P = TypeVar("P")
@@ -218,17 +217,6 @@ def register(registry: dict[str, P], name: str, processor: P) -> None:
     if name in registry:
         raise ValueError(f"a processor named {name!r} is registered already")
     registry[name] = processor
-
-
-def find(registry: Mapping[str, P], name: str) -> P:
-    """The processor of a name in `registry` or of an import path. ValueError when there is none."""
-    if name in registry:
-        return registry[name]
-    if ":" in name:
-        return import_object(name, "processor")
-    near = get_close_matches(name, registry, n=1, cutoff=0.4)
-    hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(registry)}."
-    raise ValueError(f"unknown processor {name!r}. {hint} An import path (package.module:function) works too")
 
 
 def problem_text(row: Mapping[str, Any]) -> str:

@@ -215,12 +215,12 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"),
             "loss_fn.use_cispo",
-            "set disable_ppo_ratio=false",
+            "set loss_fn.disable_ppo_ratio=false",
         ),
         (
             ("loss_fn.length_normalizer=512", "loss_fn.token_level_loss=false"),
             "loss_fn.length_normalizer",
-            "needs token_level_loss=true",
+            "set loss_fn.token_level_loss=true",
         ),
         (
             ("grpo.skip_reference_policy_logprobs_calculation=true",),

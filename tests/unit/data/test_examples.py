@@ -350,7 +350,7 @@ def test_own_processors(tmp_path, monkeypatch):
     assert make.fingerprint() != before
     with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
         find_example_processor("own_example_processor:old")
-    with pytest.raises(ValueError, match="Did you mean 'sft_processor'"):
+    with pytest.raises(ValueError, match="did you mean sft_processor"):
         find_example_processor("sft_procesor")
     assert sft_processor is EXAMPLE_PROCESSOR_REGISTRY["sft_processor"]
 

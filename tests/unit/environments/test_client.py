@@ -265,7 +265,7 @@ def test_returns_without_answers_or_with_one_reward_column_are_fine():
 
 
 def test_registry_names_what_is_missing():
-    with pytest.raises(ValueError, match="Did you mean 'math'"):
+    with pytest.raises(ValueError, match="did you mean math"):
         find_env_class("mth")
     with pytest.raises(ValueError, match="no module 'no_such_package'"):
         find_env_class("no_such_package.envs:MyEnv")

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor.moe import num_experts
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
 from nemo_rl.models.policy.layout import divisor_list, stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters

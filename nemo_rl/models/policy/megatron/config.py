@@ -10,7 +10,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import NotYet, StrictModel, anything, one_of
+from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of
 
 # -- Configuration of training with Megatron Core: `policy.megatron_cfg`.
 
