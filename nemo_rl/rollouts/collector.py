@@ -19,7 +19,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.records.record import StepIndex
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupKeeper, GroupRequest, KeeperLost, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle

@@ -12,11 +12,10 @@ from nemo_rl.algorithms.setup.workers import start_machines, start_policy
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_transfer_backend
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.layout import NUM_HALVES
+from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import TENANT as REFIT
 from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams
@@ -68,6 +67,7 @@ def start_vllm_generation(
             model=model.model_path,
             tokenizer=model.tokenizer_path,
             seed=config.rollout.seed,
+            section=config.section,
             hf_overrides=config.policy.hf_config_overrides,
             accelerator=place.accelerator,
             timeout_s=config.cluster.worker_timeout_s,

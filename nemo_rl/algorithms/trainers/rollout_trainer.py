@@ -27,13 +27,12 @@ from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
-from nemo_rl.models.generation.hf import SharedWeights
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.refit.sync import Refit
+from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
-from nemo_rl.rollouts.records.replay import NoWeightSync, RecordedRollouts
+from nemo_rl.rollouts.records.replay import RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -55,7 +54,7 @@ class RolloutParts:
 
     policy: PolicyInterface
     generation: GenerationInterface | None  # None: the rollouts are recorded ones
-    refit: Refit | SharedWeights | NoWeightSync
+    refit: WeightSync
     rollouts: RolloutCollector
     prompts: PromptDataLoader
     validation_prompts: Sequence[Prompt]
@@ -343,18 +342,10 @@ class RolloutTrainer(PolicyTrainer):
 
     # -- state
 
-    def write_state(self, directory: Path) -> None:
-        self.settle_record()
-        super().write_state(directory)
-
-    def start_write_state(self, directory: Path) -> StateWrite:
-        self.settle_record()
-        return super().start_write_state(directory)
-
-    def settle_record(self) -> None:
-        """A run that goes on from a checkpoint finds all steps before it recorded."""
+    def write_state(self, directory: Path) -> StateWrite:
         if self.recorder is not None:
-            self.recorder.finish()
+            self.recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
+        return super().write_state(directory)
 
     def abandon_requests(self) -> None:
         """Have the engines forget what they were asked: nobody waits for it any more."""

@@ -13,14 +13,11 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import peak_flops
-from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import (
     BatchPlan,
@@ -29,7 +26,7 @@ from nemo_rl.types import (
     TokenAdvantages,
     TrainResult,
 )
-from nemo_rl.utils.checkpoint.save import StateWrite
+from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite, Written
 
 WORKERS = {
     "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
@@ -196,8 +193,8 @@ class Policy(PolicyInterface):
             work.append((column, keys, *(shared[key] for key in keys)))
         self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 
-    def mask_mismatched(self, threshold: float) -> dict[str, float]:
-        return self.group.call_all("mask_mismatched", threshold)[0]
+    def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
+        return self.group.call_all("mask_sequences_by_importance", threshold)[0]
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         self.group.call_all("set_token_advantages", advantages)
@@ -213,41 +210,18 @@ class Policy(PolicyInterface):
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
-    def save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> None:
-        self._save("save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
-
-    def start_save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> StateWrite:
-        self._save("start_save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
-        return WorkersWrite(self.group)
-
-    def _save(
-        self,
-        method: str,
-        directory: Path,
-        save_optimizer: bool,
-        save_consolidated: bool,
-        model_save_format: ModelSaveFormat,
-    ) -> None:
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         with self.accelerator.hold(self.tenant):
-            self.group.call_all(
-                method,
-                directory,
-                save_optimizer=save_optimizer,
-                save_consolidated=save_consolidated,
-                model_save_format=model_save_format,
-            )
+            self.group.call_all("save_checkpoint", directory, request)
         if not (directory / self._folder / "config.json").is_file():
             raise ValueError(
                 f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
         self.tokenizer.save_pretrained(directory / self._folder / "tokenizer")
-        if save_consolidated:
+        if request.save_consolidated:
             self.tokenizer.save_pretrained(directory / self._folder / "weights" / "consolidated")
+        return WorkersWrite(self.group) if request.in_background else Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         with self.accelerator.hold(self.tenant):

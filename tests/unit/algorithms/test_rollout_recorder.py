@@ -16,6 +16,7 @@ from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_rec
 from nemo_rl.rollouts.records.record import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.rollouts.records.replay import RecordedRollouts
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
+from nemo_rl.utils.checkpoint.save import SaveRequest, Written
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun, alternate
 from tests.unit.config.run_configs import build
@@ -133,7 +134,12 @@ def test_a_checkpoint_is_not_ahead_of_the_record(tmp_path):
     run = Run(tmp_path, *recording(tmp_path / "record"), "grpo.max_num_steps=2")
     seen = []
     save = run.policy.save_checkpoint
-    run.policy.save_checkpoint = lambda *a, **k: (seen.append(recorded_steps(tmp_path / "record")), save(*a, **k))  # type: ignore[method-assign]
+
+    def watched(directory: Path, request: SaveRequest) -> Written:
+        seen.append(recorded_steps(tmp_path / "record"))
+        return save(directory, request)
+
+    run.policy.save_checkpoint = watched  # type: ignore[method-assign]
     run.go()
     assert seen == [[1, 2]]
 

@@ -22,7 +22,7 @@ from nemo_rl.evals.data import EvalData, load_eval_data
 from nemo_rl.evals.report import make_results, show_results
 from nemo_rl.evals.run import Inputs, _ask, _Writer, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
@@ -190,7 +190,7 @@ def test_a_rollout_worker_that_dies_costs_no_prompt(folder, ray_local):
         run_seed=0,
     )
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(GENERATION, lambda: None, lambda: None)
     chosen = writer(folder)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         collector = KillsItsWorker(cluster, settings, [], accelerator, timeout_s=60)

@@ -21,6 +21,7 @@ from nemo_rl.types import (
     LossInputs,
     TrainResult,
 )
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import (
     LOSS,
@@ -185,7 +186,7 @@ def test_samples_whose_logprobs_disagree_are_masked_and_counted(model_path):
             row.columns["generation_logprobs"] = (
                 row.columns["prev_logprobs"] + (2.0 if row.sample_id == "0/1" else 0.01) * row.token_mask
             )
-        report = worker.mask_mismatched(1.5)
+        report = worker.mask_sequences_by_importance(1.5)
         return report, [row.sample_id for row in worker.rows.values() if row.mask == 0.0]
 
     results = run_world(rank_main, 2)
@@ -226,7 +227,7 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
     def goes_on(rank: int, world: int) -> Any:
         worker = make_worker(model_path, config)
         train_once(worker, rank, world)
-        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format=save_format)
+        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True, model_save_format=save_format))
         return train_once(worker, rank, world), weights(worker)
 
     def resumes(rank: int, world: int) -> Any:

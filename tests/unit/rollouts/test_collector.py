@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import Prompt, SamplingParams
@@ -79,7 +79,7 @@ class OverFakes(RolloutCollector):
         self._num_restarts, self._postponed, self._recording = 0, None, {}
         self._unused, self._keeper = deque(), Keeper()
         self._accelerator = Accelerator(exclusive=False)
-        self._accelerator.register(TENANT, lambda: None, lambda: None)
+        self._accelerator.register(GENERATION, lambda: None, lambda: None)
         self.group = group
         self.groups = [group]
         self.restart_generation = lambda: ["engine, started again"]
@@ -298,7 +298,7 @@ def test_whoever_replaces_an_engine_may_have_the_device():
     collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
     moves: list[str] = []
     collector._accelerator = Accelerator(exclusive=True)
-    for name in (TENANT, "refit"):
+    for name in (GENERATION, "refit"):
         collector._accelerator.register(
             name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}")
         )
@@ -309,7 +309,7 @@ def test_whoever_replaces_an_engine_may_have_the_device():
 
     collector.restart_generation = restart
     assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
-    assert moves == [f"+{TENANT}", f"-{TENANT}", "+refit", "-refit", f"+{TENANT}"]
+    assert moves == [f"+{GENERATION}", f"-{GENERATION}", "+refit", "-refit", f"+{GENERATION}"]
 
 
 def test_what_a_dead_rollout_worker_asked_of_the_engines_is_forgotten():

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
 from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, SequentialRunner
-from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, PolicyState
+from nemo_rl.models.policy.checkpoint import AsyncSaver, PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
@@ -35,6 +35,7 @@ from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy
 from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
 
 
@@ -218,17 +219,15 @@ class DTensorPolicyWorker(PolicyWorker):
         parts = [stage.hf for stage in self.stages]
         return checkpoint.policy_tensors(parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
 
-    def _state(self, *, save_optimizer: bool) -> PolicyState:
-        optimizer = self.optimizer if save_optimizer else None
-        return PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
-
-    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        checkpoint.save_state(self._state(save_optimizer=save_optimizer), directory, model_save_format)
-
-    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+    def _save_state(self, directory: Path, request: SaveRequest) -> None:
+        optimizer = self.optimizer if request.save_optimizer else None
+        state = PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
+        if not request.in_background:
+            checkpoint.save_state(state, directory, request.model_save_format)
+            return
         if self.saver is None:
             self.saver = AsyncSaver()
-        self.saver.start(self._state(save_optimizer=save_optimizer), directory, model_save_format)
+        self.saver.start(state, directory, request.model_save_format)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
