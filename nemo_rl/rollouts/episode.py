@@ -9,7 +9,7 @@ turn is the previous prompt, the sampled tokens, and the tokens of the observati
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -43,6 +43,8 @@ class StepResult(Protocol):
     def next_stop_strings(self) -> Sequence[str] | None: ...
     @property
     def answer(self) -> str | None: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[StepResult]]
@@ -93,13 +95,14 @@ class _Transcript:
         assert len(experts) < len(self.token_ids)
         self.routed_experts.append(experts[sum(len(piece) for piece in self.routed_experts) :])
 
-    def sample(self, meta: SampleMeta) -> Sample:
+    def sample(self, meta: SampleMeta, metrics: Mapping[str, float]) -> Sample:
         return Sample(
             meta=meta,
             token_ids=np.asarray(self.token_ids, dtype=np.int64),
             token_mask=np.asarray(self.token_mask, dtype=bool),
             generation_logprobs=np.asarray(self.logprobs, dtype=np.float32),
             messages=self.messages,
+            metrics=dict(metrics),
             routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
         )
 
@@ -128,8 +131,8 @@ async def run_episode(
     observation after which no token could be sampled is dropped.
 
     The environment's latest `next_stop_strings` take precedence over the `stop_strings` of the datum, and these over
-    `sampling`. An empty list means no stop strings; None changes nothing. The sample's answer is the environment's
-    answer of the last turn.
+    `sampling`. An empty list means no stop strings; None changes nothing. The sample's answer and
+    metrics are the environment's of the last turn.
     """
     transcript = _Transcript(
         prompt_tokens(datum["message_log"]),
@@ -139,6 +142,7 @@ async def run_episode(
     sampling = _with_stop_strings(sampling, datum.get("stop_strings"))
     metadata, turns, status = datum["extra_env_info"], list[TurnMeta](), SampleStatus.TRUNCATED
     answer: str | None = None
+    metrics: Mapping[str, float] = {}
     hit_total_token_limit = hit_turn_limit = False
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
@@ -162,7 +166,7 @@ async def run_episode(
             env_s=time.perf_counter() - generated,
         )
         turns.append(turn)
-        metadata, answer = step.metadata, step.answer
+        metadata, answer, metrics = step.metadata, step.answer, step.metrics
         if completion.stop_reason is StopReason.LENGTH:
             hit_total_token_limit = len(transcript.token_ids) >= limits.max_total_tokens
             break
@@ -194,7 +198,8 @@ async def run_episode(
             hit_turn_limit=hit_turn_limit,
             hit_total_token_limit=hit_total_token_limit,
             routed_experts_bytes=sum(piece.nbytes for piece in transcript.routed_experts),
-        )
+        ),
+        metrics,
     )
 
 
@@ -216,5 +221,6 @@ def without_reward(datum: DatumSpec, *, sample_id: str, status: SampleStatus, fa
             reward=0.0,
             weight_version=-1,
             failure=failure,
-        )
+        ),
+        metrics={},
     )

@@ -42,7 +42,11 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
                 "group_id": group.group_id,
                 "prompt_id": group.prompt_id,
                 "task_name": task_name,
-                "samples": [{"meta": asdict(sample.meta), "messages": sample.messages} for sample in group.samples],
+                "samples": [
+                    {"meta": asdict(sample.meta), "messages": sample.messages}
+                    | ({"metrics": sample.metrics} if sample.metrics else {})
+                    for sample in group.samples
+                ],
             }
             lines.write(json.dumps(record, allow_nan=False) + "\n")
     samples = [sample for group in groups for sample in group.samples]
@@ -78,7 +82,8 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
             count = meta.routed_experts_bytes // bytes_per_token
             own_experts = experts[experts_start : experts_start + count] if count else None
             experts_start += count
-            samples.append(Sample(meta=meta, messages=stored["messages"], routed_experts=own_experts, **tokens))
+            said = {"messages": stored["messages"], "metrics": stored.get("metrics", {})}
+            samples.append(Sample(meta=meta, routed_experts=own_experts, **said, **tokens))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     for what, expected, found in (
         ("tokens", start, len(columns["token_ids"])),

@@ -15,8 +15,7 @@ from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_transfer_backend
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.layout import NUM_HALVES
+from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import TENANT as REFIT
 from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams

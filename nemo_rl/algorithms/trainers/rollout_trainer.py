@@ -27,12 +27,11 @@ from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
-from nemo_rl.models.generation.hf import SharedWeights
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.refit.sync import Refit
-from nemo_rl.rollouts.collector import KEEPER, NoWeightSync, RolloutCollector
+from nemo_rl.refit.sync import WeightSync
+from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -54,7 +53,7 @@ class RolloutParts:
 
     policy: PolicyInterface
     generation: GenerationInterface | None  # None: the rollouts are recorded ones
-    refit: Refit | SharedWeights | NoWeightSync
+    refit: WeightSync
     rollouts: RolloutCollector
     prompts: PromptDataLoader
     validation_prompts: Sequence[Prompt]

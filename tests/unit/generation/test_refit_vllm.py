@@ -19,9 +19,9 @@ from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.model import export_weights
-from nemo_rl.refit.layout import ExportedTensor, exported
+from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
 from nemo_rl.refit.sync import TENANT, Refit
-from nemo_rl.refit.transfer import RefitError, WeightSender
+from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
 

@@ -17,8 +17,9 @@ from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerCon
 from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import Segment
-from nemo_rl.refit.transfer import WeightReceiver, attach_buffer
+from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.types import TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import save_random_model

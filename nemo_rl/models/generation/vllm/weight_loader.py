@@ -32,8 +32,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from nemo_rl.models.generation.vllm import engine_patches
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
-from nemo_rl.refit.layout import PackLayout, Segment, TensorMeta
-from nemo_rl.refit.transfer import RefitError, Transport, WeightReceiver, attach_buffer
+from nemo_rl.refit.buffers import attach_buffer
+from nemo_rl.refit.layout import PackLayout, RefitError, Segment, TensorMeta, Transport
+from nemo_rl.refit.transfer import WeightReceiver
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from nemo_rl.config.errors import nearest_key
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, is_scalar, output_module
 from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
-from nemo_rl.refit.adapter_merge import merge
+from nemo_rl.refit.layout import merge
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
