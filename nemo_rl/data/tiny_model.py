@@ -5,9 +5,9 @@
     tiny:arithmetic-teacher  the first without mistakes at the end of its warm-up: right nearly always
 
 Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its
-byte-level tokenizer. A short supervised warm-up ends on demonstrations of which a part is off by one. So the model knows the
-answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded greedily in
-fewer, and reinforcement learning has something to improve.
+byte-level tokenizer. A short supervised warm-up ends on demonstrations of which a part is off by one. So the model
+knows the answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded
+greedily in fewer, and reinforcement learning has something to improve.
 
 A model for another task is an entry in `RECIPES` and a function in `DEMONSTRATIONS`. The same machine and package
 versions give the same bytes: seeds, thread count and file order are fixed.
@@ -55,7 +55,7 @@ CHAT_TEMPLATE = (
 
 
 # Task -> function `(rng, mistake_probability)` that returns one conversation of {"role", "content"}, roles as in
-# `ROLES`, with `rng` as its only source of randomness. The warm-up learns every assistant turn and its end, and nothing else.
+# `ROLES`. It takes all randomness from `rng`. The warm-up learns every assistant turn and its end, and nothing else.
 # `arithmetic` returns a batch of them and takes its size, `max_operand` and `operators`, too.
 DEMONSTRATIONS = {
     "arithmetic": "nemo_rl.data.datasets.arithmetic:demonstrate_arithmetic",

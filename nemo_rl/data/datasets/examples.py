@@ -107,7 +107,7 @@ def _text_part(part: Any, column: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping) or part.get("type") != "text":
-        raise ValueError(f"column {column!r} has a content that is no text: {str(part)[:80]!r}; only text is supported")
+        raise ValueError(f"column {column!r} has a content that is no text: {str(part)[:80]!r}; only text can be used")
     return str(part["text"])
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import sliding_puzzle
+from nemo_rl.data.datasets.arithmetic import in_split
 from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.datasets.sliding_puzzle import demonstrate_sliding_puzzle, sliding_puzzle_rows
 from nemo_rl.data.interfaces import TaskDataSpec
