@@ -31,7 +31,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
@@ -131,7 +131,7 @@ def measure(num_episodes: int, turns: int) -> dict[str, float]:
         engines = stack.enter_context(RayWorkerGroup(cluster, builder, name_prefix="engine", num_workers=1))
         environment = ray.remote(InstantEnvironment).options(num_cpus=0).remote()
         accelerator = Accelerator(exclusive=False)
-        accelerator.register(TENANT, lambda: None, lambda: None)
+        accelerator.register(GENERATION, lambda: None, lambda: None)
         collector = RolloutCollector(cluster, settings(environment, turns), engines.workers, accelerator, timeout_s=600)
         stack.callback(collector.shutdown)
         collector.collect([request(-1)])

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from nemo_rl.refit import transfer as weight_transfer
-from nemo_rl.refit.buffers import host_copy_environment
+from nemo_rl.refit.buffers import attach_buffer, host_copy_environment
 from nemo_rl.refit.fingerprint import host_fingerprint
-from nemo_rl.refit.layout import PackLayout, exported
-from nemo_rl.refit.transfer import Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.layout import PackLayout, Segment, exported
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 NUM_ROUNDS = 7

@@ -25,11 +25,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.refit_bandwidth import model_shapes
-from nemo_rl.refit.buffers import TransferBuffer
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.layout import NUM_HALVES, PackLayout, Segment, exported
+from nemo_rl.refit.buffers import TransferBuffer, attach_buffer
+from nemo_rl.refit.layout import NUM_HALVES, PackLayout, Rendezvous, Segment, exported
 from nemo_rl.refit.sync import OPEN_BUCKETS
-from nemo_rl.refit.transfer import WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 TARGET = 0.70

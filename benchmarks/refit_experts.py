@@ -13,6 +13,7 @@ arrives is compared with the sources bit by bit. The last line is the ratio of b
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing as mp
 import os
 import tempfile
@@ -24,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.refit.layout import NUM_HALVES, TensorMeta
-from nemo_rl.refit.shard_exchange import ShardExchange
-from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan, first_layer
+from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan
+from nemo_rl.refit.shard_sender import ShardExchange
 
 BLOCK = 128
 
@@ -144,6 +145,17 @@ def sources_of(model: Model, sizes: Sizes, layout: Layout) -> Shards:
         lo, hi = size[divided] * part // layout.tensor, size[divided] * (part + 1) // layout.tensor
         parts.append(Shards(first_rank[divided] + rank, divided, cut[divided], lo, hi))
     return Shards.concatenate(parts)
+
+
+def first_layer(rank: int, num_layers: int) -> int:
+    """The layer with which a receiver's order begins; earlier layers come last.
+
+    If all receivers began with the first layer, the ranks of the first pipeline stage would send alone. Multiples of
+    the golden ratio, modulo 1, are spread evenly for any number of receivers, also for neighbours, which often want
+    from the same source.
+    """
+    golden = (math.sqrt(5) - 1) / 2
+    return int(rank * golden % 1 * num_layers)
 
 
 def wants_of(model: Model, sizes: Sizes, num_receivers: int) -> Shards:

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 import torch.multiprocessing as torch_mp
 
-from nemo_rl.refit.layout import PackLayout, exported
-from nemo_rl.refit.transfer import Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.buffers import attach_buffer
+from nemo_rl.refit.layout import PackLayout, Segment, exported
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 MESSAGE = 1000

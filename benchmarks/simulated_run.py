@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptData
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
@@ -154,6 +154,7 @@ class Outcome:
     metadata: Any = None
     next_stop_strings: None = None
     answer: None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     observation: Mapping[str, str] = None  # type: ignore[assignment]
 
 
@@ -208,7 +209,7 @@ def _build(
 
     engines, policy = group("SimulatedEngine", "engine"), group("SimulatedTrainer", "policy")
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(GENERATION, lambda: None, lambda: None)
     settings = RolloutWorkerSettings(
         process=process,
         decode=decode,

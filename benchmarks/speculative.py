@@ -73,7 +73,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of every round, and what became of the drafts."""
     from transformers import AutoTokenizer
 
-    from nemo_rl.models.generation.vllm.worker import VllmWorker
+    from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
 
     rng = random.Random(0)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -90,7 +90,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         vllm_cfg=VllmConfig(precision="float32", max_model_len=args.tokens + 32),
         vllm_kwargs={"speculative_config": NGRAM} if args.one == "ngram" else {},
     )
-    worker = VllmWorker(args.model, args.model, config, device="cpu", seed=0, load_format="auto")
+    worker = VllmWorker(
+        EngineSettings(model=args.model, tokenizer=args.model, cfg=config, device="cpu", seed=0, load_format="auto")
+    )
     sampling = SamplingParams(max_new_tokens=args.tokens, temperature=args.temperature)
     speeds = []
     for number in range(args.rounds + 1):

@@ -11,7 +11,7 @@ from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint.save import Written
+from nemo_rl.utils.checkpoint.save import SaveRequest, Written
 
 
 def sample_meta(
@@ -77,7 +77,7 @@ class FakePolicy:
         self.note(f"attach {column}")
         self.attached[column] = {key: shared[key] for key in keys_of_plan(self.plans[-1])}
 
-    def mask_mismatched(self, threshold: float) -> dict[str, float]:
+    def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         self.note("mask")
         return {"max_seq_mult_prob_error": 1.0, "num_masked_seqs_by_logprob_error": 0.0}
 
@@ -93,15 +93,12 @@ class FakePolicy:
     def restart(self) -> None:
         self.note("restart")
 
-    def save_checkpoint(self, directory: Path, **options: Any) -> None:
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> Written:
         self.note("save")
         folder = directory / self.name_prefix
         folder.mkdir()
         (folder / "optimizer").mkdir()
         (folder / "weights").write_text("weights")
-
-    def start_save_checkpoint(self, directory: Path, **options: Any) -> Written:
-        self.save_checkpoint(directory)
         return Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
@@ -136,6 +133,11 @@ class FakeRollouts:
     requests: list[GroupRequest] = field(default_factory=list)
     controller_tensor_bytes: int = 0
     version: int = 0
+
+    def next_groups(
+        self, step: int, next_requests: Callable[[], Sequence[GroupRequest]], *, is_first: bool
+    ) -> list[GroupHandle]:
+        return self.collect(next_requests())
 
     def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         self.calls.append("collect")

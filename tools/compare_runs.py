@@ -6,7 +6,7 @@
 
 `record` runs each `examples/configs/**/*_cpu*.yaml` and leaves one folder per configuration. `--only` takes the
 names of configurations, `--set` further overrides: `--set max_num_steps=4` shortens every run that has such a key.
-`compare` reads `metrics.jsonl` of training runs and `results.jsonl` of evaluations and compares the values as text, bit
+`compare` reads `metrics.jsonl` of training runs and `samples.jsonl` of evaluations and compares the values as text, bit
 for bit. It leaves out times and metrics that depend on them (`TIMED`).
 
 An asynchronous run depends on the clock when weights change in flight, so `record` switches that off.
@@ -110,17 +110,17 @@ def section_of(name: str) -> str:
 
 def rows_of(folder: Path) -> list[dict[str, str]]:
     """Lines of metrics or results as text by name, without what is timed."""
-    files = [*folder.glob("logs/exp_*/metrics.jsonl"), *folder.glob("**/results.jsonl")]
+    files = sorted([*folder.glob("logs/exp_*/metrics.jsonl"), *folder.glob("samples.jsonl")])
     if not files:
-        raise SystemExit(f"error: {folder} holds neither metrics.jsonl nor results.jsonl: did the run start?")
-    return [
-        {
-            key: json.dumps(value)
-            for key, value in json.loads(line).items()
-            if key in EXACT_PERFORMANCE or not TIMED.search(key)
-        }
-        for line in files[-1].read_text().splitlines()
-    ]
+        raise SystemExit(f"error: {folder} holds neither metrics.jsonl nor samples.jsonl: did the run start?")
+    rows = [json.loads(line) for line in files[-1].read_text().splitlines()]
+    if files[-1].name == "samples.jsonl":  # in the order in which the samples ended
+        rows.sort(key=lambda row: (row["prompt_id"], row["sample_index"]))
+    return [{key: json.dumps(value) for key, value in row.items() if is_exact(key)} for row in rows]
+
+
+def is_exact(metric: str) -> bool:
+    return metric in EXACT_PERFORMANCE or not TIMED.search(metric)
 
 
 def compare(before: Path, after: Path) -> int:

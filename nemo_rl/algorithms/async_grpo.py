@@ -40,7 +40,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             open_steps=settings.open_steps,
             order=settings.group_order,
         )
-        self.policy.while_waiting(self.rollouts.tend)
+        self.policy.while_waiting(self.rollouts.poll)
 
     def start(self) -> None:
         super().start()
@@ -92,12 +92,8 @@ class AsyncGRPOTrainer(GRPOTrainer):
         self.rollouts.abandon()
         super().recover(error)
 
-    def write_state(self, directory: Path) -> None:
-        super().write_state(directory)
-        self.write_buffer(directory / BUFFER_FOLDER)
-
-    def start_write_state(self, directory: Path) -> StateWrite:
-        write = super().start_write_state(directory)
+    def write_state(self, directory: Path) -> StateWrite:
+        write = super().write_state(directory)
         self.write_buffer(directory / BUFFER_FOLDER)
         return write
 

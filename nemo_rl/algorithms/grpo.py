@@ -97,7 +97,7 @@ class GRPOTrainer(RolloutTrainer):
                 if self.uses_reference:
                     self.policy.compute_reference_logprobs()
         if grpo.seq_logprob_error_threshold is not None:
-            self.record("train", self.policy.mask_mismatched(grpo.seq_logprob_error_threshold))
+            self.record("train", self.policy.mask_sequences_by_importance(grpo.seq_logprob_error_threshold))
         if loss.use_kl_in_reward:
             self.policy.set_token_advantages(KLInReward(loss, grpo.adv_estimator.eps))
 

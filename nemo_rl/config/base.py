@@ -1,12 +1,14 @@
-"""What configuration models are made of: strictness, derived defaults, cross-field checks, keys not supported yet."""
+"""The base class of configuration models: strictness, derived defaults, and rules about several keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
+
+from nemo_rl.config.rules import NotYet, Rules, value_of, violations
 
 
 @dataclass(frozen=True)
@@ -26,41 +28,19 @@ class NamedByKey:
     field: str
 
 
-@dataclass(frozen=True)
-class NotYet:
-    """A key of NeMo RL that this library does not have yet, relative to the section that declares it.
+class CrossCheckError(ValueError):
+    """Several keys that do not fit together. `problems` are pairs (key relative to the section, message).
 
-    `neutral` says which values ask for nothing and are dropped; every other value is refused by name, or, with
-    `harmless=True` (monitoring, memory placement: nothing that changes the training), dropped with a notice.
+    A message, or a key of a whole run, may contain `{section}`, the name of the section.
     """
 
-    key: str
-    neutral: Callable[[Any], bool]
-    harmless: bool = False
-    fill: Any = None  # value that interpolations of other files see when the key is absent
-
-
-def one_of(*values: Any) -> Callable[[Any], bool]:
-    """Neutral when equal to one of `values`, type included (1 is not True)."""
-    return lambda value: any(type(value) is type(v) and value == v for v in values)
-
-
-def switched_off(value: Any) -> bool:
-    """Neutral when a section is null, empty or has `enabled: false`."""
-    return not value or (isinstance(value, dict) and value.get("enabled") in (False, None))
-
-
-def anything(value: Any) -> bool:
-    """Neutral whatever it says: the key belongs to something that is itself refused when it is switched on."""
-    return True
-
-
-class CrossCheckError(ValueError):
-    """Several keys that do not fit together. `problems` are pairs (key relative to the section, message)."""
-
     def __init__(self, problems: list[tuple[str, str]]) -> None:
-        super().__init__("; ".join(f"{key}: {message}" for key, message in problems))
+        super().__init__("; ".join(f"{key}: {message.replace('{section}.', '')}" for key, message in problems))
         self.problems = problems
+
+    def in_section(self, section: str) -> list[tuple[str, str]]:
+        """The problems with the section's name filled in."""
+        return [(key, message.replace("{section}", section)) for key, message in self.problems]
 
 
 class StrictModel(BaseModel):
@@ -75,18 +55,37 @@ class StrictModel(BaseModel):
         protected_namespaces=(),
     )
 
+    rules: ClassVar[Rules] = {}
+    """Values of this section that do not go together; see `nemo_rl.config.rules`. Those of base classes count too."""
+
     not_yet: ClassVar[tuple[NotYet, ...]] = ()
+    """Keys that are not supported yet."""
 
     ignored_when_off: ClassVar[bool] = False
-    """While `enabled` of this section is not true, keys not supported yet, here and below, are dropped in silence."""
+    """Nothing is checked while `enabled` of this section is not true; unsupported keys, here and below, are dropped."""
+
+    checked_by_parent: ClassVar[bool] = False
+    """The section above checks this one too, so that nothing is checked while that is switched off."""
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        """Yield (key relative to this section, message) for every combination of values that cannot work."""
+        """Yield (key relative to this section, message) for problems that have to be computed."""
         yield from ()
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key relative to this section, message) of violated rules and failed checks."""
+        if self.ignored_when_off and not value_of(self, "enabled"):
+            return
+        for base in type(self).__mro__:
+            yield from violations(vars(base).get("rules", {}), self)
+        yield from self.cross_checks()
+        for name, value in self:
+            if isinstance(value, StrictModel) and value.checked_by_parent:
+                for key, message in value.problems():
+                    yield f"{name}.{key}", message.replace("{section}", f"{{section}}.{name}")
+
     @model_validator(mode="after")
-    def _run_cross_checks(self) -> Self:
-        problems = list(self.cross_checks())
+    def _check(self) -> Self:
+        problems = [] if self.checked_by_parent else list(dict.fromkeys(self.problems()))
         if problems:
             raise CrossCheckError(problems)
         return self

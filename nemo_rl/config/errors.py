@@ -84,6 +84,14 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
     return best
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean X?` for the nearest of the `known` names, or else `there are: X, Y, Z`."""
+    known = list(known)
+    lowered = {candidate.lower(): candidate for candidate in known}
+    nearest = nearest_key(name, known) or lowered.get(nearest_key(name.lower(), lowered) or "")
+    return f"did you mean {nearest}?" if nearest else f"there are: {', '.join(known) or 'none'}"
+
+
 def _hold_the_same_words(first: str, second: str) -> bool:
     """Whether the words of one name are, in their order, among those of the other; two words at least."""
     few, many = sorted((first.split("_"), second.split("_")), key=len)

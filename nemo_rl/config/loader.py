@@ -20,8 +20,9 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.base import CrossCheckError, NotYet, StrictModel, anything
+from nemo_rl.config.base import CrossCheckError, StrictModel
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
+from nemo_rl.config.rules import NotYet, anything
 from nemo_rl.config.schema import Section, fill_defaults, gaps, is_known, known_keys, sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
 
@@ -283,7 +284,7 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, CrossCheckError):
         found = []
-        for key, message in cause.problems:
+        for key, message in cause.in_section(dotted(path)):
             full = (*path, *key.split(".")) if key else path
             found.append(Problem(full, message, tree.location(full)))
         return found

@@ -11,8 +11,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
-from nemo_rl.config.base import Derived, NamedByKey, NotYet, StrictModel
+from nemo_rl.config.base import Derived, NamedByKey, StrictModel
 from nemo_rl.config.errors import KeyPath
+from nemo_rl.config.rules import NotYet
 
 RawTree = dict[str, Any]
 

@@ -22,12 +22,12 @@ import random
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl.data.datasets.registry import import_object
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.utils.files import cache_root, file_lock
+from nemo_rl.utils.registry import import_object
 
 if TYPE_CHECKING:
     import torch
@@ -121,8 +121,8 @@ def resolve_model(name: str) -> str:
 def _recipe(name: str) -> TinyModelRecipe:
     recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
     if recipe_name not in RECIPES:
-        near = get_close_matches(recipe_name, RECIPES, n=1, cutoff=0.0)[0]
-        raise ValueError(f"There is no model {name!r}. Did you mean '{TINY_MODEL_PREFIX}{near}'?")
+        known = [TINY_MODEL_PREFIX + recipe for recipe in RECIPES]
+        raise ValueError(f"there is no model {name!r}; {did_you_mean(name, known)}")
     return RECIPES[recipe_name]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import itertools
 import os
@@ -21,6 +20,7 @@ import ray
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.utils.registry import import_object
 
 # -- What a worker started ends with it, however it ends.
 #
@@ -162,7 +162,7 @@ class ActorHost:
         # ObjectRefs are resolved here and not by Ray, which would hold back the actor's creation until they are there.
         args = [_resolve(value) for value in self._args]
         kwargs = {name: _resolve(value) for name, value in self._kwargs.items()}
-        self._worker = import_class(self._fqn)(*args, **kwargs)
+        self._worker = import_object(self._fqn, "worker class")(*args, **kwargs)
         self._args, self._kwargs = (), {}
 
     async def _tracked(self, method: str, awaitable: Any) -> Any:
@@ -184,14 +184,6 @@ def actor_class() -> Any:
     """ActorHost as a Ray actor class, to be given resources with `.options(...)`."""
     remote: Any = ray.remote  # its stubs know none of these options
     return remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)(ActorHost)
-
-
-def import_class(fqn: str) -> Any:
-    """The class named by `package.module.Class`. Raises ValueError, ModuleNotFoundError or AttributeError."""
-    module, _, name = fqn.rpartition(".")
-    if not module:
-        raise ValueError(f"{fqn!r} is not the full name of a class: write package.module.Class")
-    return getattr(importlib.import_module(module), name)
 
 
 def _resolve(value: Any) -> Any:

@@ -6,7 +6,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from nemo_rl.config.base import NotYet, StrictModel, one_of
+from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import NotYet, one_of
 
 
 class ClusterConfig(StrictModel):

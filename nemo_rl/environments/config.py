@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.base import NamedByKey, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.config.base import NamedByKey, StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
 from nemo_rl.environments.code.sandbox.limits import SandboxLimits
 from nemo_rl.environments.rewards import REWARD_FUNCTIONS, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
@@ -57,7 +58,7 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
         "default_processor": "conversation_processor",
     },
     "llm_judge": {
-        "actor_class_fqn": "nemo_rl.environments.judge.environment.LLMJudgeEnvironment",
+        "actor_class_fqn": "nemo_rl.environments.judge.LLMJudgeEnvironment",
         "default_processor": "conversation_processor",
     },
     "remote": {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import ray
@@ -26,6 +24,7 @@ from nemo_rl.environments.config import (
     gpus_per_actor,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
+from nemo_rl.utils.registry import find, import_object
 
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 
@@ -48,18 +47,9 @@ def find_env_class(env_type: str) -> Any:
         ValueError: when there is none.
     """
     path = ENV_REGISTRY[env_type]["actor_class_fqn"] if env_type in ENV_REGISTRY else env_type
-    module_name, separator, class_name = path.rpartition(":") if ":" in path else path.rpartition(".")
-    if not separator:
-        near = get_close_matches(env_type, ENV_REGISTRY, n=1, cutoff=0.4)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(ENV_REGISTRY)}."
-        raise ValueError(f"unknown environment {env_type!r}. {hint} An import path (my_package.envs:MyEnv) works too")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"environment {env_type!r}: no module {error.name!r} can be imported from here") from error
-    if class_name not in vars(module):
-        raise ValueError(f"environment {env_type!r}: module {module_name!r} has no {class_name!r}")
-    return vars(module)[class_name]
+    if ":" not in path and "." not in path:
+        return find(ENV_REGISTRY, path, "environment")
+    return import_object(path, "environment")
 
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:

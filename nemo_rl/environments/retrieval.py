@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import re
@@ -22,10 +21,10 @@ import xxhash
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.sample_values import SampleValues
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils import task_formats as retrieval_tags
 from nemo_rl.utils.files import cache_root, file_lock
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS, find_action
 
 # -- A corpus of passages and its BM25 index, made once and read from disk by every process after that.
@@ -62,7 +61,7 @@ def load_corpus(name: str, *, split: str, text_column: str, kwargs: Mapping[str,
         ValueError: for a corpus that cannot be found or read, without passages, or without the column.
         FileNotFoundError: for a file that is not there.
     """
-    rows = _function(name)(**kwargs) if ":" in name else _table(name, split)
+    rows = import_object(name, "corpus")(**kwargs) if ":" in name else _table(name, split)
     if len(rows) == 0:
         raise ValueError(f"the corpus {name!r} is empty: it has no row")
     if text_column not in rows[0]:
@@ -80,7 +79,7 @@ def check_corpus(name: str) -> None:
         FileNotFoundError: for a file that is not there.
     """
     if ":" in name:
-        _function(name)
+        import_object(name, "corpus")
     elif Path(name).suffix in FORMATS:
         _check_file(name)
 
@@ -88,16 +87,6 @@ def check_corpus(name: str) -> None:
 def _check_file(name: str) -> None:
     if not Path(name).is_file():
         raise FileNotFoundError(f"the corpus {name!r} does not exist (looked in {Path.cwd()})")
-
-
-def _function(path: str) -> Any:
-    module_name, _, name = path.partition(":")
-    try:
-        return vars(importlib.import_module(module_name))[name]
-    except ModuleNotFoundError as error:
-        raise ValueError(f"corpus {path!r}: no module {error.name!r} can be imported from here") from error
-    except KeyError as error:
-        raise ValueError(f"corpus {path!r}: module {module_name!r} has no {name!r}") from error
 
 
 def _table(name: str, split: str) -> Any:
@@ -214,19 +203,18 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
         self.index = PassageIndex(
             corpus, k1=self.cfg.k1, b=self.cfg.b, stopwords=self.cfg.stopwords, cache=cache_root() / "retrieval"
         )
-        self.values = SampleValues()
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[RetrievalMetadata]
     ) -> EnvironmentReturn[RetrievalMetadata]:
         """Search, or judge the answer, as the last turn of each conversation asks."""
         turns = [self._turn(log, state) for log, state in zip(message_log_batch, metadata, strict=True)]
-        for log, (_, state, _, _) in zip(message_log_batch, turns, strict=True):
+        metrics = []
+        for _, state, _, _ in turns:
             searches, hits = state.get("searches", 0), state.get("hits", 0)
-            values = {"searches_per_sample": float(searches)}
-            if searches:
-                values["hit_rate"] = hits / searches
-            self.values.remember(log, values)
+            metrics.append(
+                {"searches_per_sample": float(searches)} | ({"hit_rate": hits / searches} if searches else {})
+            )
         answers = [answer for _, _, answer, _ in turns]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": text} for text, _, _, _ in turns],
@@ -235,6 +223,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
             rewards=torch.tensor([reward for _, _, _, reward in turns]),
             terminateds=torch.tensor([answer is not None for answer in answers]),
             answers=answers,
+            metrics=metrics,
         )
 
     def _turn(
@@ -279,7 +268,6 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
         return batch, {
             "correct_rate": (batch["rewards"] >= 1).float().mean().item(),
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
-            **self.values.means(batch["message_log"]),
         }
 
 

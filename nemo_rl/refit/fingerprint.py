@@ -1,7 +1,7 @@
-"""Fingerprints of weights in which every byte counts, cheap enough to stay on.
+"""Fingerprints of weights that cover every byte and are cheap enough to stay on.
 
-In host memory xxh3, computed chunk by chunk together with the copy, while a chunk is in the core's cache; on a device a
-weighted sum of 8-byte words by tensor operations. Both guard against mistakes and damage, not against an adversary.
+In host memory: xxh3, computed chunk by chunk together with the copy, while a chunk is in the core's cache. On a device:
+a weighted sum of 8-byte words with tensor operations. Both guard against mistakes and damage, not against an adversary.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ODD = 0x9E3779B97F4A7C15
 
 
 def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
-    """0-d int64 on `data`'s device (uint8 [N]): sum of 8-byte words, each times an odd number of its own, modulo 2^64.
+    """uint8 [N] -> int64 scalar on its device: the sum of 8-byte words, each times its own odd number, modulo 2^64.
 
-    An odd number is invertible modulo 2^64, so a change within one word always shows; the factors differ by position,
-    so exchanged words show too. The last word is filled up with zeros.
+    An odd number is invertible modulo 2^64, so a change within one word always changes the sum; the factors differ by
+    position, so exchanged words change it too. The last word is padded with zeros.
     """
     if data.data_ptr() % 8:
         data = data.clone()
@@ -35,12 +35,17 @@ def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
     for first in range(0, num_words, _WORDS_PER_ROW):
         part = words[first : first + _WORDS_PER_ROW]
         total += (part * _odd_numbers(data.device)[: part.numel()]).sum() * _signed(row_factor)
-        row_factor = row_factor * _ODD % (1 << 64)  # powers: no product of a row's and a word's factor comes twice soon
+        row_factor = row_factor * _ODD % (1 << 64)  # powers: products of a row's and a word's factor rarely repeat
     if data.numel() % 8:
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
         tail[: data.numel() % 8] = data[num_words * 8 :]
         total += tail.view(torch.int64)[0] * (2 * num_words + 1)
     return total
+
+
+def word_values(fingerprints: Sequence[torch.Tensor]) -> list[int]:
+    """Fingerprints on a device -> unsigned numbers on the host. Waits for the device once."""
+    return [value % (1 << 64) for value in torch.stack(list(fingerprints)).tolist()] if fingerprints else []
 
 
 def _signed(word: int) -> int:
@@ -53,18 +58,20 @@ def _odd_numbers(device: torch.device) -> torch.Tensor:
 
 
 def pack_fingerprints(values: Sequence[int]) -> bytes:
+    """Fingerprints as bytes, for a message."""
     return np.array(values, dtype=np.uint64).tobytes()
 
 
 def unpack_fingerprints(blob: bytes) -> list[int]:
+    """Inverse of `pack_fingerprints`."""
     return np.frombuffer(blob, dtype=np.uint64).tolist()
 
 
 def hash_and_copy(source: int, target: int, nbytes: int) -> int:
     """Copy `nbytes` from address `source` to address `target` and return the xxh3 of the source.
 
-    Each chunk is hashed and copied while it is in cache. Plain addresses, as views of tens of thousands of small
-    tensors would cost more than the work itself; the caller keeps both memories alive.
+    Each chunk is hashed and copied while it is in cache. The arguments are plain addresses, because views of tens of
+    thousands of small tensors would cost more than the work itself; the caller keeps both memories alive.
     """
     if nbytes <= CHUNK_BYTES:
         digest = xxhash.xxh3_64_intdigest(_array_type(nbytes).from_address(source))

@@ -1,23 +1,42 @@
-"""A weight as other programs know it, gathered when it is asked for."""
+"""What sender and receiver of weights agree on: the tensors, and where each of their bytes lies in which bucket.
+
+Weights travel in buckets through the two halves of one buffer: bucket i through half i % 2. `PackLayout` places tensors
+in buckets. `ExportedTensor` is a weight of the policy under its Hugging Face name, gathered when it is sent.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
-
-# -- Where every byte of every weight lies while it travels, agreed once by sender and receiver.
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
 MAX_BUCKET_BYTES = 128 << 20
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
+
+Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
+
+
+class RefitError(RuntimeError):
+    """Generation does not hold the policy's weights. The message names transport, version, bucket and tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rendezvous:
+    """How the members of `packed_collective` meet: the address of the sender's node, the number of receivers, and the
+    limit in seconds for every wait."""
+
+    address: str
+    num_receivers: int
+    timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +44,7 @@ class TensorMeta:
     """One tensor as it travels: `dtype` is torch's name without the prefix, `shape` the full (unsharded) shape.
 
     Two tensors with the same `adapts` are the adapter of the weight W [out, in] of that name: A [r, in], then B
-    [out, r], so scaled that W + B A is what the policy computes with.
+    [out, r], scaled such that the policy computes with W + B A.
     """
 
     name: str
@@ -35,7 +54,7 @@ class TensorMeta:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype object. ValueError when torch has no dtype of that name."""
+        """The dtype object. ValueError if torch has no dtype of that name."""
         dtype = torch.__dict__.get(self.dtype)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"tensor {self.name!r}: torch has no dtype {self.dtype!r}")
@@ -59,7 +78,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Segment:
-    """Part of a tensor and the memory of the model it belongs in.
+    """Part of a tensor and the memory of the receiving model that it belongs in.
 
     The part is the strided view (`size`, `stride`, `offset`, in elements) of the flat tensor; `target` has `size`.
     """
@@ -83,7 +102,7 @@ class Segment:
 class PackLayout:
     """Where every byte of every tensor lies. Both sides derive it from the same metadata and bucket size.
 
-    Adapters come last and in buckets of their own, so that they can be sent without the weights before them.
+    Adapters come last and in buckets of their own, so that a sync can send them without the weights before them.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -92,20 +111,17 @@ class PackLayout:
 
     @classmethod
     def build(cls, metas: Iterable[TensorMeta], bucket_bytes: int) -> PackLayout:
-        """Place tensors in order, `bucket_bytes` (rounded up to `ALIGNMENT`) at most per bucket.
+        """Place tensors in order, with at most `bucket_bytes` (rounded up to `ALIGNMENT`) per bucket.
 
-        A tensor larger than a bucket starts a bucket of its own and goes on in the following ones; a smaller one is
-        never split. ValueError for a bucket size below 1, for a name that comes twice, and for adapters that are not
-        pairs behind the weights they belong to.
+        A tensor larger than a bucket starts a new bucket and continues in the following ones; a smaller one is never
+        split. ValueError for a bucket size below 1, for a repeated name, and for adapters that are not pairs behind the
+        weights they belong to.
         """
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be positive, not {bucket_bytes}")
         tensors = tuple(metas)
-        names = {meta.name for meta in tensors}
-        if len(names) != len(tensors):
-            seen: set[str] = set()
-            twice = sorted({m.name for m in tensors if m.name in seen or seen.add(m.name)})
-            raise ValueError(f"tensor names must be unique, these come twice: {twice}")
+        if repeated := sorted(name for name, count in Counter(meta.name for meta in tensors).items() if count > 1):
+            raise ValueError(f"tensor names must be unique, these come twice: {repeated}")
         num_weights = _count_weights(tensors)
         capacity = _align(bucket_bytes)
         buckets: list[list[Piece]] = [[]]
@@ -130,30 +146,30 @@ class PackLayout:
 
     @property
     def weights(self) -> tuple[TensorMeta, ...]:
-        """The tensors that are no adapters, which come first."""
+        """The tensors that are not adapters; they come first."""
         return tuple(meta for meta in self.tensors if meta.adapts is None)
 
     @property
     def num_base_buckets(self) -> int:
-        """The first buckets, which need not be sent again: weights that adapters are added to; 0 without adapters."""
+        """Number of leading buckets that later syncs skip: the weights under the adapters; 0 without adapters."""
         adapters = (i for i, pieces in enumerate(self.buckets) for p in pieces if self.tensors[p.tensor].adapts)
         return next(adapters, 0)
 
     def bytes_of(self, buckets: Iterable[int]) -> int:
-        """Bytes in `buckets`, padding left out."""
+        """Bytes in `buckets` without padding."""
         return sum(piece.nbytes for bucket in buckets for piece in self.buckets[bucket])
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors, padding left out."""
+        """Bytes of all tensors without padding."""
         return self.bytes_of(range(len(self.buckets)))
 
     def used_bytes(self, bucket: int) -> int:
-        """Bytes of a bucket's half from its beginning to the end of its last piece."""
+        """Bytes from the beginning of a bucket to the end of its last piece."""
         return max((piece.offset + piece.nbytes for piece in self.buckets[bucket]), default=0)
 
     def describe(self, bucket: int) -> str:
-        """`bucket 3 of 12 (first tensor to last tensor)`, for people."""
+        """`bucket 3 of 12 (first tensor to last tensor)`, for messages."""
         tensors = [self.tensors[piece.tensor].name for piece in self.buckets[bucket]]
         return f"bucket {bucket} of {len(self.buckets)}" + (f" ({tensors[0]} to {tensors[-1]})" if tensors else "")
 
@@ -177,14 +193,16 @@ class PackLayout:
         return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
 
 
-def choose_bucket_bytes(metas: Sequence[TensorMeta]) -> int:
-    """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call."""
+def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None) -> int:
+    """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call; at
+    most `limit`."""
     total = sum(_align(meta.nbytes) for meta in metas)
-    return max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, total // 16))
+    chosen = max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, total // 16))
+    return chosen if limit is None else min(chosen, limit)
 
 
 def _count_weights(tensors: Sequence[TensorMeta]) -> int:
-    """How many tensors are no adapters. ValueError when the adapters behind them are not in order."""
+    """How many tensors are not adapters. ValueError if the adapters behind them are not in order."""
     count = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
     weights = {meta.name for meta in tensors[:count]}
     adapted = [meta.adapts for meta in tensors[count:]]
@@ -199,11 +217,11 @@ def _align(nbytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedTensor:
-    """One tensor under its Hugging Face name. Every rank lists the same ones in the same order.
+    """One tensor under its Hugging Face name. Every rank lists the same tensors in the same order.
 
-    `gather(dtype)` is a collective over all ranks and gives the whole tensor, contiguous, on the rank's device, with
-    floating-point values in `dtype` (None: as they are kept). `adapts` as in `TensorMeta`. `keeps_dtype`: it travels in
-    its own dtype, whatever others are cast to.
+    `gather(dtype)` is a collective over all ranks. It returns the whole tensor, contiguous, on the rank's device, with
+    floating-point values in `dtype` (None: as they are). `adapts` as in `TensorMeta`. `keeps_dtype`: the tensor
+    travels in its own dtype, while others are cast.
     """
 
     name: str
@@ -213,9 +231,41 @@ class ExportedTensor:
     adapts: str | None = None
     keeps_dtype: bool = False
 
+    def wire_dtype(self, default: torch.dtype) -> torch.dtype:
+        """The dtype the tensor travels in: adapters in float32, other floating-point weights in `default`."""
+        if self.adapts is not None:
+            return torch.float32
+        return default if self.dtype.is_floating_point and not self.keeps_dtype else self.dtype
+
+
+class GatheredParts:
+    """Several exported tensors that one `gather(dtype)` gives: called for the first, its result dropped after the last.
+
+    At most one such group is held at a time. Ranks gather the parts in order.
+    """
+
+    def __init__(self, count: int, gather: Callable[[torch.dtype | None], list[torch.Tensor]]) -> None:
+        self._count = count
+        self._gather = gather
+        self._parts: list[torch.Tensor] = []
+
+    def part(self, index: int) -> Callable[[torch.dtype | None], torch.Tensor]:
+        """The `gather` of part number `index`."""
+
+        def gather(dtype: torch.dtype | None) -> torch.Tensor:
+            if index == 0:
+                self._parts = self._gather(dtype)
+            assert len(self._parts) == self._count, "parts are gathered in order"
+            part = self._parts[index].contiguous()
+            if index == self._count - 1:
+                self._parts = []
+            return part
+
+        return gather
+
 
 def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
-    """The tensor or DTensor that `tensor()` gives, now and at every later gather: parameters move with their module."""
+    """The tensor or DTensor that `tensor()` returns at each gather, because parameters move with their module."""
     first = tensor()
 
     def gather(dtype: torch.dtype | None) -> torch.Tensor:
@@ -229,7 +279,7 @@ def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool
 def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The whole of a tensor or DTensor, contiguous. Collective for a DTensor.
 
-    A shard is cast first where that shrinks the gather, and made contiguous: gloo garbles strides.
+    A shard is cast first if that shrinks the gather, and made contiguous, because gloo garbles strided tensors.
     """
     wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
     if isinstance(tensor, DTensor):
@@ -246,3 +296,11 @@ def gathered(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         )
         tensor = shards.full_tensor()
     return tensor.to(wanted).contiguous()
+
+
+def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scale: float) -> torch.Tensor:
+    """W [out, in] + scale B [out, r] A [r, in], computed in float32, in the dtype of W.
+
+    Training and generation both merge with this function, so their weights agree bit for bit.
+    """
+    return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale).to(weight.dtype)

@@ -1,37 +1,48 @@
-"""Packs weights from every rank's shards straight into the buffers that generation reads.
+"""Sends weights from every rank's shards straight into the buffers that generation reads.
 
 `WeightSender` gathers each tensor on every rank. Here the ranks agree once on a plan (`shard_plan`), and a bucket then
-costs one exchange between them: who has a buffer gets the bytes that lie in its bucket, and no rank ever holds a whole
-tensor or sends to one that has no buffer. What is sent is the same: layout, buckets, fingerprints.
+costs one exchange: ranks with a buffer receive the bytes of their bucket, and no rank ever holds a whole tensor. The
+layout, the buckets and the fingerprints are the same as those of `WeightSender`.
+
+An exchange is one `all_to_all_single` (or several, if the plan says so) between two staging buffers that are allocated
+once. A source writes the slices that a receiver needs one after the other into its message, in their wire dtype, and
+then the fingerprint of the message; the receiver verifies it and copies every slice to its place.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 
-from nemo_rl.refit.buffers import TransferBuffer, host_key
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.fingerprint import host_fingerprint, pack_fingerprints, word_fingerprint
-from nemo_rl.refit.layout import NUM_HALVES, PackLayout, TensorMeta, choose_bucket_bytes
-from nemo_rl.refit.shard_exchange import ShardDamaged, ShardExchange
-from nemo_rl.refit.shard_plan import Ints, Shards, build_plan
-from nemo_rl.refit.transfer import RefitError, Transport, create_buffer
+from nemo_rl.refit.buffers import host_key
+from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint, word_values
+from nemo_rl.refit.layout import (
+    NUM_HALVES,
+    PackLayout,
+    RefitError,
+    Rendezvous,
+    TensorMeta,
+    Transport,
+    choose_bucket_bytes,
+)
+from nemo_rl.refit.shard_plan import TRAILER_BYTES, LocalShardPlan, Message, Move, Round, Shards, build_plan
+from nemo_rl.refit.transfer import Sender, has_buffer
+
+_WORD = 1 << 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedShard:
-    """What this rank holds of a tensor: indices `start` to `stop` of dimension `dim`, and all of the others.
+    """What this rank holds of a tensor: indices `start` to `stop` of dimension `dim`, and all of the other dimensions.
 
-    `local()` gives it, now and at every later sync, on the rank's device and strided or not. `dtype` and `keeps_dtype`
-    as in `ExportedTensor`.
+    `local()` returns the shard, now and at every later sync, on the rank's device, strided or not. `dtype` and
+    `keeps_dtype` as in `ExportedTensor`.
     """
 
     name: str
@@ -43,15 +54,14 @@ class ExportedShard:
     keeps_dtype: bool = False
 
 
-class ShardSender:
-    """One policy rank's part in sending weights; takes the place of a `WeightSender`.
+class ShardSender(Sender):
+    """One policy rank's part in sending weights. Construction and `pack` are collectives over all ranks.
 
     `tensors`: names and full shapes of all tensors, equal on every rank, in the order they are sent in. `shards`: what
-    this rank holds of them; together the ranks hold everything. `wanted`: the names that the receiver at this rank's
-    buffer wants (its own experts and all that is no expert's, say); None: all. The other arguments are those of
-    `WeightSender`. Construction and `pack` are collectives over all ranks.
+    this rank holds of them; together the ranks hold everything. The other arguments are those of `WeightSender`.
 
-    ValueError when the shards of all ranks do not make up the tensors.
+    Raises:
+        ValueError: the shards of all ranks do not make up the tensors.
     """
 
     def __init__(
@@ -66,148 +76,222 @@ class ShardSender:
         wire_dtype: str,
         bucket_bytes: int | None = None,
         rendezvous: Rendezvous | None = None,
-        wanted: Collection[str] | None = None,
     ) -> None:
-        self._rank = rank
-        self._transport: Transport = transport
-        self._has_own_layout = wanted is not None
-        sends = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[transport]
         numbers = {name: number for number, (name, _) in enumerate(tensors)}
         wire = TensorMeta("", wire_dtype, ()).torch_dtype
+        offers: list[Any] = [None] * dist.get_world_size()
         own = _Offer(
             node=host_key(),
-            tensor=np.array([numbers[s.name] for s in shards], dtype=np.int64),
-            dim=np.array([s.dim for s in shards], dtype=np.int64),
-            lo=np.array([s.start for s in shards], dtype=np.int64),
-            hi=np.array([s.stop for s in shards], dtype=np.int64),
-            dtypes=[str(_wire(s, wire)).removeprefix("torch.") for s in shards],
-            wanted=_numbers(numbers, wanted),
-            has_buffer=sends,
+            shards=Shards(
+                np.full(len(shards), rank),
+                np.array([numbers[s.name] for s in shards], dtype=np.int64),
+                np.array([s.dim for s in shards], dtype=np.int64),
+                np.array([s.start for s in shards], dtype=np.int64),
+                np.array([s.stop for s in shards], dtype=np.int64),
+            ),
+            dtypes=[str(_wire_dtype(s, wire)).removeprefix("torch.") for s in shards],
+            has_buffer=has_buffer(transport, rank=rank, local_rank=local_rank),
         )
-        offers: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(offers, own)
-        metas = _metas(tensors, offers)
-        preferred = choose_bucket_bytes(metas)
-        chosen = preferred if bucket_bytes is None else min(preferred, bucket_bytes)
-        self.layout = PackLayout.build([metas[number] for number in own.wanted.tolist()], chosen)
-        hosts = sorted({offer.node for offer in offers})
+        metas = _agreed_metas(tensors, offers)
+        super().__init__(
+            PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes)),
+            device=device,
+            rank=rank,
+            local_rank=local_rank,
+            transport=transport,
+            rendezvous=rendezvous,
+        )
+        nodes = sorted({offer.node for offer in offers})
+        everything = np.arange(len(metas))
+        receivers = [number for number, offer in enumerate(offers) if offer.has_buffer]
         plan = build_plan(
             metas,
-            Shards.concatenate([offer.shards(number) for number, offer in enumerate(offers)]),
-            Shards.concatenate([offer.wants(number, metas) for number, offer in enumerate(offers)]),
-            nodes=[hosts.index(offer.node) for offer in offers],
+            Shards.concatenate([offer.shards for offer in offers]),
+            Shards.concatenate([Shards.whole(metas, np.full(len(metas), to), everything) for to in receivers]),
+            nodes=[nodes.index(offer.node) for offer in offers],
             bucket_bytes=self.layout.bucket_bytes,
         )
-        held = {numbers[shard.name]: shard.local for shard in shards}
-        self._exchange = ShardExchange(plan.for_rank(rank), lambda number: held[number](), device)
-        self._buffer = create_buffer(transport, self.layout.buffer_bytes, device, rendezvous) if sends else None
+        local = {numbers[shard.name]: shard.local for shard in shards}
+        self._exchange = ShardExchange(plan.for_rank(rank), lambda number: local[number](), device)
         self._no_half = torch.empty(0, dtype=torch.uint8, device=device)
-
-    @property
-    def num_buckets(self) -> int:
-        """How often every rank must call `pack`: the buckets of the rank that has most."""
-        return self._exchange.num_buckets
-
-    def metadata(self) -> list[TensorMeta]:
-        """What this rank's receiver gets, in order."""
-        return list(self.layout.tensors)
-
-    def describe(self) -> dict[str, Any]:
-        """As `WeightSender.describe`; where receivers want different tensors, every rank adds its own layout."""
-        description: dict[str, Any] = {"rank": self._rank, "layout_digest": self.layout.digest()}
-        if self._rank == 0 or self._has_own_layout:
-            description["layout"] = self.layout.to_dict()
-        if self._buffer is not None:
-            description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
-        return description
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
-        """As `WeightSender.pack`; `gather_s` is the exchange. Buckets may come in any order.
-
-        Where receivers want different tensors, every rank with a buffer returns the fingerprints of its own bucket.
-        RefitError when a rank did not get what another sent it, or an engine has left the collective.
-        """
+        """See `Sender`; `gather_s` is the time of the exchange. Buckets may come in any order."""
         started = time.perf_counter()
-        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket}
+        half, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
+        data = self._no_half
         try:
-            if self._buffer is None or bucket >= len(self.layout.buckets):
-                self._exchange.fill(bucket, self._no_half)
-                result["gather_s"] = time.perf_counter() - started
-            else:
-                result |= self._fill(bucket, self._buffer)
+            if self._buffer is not None:
+                self._buffer.await_free(half)
+                data = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
+            before = time.perf_counter()
+            self._exchange.fill(bucket, data)
+            gather_s = time.perf_counter() - before
+            fingerprints = None
+            if self._buffer is not None:
+                fingerprints = self._fingerprints(bucket, data)
+                self._buffer.filled(half, self.layout.used_bytes(bucket))
         except (ConnectionError, ShardDamaged) as error:
             raise RefitError(f"{self._transport}, bucket {bucket}: {error}") from error
-        result["pack_s"] = time.perf_counter() - started
-        return result
-
-    def close(self) -> None:
-        """Free the buffer."""
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
-
-    def _fill(self, bucket: int, buffer: TransferBuffer) -> dict[str, Any]:
-        half, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
-        buffer.await_free(half)
-        data = buffer.bytes[begin : begin + self.layout.bucket_bytes]
-        started = time.perf_counter()
-        self._exchange.fill(bucket, data)
-        gather_s = time.perf_counter() - started
-        blob = pack_fingerprints(self._fingerprints(bucket, data))
-        buffer.filled(half, self.layout.used_bytes(bucket))
-        result: dict[str, Any] = {"gather_s": gather_s, "digest": xxhash.xxh3_64_hexdigest(blob)}
-        return result | ({"fingerprints": blob} if self._rank == 0 or self._has_own_layout else {})
+        return self._packed(bucket, started, gather_s, fingerprints)
 
     def _fingerprints(self, bucket: int, data: torch.Tensor) -> list[int]:
         pieces = self.layout.buckets[bucket]
         if data.is_cpu:
             return [host_fingerprint(data.data_ptr() + piece.offset, piece.nbytes) for piece in pieces]
-        found = [word_fingerprint(data[piece.offset : piece.offset + piece.nbytes]) for piece in pieces]
-        return [value % (1 << 64) for value in torch.stack(found).tolist()] if found else []
+        return word_values([word_fingerprint(data[piece.offset : piece.offset + piece.nbytes]) for piece in pieces])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """What a rank tells the others: its shards (a row each), what it wants, where it is."""
+    """What a rank tells the others: where it is, its shards with their wire dtypes, and whether it has a buffer."""
 
     node: str
-    tensor: Ints
-    dim: Ints
-    lo: Ints
-    hi: Ints
+    shards: Shards
     dtypes: list[str]
-    wanted: Ints
     has_buffer: bool
 
-    def shards(self, rank: int) -> Shards:
-        return Shards(np.full(len(self.tensor), rank), self.tensor, self.dim, self.lo, self.hi)
 
-    def wants(self, rank: int, metas: Sequence[TensorMeta]) -> Shards:
-        wanted = self.wanted if self.has_buffer else self.wanted[:0]
-        return Shards.whole(metas, np.full(len(wanted), rank), wanted)
-
-
-def _wire(shard: ExportedShard, wire: torch.dtype) -> torch.dtype:
+def _wire_dtype(shard: ExportedShard, wire: torch.dtype) -> torch.dtype:
     return wire if shard.dtype.is_floating_point and not shard.keeps_dtype else shard.dtype
 
 
-def _numbers(numbers: dict[str, int], wanted: Collection[str] | None) -> Ints:
-    if wanted is None:
-        return np.arange(len(numbers))
-    unknown = sorted(set(wanted) - numbers.keys())
-    assert not unknown, f"wanted, but not sent: {unknown[:10]}"
-    return np.array(sorted(numbers[name] for name in wanted), dtype=np.int64)
-
-
-def _metas(tensors: Sequence[tuple[str, tuple[int, ...]]], offers: Sequence[_Offer]) -> list[TensorMeta]:
-    """With the dtype that the holders of a tensor agree on."""
+def _agreed_metas(tensors: Sequence[tuple[str, tuple[int, ...]]], offers: Sequence[_Offer]) -> list[TensorMeta]:
+    """The tensors with the dtypes that their holders agree on."""
     dtypes: dict[int, str] = {}
     for offer in offers:
-        for number, dtype in zip(offer.tensor.tolist(), offer.dtypes, strict=True):
+        for number, dtype in zip(offer.shards.tensor.tolist(), offer.dtypes, strict=True):
             if dtypes.setdefault(number, dtype) != dtype:
                 raise ValueError(f"{tensors[number][0]}: ranks hold it as {dtypes[number]} and as {dtype}")
     missing = [name for number, (name, _) in enumerate(tensors) if number not in dtypes]
     if missing:
         raise ValueError(f"no rank holds {len(missing)} of the tensors: {', '.join(missing[:10])}")
     return [TensorMeta(name, dtypes[number], shape) for number, (name, shape) in enumerate(tensors)]
+
+
+class ShardDamaged(RuntimeError):
+    """A message is not what its source sent. The text names both ranks and the tensors in it."""
+
+
+class ShardExchange:
+    """Carries out a plan on one rank: `fill(bucket, half)` for every bucket, on every rank of the group.
+
+    `local(tensor)` returns this rank's shard of tensor number `tensor`, on `device`, strided or not. `group` numbers
+    its members as the plan does (None: all ranks). Memory: `LocalShardPlan.send_bytes` and `receive_bytes`.
+    """
+
+    def __init__(
+        self,
+        plan: LocalShardPlan,
+        local: Callable[[int], torch.Tensor],
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.plan = plan
+        self._local = local
+        self._group = group
+        self._dtypes = {meta.dtype: meta.torch_dtype for meta in plan.tensors}
+        self._sent = torch.zeros(plan.send_bytes, dtype=torch.uint8, device=device)
+        self._received = torch.zeros(plan.receive_bytes, dtype=torch.uint8, device=device)
+
+    @property
+    def num_buckets(self) -> int:
+        """How often every rank must call `fill`; the rank's own buckets are the first of them."""
+        return len(self.plan.rounds)
+
+    @torch.no_grad()
+    def fill(self, bucket: int, half: torch.Tensor) -> None:
+        """Assemble bucket number `bucket` of this rank in `half` (uint8, as large as a bucket). A collective.
+
+        A rank with fewer buckets only sends to the others, and `half` does not change. ShardDamaged if a message
+        arrives with other bytes than it was sent with.
+        """
+        self.copy_within(bucket, half)
+        for one in self.plan.rounds[bucket]:
+            self.pack(one, self._sent)
+            arriving = self._received[: sum(message.nbytes for message in one.receives)]
+            leaving = self._sent[: sum(message.nbytes for message in one.sends)]
+            sizes_in, sizes_out = self._sizes(one.receives), self._sizes(one.sends)
+            dist.all_to_all_single(arriving, leaving, sizes_in, sizes_out, group=self._group)
+            self.unpack(one, arriving, half)
+
+    def copy_within(self, bucket: int, half: torch.Tensor) -> None:
+        """Copy what this rank itself holds of bucket number `bucket` to its place in `half`."""
+        for move in self.plan.within[bucket]:
+            self._target(move, half).copy_(self._source(move))
+
+    def pack(self, one: Round, into: torch.Tensor) -> None:
+        """Write the messages of a round one after the other into `into` (uint8)."""
+        begin = 0
+        for message in one.sends:
+            data = into[begin : begin + message.nbytes]
+            for move in message.moves:
+                source = self._source(move)
+                target = data[move.at : move.at + source.numel() * self._dtype(move).itemsize]
+                target.view(self._dtype(move)).view(source.shape).copy_(source)
+            _write_fingerprint(data)
+            begin += message.nbytes
+
+    def unpack(self, one: Round, arrived: torch.Tensor, half: torch.Tensor) -> None:
+        """Verify the messages of a round, which lie behind each other in `arrived`, and copy their slices to `half`."""
+        messages = arrived.split([message.nbytes for message in one.receives])
+        for message, is_sound in zip(one.receives, _are_sound(messages), strict=True):
+            if not is_sound:
+                first, last = (self.plan.tensors[message.moves[end].tensor].name for end in (0, -1))
+                raise ShardDamaged(
+                    f"rank {self.plan.rank} did not get what rank {message.peer} sent it: a message of "
+                    f"{message.nbytes} bytes ({first} to {last})"
+                )
+        for message, data in zip(one.receives, messages, strict=True):
+            for move in message.moves:
+                target = self._target(move, half)
+                part = data[move.at : move.at + target.numel() * target.itemsize]
+                target.copy_(part.view(target.dtype).view(target.shape))
+
+    def _sizes(self, messages: Sequence[Message]) -> list[int]:
+        sizes = [0] * self.plan.world_size
+        for message in messages:
+            sizes[message.peer] = message.nbytes
+        return sizes
+
+    def _dtype(self, move: Move) -> torch.dtype:
+        return self._dtypes[self.plan.tensors[move.tensor].dtype]
+
+    def _source(self, move: Move) -> torch.Tensor:
+        """The slice of this rank's shard."""
+        shard = self._local(move.tensor)
+        for dim, (start, size) in enumerate(zip(move.local, move.size, strict=True)):
+            if size != shard.shape[dim]:
+                shard = shard.narrow(dim, start, size)
+        return shard
+
+    def _target(self, move: Move, half: torch.Tensor) -> torch.Tensor:
+        """The slice's place in this rank's bucket."""
+        dtype = self._dtype(move)
+        offset = (int(half.storage_offset()) + move.offset) // dtype.itemsize
+        return half.view(dtype).as_strided(move.size, move.strides, offset)
+
+
+def _write_fingerprint(message: torch.Tensor) -> None:
+    payload, trailer = message[:-TRAILER_BYTES], message[-TRAILER_BYTES:].view(torch.int64)
+    if message.is_cpu:
+        value = host_fingerprint(payload.data_ptr(), payload.numel())
+        trailer[0] = value - _WORD if value >= _WORD // 2 else value
+    else:
+        trailer[0] = word_fingerprint(payload)
+
+
+def _are_sound(messages: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each message still has its fingerprint. Waits for a device once."""
+    if not messages:
+        return []
+    if messages[0].is_cpu:
+        return [
+            host_fingerprint(data.data_ptr(), data.numel() - TRAILER_BYTES)
+            == data[-TRAILER_BYTES:].view(torch.int64)[0].item() % _WORD
+            for data in messages
+        ]
+    equal = [word_fingerprint(d[:-TRAILER_BYTES]) == d[-TRAILER_BYTES:].view(torch.int64)[0] for d in messages]
+    return torch.stack(equal).tolist()

@@ -1,8 +1,7 @@
-"""Policy weights -> generation weights.
+"""Policy weights -> generation weights, bucket by bucket.
 
-The controller moves no weights and, once `prepare` has been called, no handles either: of each bucket it carries the
-fingerprints from the policy to every engine. The policy fills one half of its buffers while the engines empty the
-other.
+The controller moves no weights and, after `prepare`, no handles: per bucket it carries only the fingerprints from the
+policy to every engine. The policy fills one half of its buffers while the engines empty the other.
 """
 
 from __future__ import annotations
@@ -11,16 +10,13 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
-from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.layout import NUM_HALVES, PackLayout
-from nemo_rl.refit.transfer import RefitError, Transport
+from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -28,25 +24,39 @@ TENANT = "refit"
 OPEN_BUCKETS: dict[Transport, int] = {
     "packed_shm": NUM_HALVES,  # a half is free when the engines have emptied it
     "packed_ipc": NUM_HALVES,
-    "packed_collective": 2 * NUM_HALVES,  # each side has halves of its own, and waits for them itself
+    "packed_collective": 2 * NUM_HALVES,  # each side has its own halves and waits for them itself
 }
-"""Buckets that the policy has packed and the engines have not taken, at most."""
+"""Maximum number of buckets that the policy has packed and the engines have not taken."""
 
-_DEATH_SEEN_S = 3.0  # by when the end of an engine's process is known to its worker
+_DEATH_SEEN_S = 3.0  # by then an engine's worker has noticed the end of the engine's process
 _POLL_S = 0.2
 
 
-class Refit:
-    """Brings the policy's weights into generation, verified.
+class WeightSync(Protocol):
+    """Brings the policy's weights into generation: a `Refit`, or what replaces it if both use the same weights."""
 
-    `transport`: `packed_shm` (same node, through host memory), `packed_ipc` (same GPU) or `packed_collective` (other
+    def prepare(self) -> None:
+        """Connect both sides: once, and again after workers of either side were replaced."""
+
+    def sync(self, version: int) -> dict[str, float]:
+        """When this returns, generation samples from the policy's present weights and stamps samples with `version`.
+
+        Returns metrics: seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes`, `num_buckets`.
+        """
+        ...
+
+
+class Refit(WeightSync):
+    """Sends the policy's weights to generation and verifies them.
+
+    `transport`: `packed_shm` (same node, through host memory), `packed_ipc` (same GPU) or `packed_collective` (separate
     devices, which meet at `rendezvous`). `wire_dtype`: torch's name of the dtype the engine computes in.
-    `bucket_bytes`: upper limit for one half of a buffer; the model decides below it. `recompute_kv_cache`: samples
-    under way at a sync do not go on with what they computed with the old weights.
+    `bucket_bytes`: upper limit for one half of a buffer; small models use less. `recompute_kv_cache`: samples in
+    progress during a sync do not reuse what they computed with the old weights.
 
-    The devices are taken as the tenant `refit`, which whoever builds the run registers with the accelerator: both
-    weights on the device, neither the optimizer state nor the KV cache. `generation_accelerator` is that of generation
-    on devices of its own.
+    A sync takes the devices as the tenant `refit`, which the setup registers with the accelerator: both weights are on
+    the device, neither the optimizer state nor the KV cache is. `generation_accelerator`: for generation on its own
+    devices.
     """
 
     def __init__(
@@ -73,12 +83,12 @@ class Refit:
         self.generation_accelerator = generation_accelerator or accelerator
         self.layout: PackLayout | None = None
         self._attached: list[Any] = []  # the engines that know the policy's buffers
-        self._hold_base: list[Any] = []  # the engines that have received what is sent once
+        self._hold_base: list[Any] = []  # the engines that have received the weights under the adapters
 
     def prepare(self) -> None:
-        """Once, and again after workers of either side were replaced: agree on the layout and hand out the buffers.
+        """Agree on the layout and hand out the buffers.
 
-        RefitError when the policy's ranks do not describe the same tensors or an engine cannot reach a buffer.
+        RefitError if the policy's ranks describe different tensors or an engine cannot reach a buffer.
         """
         self.layout = None
         settings = {
@@ -89,7 +99,7 @@ class Refit:
         }
         descriptions = self.policy.prepare_refit(settings)
         layouts = [description["layout"] for description in descriptions if "layout" in description]
-        assert len(layouts) == 1, "rank 0, and it alone, sends the layout"
+        assert len(layouts) == 1, "only rank 0 sends the layout"
         if len({description["layout_digest"] for description in descriptions}) != 1:
             raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
         endpoints: dict[str, dict[str, Any]] = {}
@@ -103,7 +113,7 @@ class Refit:
         try:
             self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
         except (RuntimeError, ValueError, OSError) as error:
-            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
+            if _is_death(error):
                 raise
             raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
         self.layout, self._attached = layout, list(self.generation.workers)
@@ -120,12 +130,11 @@ class Refit:
             logger.info("after the first sync the adapters alone: %.1f MiB", repeated / 2**20)
 
     def sync(self, version: int) -> dict[str, float]:
-        """Generation samples from the policy's present weights when this returns, and stamps samples with `version`.
+        """See `WeightSync`. If adapters travel separately, only they are sent, unless an engine is new or the last sync
+        failed.
 
-        Adapters that are sent by themselves are all that is sent, unless an engine is new or the last sync failed.
-        Returns seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes` and `num_buckets`.
-        RefitError when anything failed: generation must then not be used before a later sync has gone through. When a
-        worker died, its WorkerDied comes through as it is.
+        RefitError if anything failed: generation must then not be used until a later sync has succeeded. If a worker
+        died, its WorkerDied is raised unchanged.
         """
         if self.layout is None or self._attached != self.generation.workers:
             self.prepare()
@@ -136,9 +145,8 @@ class Refit:
         started = time.perf_counter()
         with self.accelerator.hold(TENANT):
             packed = self._transfer(self.layout, buckets, version)
-        self.generation_accelerator.acquire(
-            GENERATION
-        )  # whoever comes next takes the device from generation as a whole
+        # The next tenant then takes the device from generation as a whole.
+        self.generation_accelerator.acquire(GENERATION)
         return {
             "sync_s": time.perf_counter() - started,
             "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),
@@ -165,19 +173,21 @@ class Refit:
                 self.generation.wait(refs)
             self.generation.finish_weight_update(version)
         except (RuntimeError, ValueError, OSError) as error:
-            self.layout = None  # buckets may be on their way: the next sync begins with new buffers
-            if isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died):
-                raise  # not a matter of weights: whoever can replace the worker handles it
+            self.layout = None  # buckets may be in flight: the next sync begins with new buffers
+            if _is_death(error):
+                raise  # the trainer replaces the worker
             if self.transport == "packed_collective" and (death := self._engine_death(error)) is not None:
-                raise death from error  # the others of its group were the first to be heard
-            raise RefitError(self._failure(layout, version, bucket, error)) from error
+                raise death from error  # the surviving members of its group failed first
+            raise RefitError(
+                f"refit to version {version} over {self.transport} failed at {layout.describe(bucket)}: {error}"
+            ) from error
         self._hold_base = list(self.generation.workers)
         return packed
 
     def _engine_death(self, error: Exception) -> WorkerError | None:
-        """An engine whose end may have broken the group, once that is seen. Raises WorkerDied when the policy did it.
+        """An error that names the dead engine that broke the group, if any. WorkerDied if a policy worker died.
 
-        Who answers nothing is not asked a second time.
+        A worker that hangs is not asked a second time.
         """
         if isinstance(error, WorkerHang):
             if error.worker.startswith(self.generation.name_prefix):
@@ -189,7 +199,7 @@ class Refit:
                 self.policy.check_health(timeout_s=_DEATH_SEEN_S)
             if dead := self.generation.dead_workers():
                 name = f"{self.generation.name_prefix}-{dead[0]}"
-                return self._dead(f"{name}-0", f"{self.transport}: {name} died while weights were on their way")
+                return self._dead(f"{name}-0", f"{self.transport}: {name} died while weights were in flight")
             if time.monotonic() > deadline:
                 return None
             time.sleep(_POLL_S)
@@ -197,17 +207,13 @@ class Refit:
     def _dead(self, worker: str, text: str) -> WorkerError:
         return WorkerError(text, worker=worker, rank=0, method="receive_bucket", exception_type="EngineDied")
 
-    def _failure(self, layout: PackLayout, version: int, bucket: int, error: Exception) -> str:
-        pieces = layout.buckets[bucket]
-        first, last = layout.tensors[pieces[0].tensor].name, layout.tensors[pieces[-1].tensor].name
-        return (
-            f"refit to version {version} over {self.transport} failed at bucket {bucket} of {len(layout.buckets)} "
-            f"({first} to {last}): {error}"
-        )
+
+def _is_death(error: Exception) -> bool:
+    return isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died)
 
 
 def _agreed_fingerprints(results: Sequence[dict[str, Any]]) -> bytes:
-    """The fingerprints of rank 0, once every sending rank is seen to have packed the same bytes."""
+    """The fingerprints of rank 0. RefitError if a sending rank packed other bytes."""
     digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
     different = sorted(rank for rank, digest in digests.items() if digest != digests[0])
     if different:

@@ -1,99 +1,123 @@
-"""Weights from a training process to generation processes, and the proof that they arrived.
-
-Names, shapes, dtypes and offsets are agreed once (`PackLayout`); a sync then moves bytes through two halves of one
-buffer and says of each bucket only its fingerprints. Bucket i goes into half i % 2, so the sender fills one half while
-the receiver empties the other.
+"""The two ends of a refit: senders fill buckets with weights, the receiver verifies them and puts them in place.
 
     sender:   sender = WeightSender(...); description = sender.describe(); sender.pack(0); sender.pack(1); ...
     receiver: receiver = WeightReceiver(layout, transport, attach_buffer(...)); receiver.begin(version, ...)
               receiver.receive(0, fingerprints); ...; receiver.finish()
 
-Every byte enters a fingerprint: at the sender it is taken of the source tensor (after the cast to the wire dtype), at
-the receiver of the bytes it hands to the model.
-
-Where the layout has adapters, the first sync sends the base weights and the adapters, and later ones may begin at the
-first bucket of adapters: the receiver adds them to the base weights it has kept.
+Names, shapes, dtypes and offsets are agreed once (`PackLayout`). A sync then moves bytes and, per bucket, fingerprints.
+Every byte enters a fingerprint: the sender takes it of the source tensor (after the cast to the wire dtype), the
+receiver of the bytes it hands to the model.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import xxhash
 
-from nemo_rl.refit.adapter_merge import AdapterMerger
-from nemo_rl.refit.buffers import CudaIpcBuffer, SharedMemoryBuffer, TransferBuffer, device_key, host_key
-from nemo_rl.refit.collective import KEY, CollectiveBuffer, Rendezvous
+from nemo_rl.refit.buffers import TransferBuffer, create_buffer
 from nemo_rl.refit.fingerprint import (
     hash_and_copy,
     host_fingerprint,
     pack_fingerprints,
     unpack_fingerprints,
     word_fingerprint,
+    word_values,
 )
-from nemo_rl.refit.layout import NUM_HALVES, ExportedTensor, PackLayout, Piece, Segment, TensorMeta, choose_bucket_bytes
-
-Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
-
-
-class RefitError(RuntimeError):
-    """Generation does not hold the policy's weights. The message names transport, version, bucket and tensor."""
-
-
-# -- buffers by transport
-
-
-def create_buffer(
-    transport: Transport, nbytes: int, device: torch.device, rendezvous: Rendezvous | None = None
-) -> TransferBuffer:
-    """The sender's buffer. `device` is where the policy lives; `rendezvous` is that of a collective."""
-    if transport == "packed_collective":
-        assert rendezvous is not None, "a collective needs to know whom to wait for"
-        return CollectiveBuffer.create(nbytes, device, rendezvous)
-    return CudaIpcBuffer.create(nbytes, device) if transport == "packed_ipc" else SharedMemoryBuffer.create(nbytes)
+from nemo_rl.refit.layout import (
+    NUM_HALVES,
+    ExportedTensor,
+    PackLayout,
+    Piece,
+    RefitError,
+    Rendezvous,
+    Segment,
+    TensorMeta,
+    Transport,
+    choose_bucket_bytes,
+    merge,
+)
 
 
-def attach_buffer(
-    transport: Transport, endpoints: dict[str, dict[str, Any]], device: torch.device, receiver: int = 0
-) -> TransferBuffer:
-    """The receiver's view of the buffer offered at its own place, or its part in the collective as number `receiver`.
+def has_buffer(transport: Transport, *, rank: int, local_rank: int) -> bool:
+    """Whether a policy rank fills a buffer: the first of each node, every rank for its own GPU, or rank 0 alone."""
+    return {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[transport]
 
-    RefitError when no sender is there.
+
+class Sender(ABC):
+    """One policy rank's part in sending weights in the buckets of `layout`.
+
+    Every rank must call `pack` for every bucket, because packing gathers over ranks. Ranks without a buffer only take
+    part in that.
     """
-    if transport == "packed_collective":
-        try:
-            return CollectiveBuffer.attach(endpoints[KEY], device, receiver)
-        except ConnectionError as error:
-            raise RefitError(f"{transport}: rank {receiver} of the engines cannot join the policy: {error}") from error
-    key = device_key(device) if transport == "packed_ipc" else host_key()
-    if key not in endpoints:
-        place = "GPU" if transport == "packed_ipc" else "node"
-        raise RefitError(
-            f"{transport}: no policy worker shares this {place} ({key}); policy workers are on {sorted(endpoints)}. "
-            "Place generation on the policy's nodes and devices (colocated)."
-        )
-    if transport == "packed_ipc":
-        return CudaIpcBuffer.attach(endpoints[key], device)
-    return SharedMemoryBuffer.attach(endpoints[key])
+
+    def __init__(
+        self,
+        layout: PackLayout,
+        *,
+        device: torch.device,
+        rank: int,
+        local_rank: int,
+        transport: Transport,
+        rendezvous: Rendezvous | None,
+    ) -> None:
+        self.layout = layout
+        self._rank = rank
+        self._transport: Transport = transport
+        self._buffer: TransferBuffer | None = None
+        if has_buffer(transport, rank=rank, local_rank=local_rank):
+            self._buffer = create_buffer(transport, layout.buffer_bytes, device, rendezvous)
+
+    def describe(self) -> dict[str, Any]:
+        """For the controller: a digest of the layout, from rank 0 the layout itself, and the buffer if there is one."""
+        description: dict[str, Any] = {"rank": self._rank, "layout_digest": self.layout.digest()}
+        if self._rank == 0:
+            description["layout"] = self.layout.to_dict()
+        if self._buffer is not None:
+            description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
+        return description
+
+    @abstractmethod
+    def pack(self, bucket: int) -> dict[str, Any]:
+        """Fill bucket number `bucket`. The receiver must have taken bucket - 2, which lay in the same half; a
+        collective waits for that itself.
+
+        Returns:
+            `gather_s` and `pack_s` in seconds; from ranks with a buffer `digest`, a hash of the fingerprints; from rank
+            0 `fingerprints` (uint64, one per piece).
+
+        Raises:
+            RefitError: an engine has left the collective, or a rank received damaged bytes from another rank.
+        """
+
+    def _packed(self, bucket: int, started: float, gather_s: float, fingerprints: list[int] | None) -> dict[str, Any]:
+        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": gather_s}
+        if fingerprints is not None:
+            blob = pack_fingerprints(fingerprints)
+            result["digest"] = xxhash.xxh3_64_hexdigest(blob)
+            if self._rank == 0:
+                result["fingerprints"] = blob
+        return result | {"pack_s": time.perf_counter() - started}
+
+    def close(self) -> None:
+        """Free the buffer."""
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None
 
 
-# -- sender
+class WeightSender(Sender):
+    """Sends weights that every rank gathers: one tensor at a time, and a tensor that spans buckets once.
 
-
-class WeightSender:
-    """Packs the weights of one policy rank, bucket by bucket.
-
-    `weights` are the same on every rank, in the same order. Every rank must call `pack` for every bucket: gathering is
-    a collective. One tensor at a time is gathered, and one that spans buckets is gathered once. Through shared memory
-    one rank of each node (`local_rank` 0) copies; through CUDA IPC every rank fills the buffer of its own device; into
-    a collective, which meets at `rendezvous`, rank 0 sends.
-    Floating-point tensors are cast to `wire_dtype` (torch's name), a shard before its gather, unless they keep their
-    dtype; adapters travel in float32. `bucket_bytes` is an upper limit: small models get smaller buckets.
+    `weights` are the same on every rank, in the same order. Floating-point tensors are cast to `wire_dtype` (torch's
+    name) unless they keep their dtype; a shard is cast before its gather. `bucket_bytes` is an upper limit: small
+    models get smaller buckets.
     """
 
     def __init__(
@@ -109,136 +133,88 @@ class WeightSender:
         rendezvous: Rendezvous | None = None,
     ) -> None:
         self._weights = weights
-        self._wire_dtype = TensorMeta("", wire_dtype, ()).torch_dtype
-        self._rank = rank
-        self._transport: Transport = transport
-        metas = [TensorMeta(w.name, str(self._wire(w)).removeprefix("torch."), w.shape, w.adapts) for w in weights]
-        preferred = choose_bucket_bytes(metas)
-        self.layout = PackLayout.build(metas, preferred if bucket_bytes is None else min(preferred, bucket_bytes))
-        sends = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[transport]
-        self._buffer = create_buffer(transport, self.layout.buffer_bytes, device, rendezvous) if sends else None
+        wire = TensorMeta("", wire_dtype, ()).torch_dtype
+        metas = [TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts) for w in weights]
+        super().__init__(
+            PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes)),
+            device=device,
+            rank=rank,
+            local_rank=local_rank,
+            transport=transport,
+            rendezvous=rendezvous,
+        )
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
-        self._current = torch.empty(0)  # the tensor that is being packed, gathered
+        self._current = torch.empty(0)  # the gathered tensor that is being packed
         self._gather_s = 0.0
-
-    def metadata(self) -> list[TensorMeta]:
-        """What travels, in order. Nothing is gathered for it."""
-        return list(self.layout.tensors)
-
-    def describe(self) -> dict[str, Any]:
-        """Once, for the controller: digest of the layout, the layout itself from rank 0, the buffer where one is."""
-        description: dict[str, Any] = {"rank": self._rank, "layout_digest": self.layout.digest()}
-        if self._rank == 0:
-            description["layout"] = self.layout.to_dict()
-        if self._buffer is not None:
-            description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
-        return description
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
-        """Fill bucket number `bucket`; buckets come in order, and 0 or the first of adapters begins a new sync.
-
-        The receiver must have done with bucket - 2, which lay in the same half; a collective waits for that itself.
-        Returns the seconds it took, from a rank that copies a digest of the fingerprints, and from rank 0 the
-        fingerprints (uint64, one per piece). RefitError when an engine has left the collective.
-        """
+        """See `Sender`. Buckets come in order; bucket 0 or the first bucket of adapters begins a new sync."""
         if bucket in (0, self.layout.num_base_buckets):
             self._next_bucket = bucket
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
         self._gather_s, started = 0.0, time.perf_counter()
-        digests: list[int] = []
-        if self._buffer is None:
-            for piece in self.layout.buckets[bucket]:
-                if piece.start == 0:
-                    self._advance(piece.tensor)
+        fingerprints = None
+        if self._buffer is not None:
+            fingerprints = self._fill(bucket, self._buffer)
         else:
-            digests = self._fill(bucket, self._buffer)
+            for piece in self.layout.buckets[bucket]:
+                self._gather(piece)
         if bucket == len(self.layout.buckets) - 1:
             self._current = torch.empty(0)
-        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": self._gather_s}
-        if self._buffer is not None:
-            blob = pack_fingerprints(digests)
-            result["digest"] = xxhash.xxh3_64_hexdigest(blob)
-            if self._rank == 0:
-                result["fingerprints"] = blob
-        result["pack_s"] = time.perf_counter() - started
-        return result
+        return self._packed(bucket, started, self._gather_s, fingerprints)
 
-    def close(self) -> None:
-        """Free the buffer."""
-        if self._buffer is not None:
-            self._buffer.close()
-            self._buffer = None
-
-    def _wire(self, weight: ExportedTensor) -> torch.dtype:
-        if weight.adapts is not None:
-            return torch.float32
-        is_cast = weight.dtype.is_floating_point and not weight.keeps_dtype
-        return self._wire_dtype if is_cast else weight.dtype
-
-    def _advance(self, index: int) -> None:
+    def _gather(self, piece: Piece) -> None:
+        """Gather the tensor of `piece`, unless an earlier piece has done so."""
+        if piece.start > 0:
+            return
         before = time.perf_counter()
-        self._current = self._weights[index].gather(self._dtypes[index])
+        self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor])
         self._gather_s += time.perf_counter() - before
-        assert self._current.shape == self.layout.tensors[index].shape
+        assert self._current.shape == self.layout.tensors[piece.tensor].shape
 
     def _fill(self, bucket: int, buffer: TransferBuffer) -> list[int]:
-        """Put a bucket into its half, once that is free, and let it go; the fingerprints."""
-        half = bucket % NUM_HALVES
+        """Wait until the bucket's half is free, fill it and send it. Returns the fingerprints."""
+        half, pieces, begin = bucket % NUM_HALVES, self.layout.buckets[bucket], self.layout.half_offset(bucket)
+        fingerprints: list[int] = []
         try:
             buffer.await_free(half)
             if buffer.bytes.is_cpu:
-                digests = self._pack_on_host(bucket, buffer.bytes.data_ptr())
+                address = buffer.bytes.data_ptr() + begin
+                for piece in pieces:
+                    self._gather(piece)
+                    source = self._current.data_ptr() + piece.start
+                    fingerprints.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
             else:
-                digests = self._pack_on_device(bucket, buffer.bytes)
+                words = [self._copy_on_device(piece, buffer.bytes, begin) for piece in pieces]
+                fingerprints = word_values(words)  # waits for the copies, which precede them in the stream
             buffer.filled(half, self.layout.used_bytes(bucket))
         except ConnectionError as error:
             raise RefitError(f"{self._transport}, {self.layout.describe(bucket)}: {error}") from error
-        return digests
+        return fingerprints
 
-    def _pack_on_host(self, bucket: int, address: int) -> list[int]:
-        """Copy a bucket's pieces to their places; the fingerprints of the sources."""
-        address += self.layout.half_offset(bucket)
-        digests: list[int] = []
-        for piece in self.layout.buckets[bucket]:
-            if piece.start == 0:
-                self._advance(piece.tensor)
-            digests.append(hash_and_copy(self._current.data_ptr() + piece.start, address + piece.offset, piece.nbytes))
-        return digests
-
-    def _pack_on_device(self, bucket: int, buffer: torch.Tensor) -> list[int]:
-        """The same on a device. Reading the fingerprints waits for the copies, which come before them in the stream."""
-        digests: list[torch.Tensor] = []
-        for piece in self.layout.buckets[bucket]:
-            if piece.start == 0:
-                self._advance(piece.tensor)
-            dtype = self._dtypes[piece.tensor]
-            first, count = piece.start // dtype.itemsize, piece.nbytes // dtype.itemsize
-            source = self._current.view(-1)[first : first + count].view(torch.uint8)
-            position = self.layout.half_offset(bucket) + piece.offset
-            buffer[position : position + piece.nbytes].copy_(source)
-            digests.append(word_fingerprint(source))
-        return _host_values(digests)
-
-
-def _host_values(digests: Sequence[torch.Tensor]) -> list[int]:
-    return [value % (1 << 64) for value in torch.stack(list(digests)).tolist()] if digests else []
+    def _copy_on_device(self, piece: Piece, buffer: torch.Tensor, begin: int) -> torch.Tensor:
+        self._gather(piece)
+        itemsize = self._dtypes[piece.tensor].itemsize
+        first, count = piece.start // itemsize, piece.nbytes // itemsize
+        source = self._current.view(-1)[first : first + count].view(torch.uint8)
+        buffer[begin + piece.offset : begin + piece.offset + piece.nbytes].copy_(source)
+        return word_fingerprint(source)
 
 
 # -- receiver
-
 
 LoadFn = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
 @dataclass(slots=True)
 class _Job:
-    """A piece on its way: its bytes in the buffer and the flat copies (source byte, byte count, target) they end in.
+    """A piece to receive: its bytes in the buffer and the flat copies (source byte, byte count, target) to perform.
 
-    `copies` is None where the whole tensor is needed first. `target` is the address a piece goes to as it is, in host
-    memory; 0 when there is no such place.
+    `copies` is None if the whole tensor is needed first. `target` is the host address that the whole piece is copied
+    to; 0 if there is no such address.
     """
 
     piece: Piece
@@ -264,13 +240,14 @@ class _Job:
 
 
 class WeightReceiver:
-    """Takes buckets out of the buffer, checks every piece, and puts the tensors where they belong.
+    """Takes buckets out of the buffer, verifies every piece, and puts the tensors where they belong.
 
-    Either straight into the model's memory (`targets`: the segments of each tensor) or through a function that loads
-    named tensors (`load`), which gets copies of its own and may keep them. One of the two per sync. After a RefitError
-    the model may hold parts of both versions and must not be used until a later sync has gone through.
+    Tensors go either straight into the model's memory (`targets`: the segments of each tensor) or through a function
+    that loads named tensors (`load`), which gets its own copies and may keep them. After a RefitError the model may
+    hold parts of both versions and must not be used until a later sync has succeeded.
 
-    Adapters are added to weights that lie in `targets`, which has no entries for the adapters themselves.
+    If the layout has adapters, the first sync brings weights and adapters, and later ones may begin at the first bucket
+    of adapters. The receiver adds adapters to weights in `targets`, which has no entries for the adapters themselves.
     """
 
     def __init__(self, layout: PackLayout, transport: Transport, buffer: TransferBuffer) -> None:
@@ -283,32 +260,32 @@ class WeightReceiver:
         self._received: set[int] = set()
         self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes so far, how many are missing)
         self._version = -1
-        self._merger = AdapterMerger()
-        self._halves: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of half its adapter
-        self._expected: set[int] = set()  # buckets that may come
+        self._base: dict[int, list[torch.Tensor]] = {}  # adapted weight -> values without adapter, in host memory
+        self._half_adapters: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
+        self._expected: set[int] = set()  # buckets that may arrive
         self._weights = {meta.name: index for index, meta in enumerate(layout.weights)}
 
     def begin(self, version: int, *, targets: Sequence[Sequence[Segment]] | None, load: LoadFn | None) -> None:
-        """A new sync. `targets` must be the same object as last time for the prepared copies to be used again."""
+        """Begin a sync. Prepared copies are reused if `targets` is the same object as last time."""
         assert (targets is None) != (load is None)
-        assert load is None or not self.layout.num_base_buckets, "adapters need the place of their weights"
+        assert load is None or not self.layout.num_base_buckets, "adapters need the memory of their weights"
         if targets is not self._targets or load is not None:
             self._jobs.clear()
         self._targets, self._load, self._version = targets, load, version
         self._received.clear()
         self._assembly.clear()
-        self._halves.clear()
+        self._half_adapters.clear()
         self._expected.clear()
 
     def receive(self, bucket: int, fingerprints: bytes) -> None:
-        """Take one bucket; any order, each once, but weights before adapters.
+        """Take one bucket: in any order, each once, but weights before adapters.
 
-        RefitError naming the first tensor whose bytes differ, or when the policy has left the collective.
+        RefitError with the name of the first tensor whose bytes differ, or if the policy has left the collective.
         """
         assert bucket not in self._received, f"bucket {bucket} came twice"
         self._await(bucket)
         if bucket < self.layout.num_base_buckets:
-            self._merger.forget()
+            self._base.clear()
         if bucket not in self._jobs:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
         jobs, expected = self._jobs[bucket], unpack_fingerprints(fingerprints)
@@ -316,9 +293,9 @@ class WeightReceiver:
             raise RefitError(f"{self._where(bucket)}: {len(expected)} fingerprints for {len(jobs)} pieces")
         whole: list[tuple[str, torch.Tensor]] = []
         if self._buffer.bytes.is_cpu:
-            found: Iterable[int] = map(self._take_on_host, jobs)  # one at a time, checked as they come
+            found: Iterable[int] = map(self._take_on_host, jobs)  # lazy: each piece is verified before the next
         else:
-            found = _host_values([word_fingerprint(job.data) for job in jobs])
+            found = word_values([word_fingerprint(job.data) for job in jobs])
         for job, digest, value in zip(jobs, found, expected, strict=True):
             if digest != value:
                 self._refuse(digest, value, job, bucket)
@@ -331,7 +308,7 @@ class WeightReceiver:
         self._received.add(bucket)
 
     def _await(self, bucket: int) -> None:
-        """Until a bucket is in its half; the next one, whose half is empty, may come meanwhile."""
+        """Wait until a bucket is in its half. The next one may arrive meanwhile, because its half is empty."""
         try:
             for coming in (bucket, bucket + 1):
                 if coming < len(self.layout.buckets) and coming not in self._expected:
@@ -343,19 +320,19 @@ class WeightReceiver:
             raise RefitError(f"{where}: {error}") from error
 
     def finish(self) -> None:
-        """End of a sync, of all buckets or of all adapters. RefitError when something did not arrive."""
+        """End a sync of all buckets, or of all adapters. RefitError if a bucket did not arrive."""
         num_base = self.layout.num_base_buckets
         first = 0 if any(bucket < num_base for bucket in self._received) else num_base
         missing = [b for b in range(first, len(self.layout.buckets)) if b not in self._received]
         if missing:
             names = sorted({self.layout.tensors[p.tensor].name for b in missing for p in self.layout.buckets[b]})
             raise RefitError(f"{self._where(missing[0])}: never arrived; its tensors: {', '.join(names[:10])}")
-        assert not self._assembly and not self._halves
+        assert not self._assembly and not self._half_adapters
 
     def close(self) -> None:
-        """Let go of the buffer and of the model's memory."""
+        """Release the buffer and the model's memory."""
         self._jobs.clear()
-        self._merger.forget()
+        self._base.clear()
         self._targets = None
         self._buffer.close()
 
@@ -380,7 +357,7 @@ class WeightReceiver:
 
     @staticmethod
     def _take_on_host(job: _Job) -> int:
-        """Fingerprint of a piece, which is copied on the way when it goes to one place as it is."""
+        """Fingerprint of a piece, which is copied in the same pass if it has a `target`."""
         if job.target:
             return hash_and_copy(job.source, job.target, job.piece.nbytes)
         return host_fingerprint(job.source, job.piece.nbytes)
@@ -394,10 +371,10 @@ class WeightReceiver:
         )
 
     def _collect(self, job: _Job, whole: list[tuple[str, torch.Tensor]]) -> None:
-        """A tensor that is needed whole: wait for its last piece, then hand it over."""
+        """Assemble a tensor that is needed whole; with its last piece, add it to `whole` or copy it to its targets."""
         piece = job.piece
         meta = self.layout.tensors[piece.tensor]
-        data, keep = job.data, self._load is not None
+        data, must_copy = job.data, self._load is not None
         if piece.nbytes < meta.nbytes:
             if piece.tensor not in self._assembly:
                 fresh = torch.empty(meta.nbytes, dtype=torch.uint8, device=job.data.device)
@@ -408,8 +385,8 @@ class WeightReceiver:
             if missing > piece.nbytes:
                 return
             del self._assembly[piece.tensor]
-            keep = False
-        tensor = (data.clone() if keep else data).view(meta.torch_dtype)
+            must_copy = False
+        tensor = (data.clone() if must_copy else data).view(meta.torch_dtype)
         if self._targets is None:
             whole.append((meta.name, tensor.view(meta.shape)))
             return
@@ -417,30 +394,51 @@ class WeightReceiver:
             self._add_adapter(self._weights[meta.adapts], piece.tensor, tensor.view(meta.shape))
             return
         for segment in self._targets[piece.tensor]:
-            segment.target.copy_(
-                tensor.as_strided(segment.size, segment.stride, tensor.storage_offset() + segment.offset)
-            )
+            offset = tensor.storage_offset() + segment.offset
+            segment.target.copy_(tensor.as_strided(segment.size, segment.stride, offset))
 
+    @torch.no_grad()
     def _add_adapter(self, weight: int, tensor: int, values: torch.Tensor) -> None:
-        """Keep one matrix of an adapter until the other is there, then add the adapter to its weight."""
+        """Keep one matrix of an adapter until the other arrives, then write W + B A into the memory of W.
+
+        Every merge begins at the kept values of W, so nothing accumulates over syncs. An engine that holds a slice of W
+        keeps and computes that slice alone.
+        """
         assert self._targets is not None
-        if weight not in self._halves:
-            self._halves[weight] = (tensor, values.clone())
+        if weight not in self._half_adapters:
+            self._half_adapters[weight] = (tensor, values.clone())
             return
-        halves = [self._halves.pop(weight), (tensor, values)]
+        halves = [self._half_adapters.pop(weight), (tensor, values)]
         (_, lora_a), (_, lora_b) = sorted(halves, key=lambda half: half[0])
         segments, name = self._targets[weight], self.layout.tensors[weight].name
-        if weight not in self._merger:
+        if weight not in self._base:
             if not self._received.issuperset(range(self.layout.num_base_buckets)):
                 raise RefitError(
                     f"{self._transport}, version {self._version}: adapters came, and the weights they belong to "
                     f"({name} and others) have not been received in whole"
                 )
-            self._merger.keep(weight, segments)
+            self._base[weight] = [
+                torch.empty_like(s.target, device="cpu", pin_memory=s.target.is_cuda).copy_(s.target) for s in segments
+            ]
         try:
-            self._merger.merge(weight, segments, lora_a, lora_b)
+            for segment, base in zip(segments, self._base[weight], strict=True):
+                rows, columns = _block(segment, lora_a.shape[1])
+                base = base.to(segment.target.device, non_blocking=True)
+                segment.target.copy_(merge(base, lora_a[:, columns], lora_b[rows], 1.0))
         except ValueError as error:
             raise RefitError(
                 f"{self._transport}, version {self._version}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work "
                 f"for {name}: {error}; set it to merged"
             ) from error
+
+
+def _block(segment: Segment, width: int) -> tuple[slice, slice]:
+    """Rows and columns that a segment covers of a matrix with `width` columns. ValueError if it is no such block."""
+    row, column = divmod(segment.offset, width)
+    if len(segment.size) == 2:
+        num_rows, num_columns = segment.size
+        in_rows = num_rows == 1 or segment.stride[0] == width
+        in_columns = num_columns == 1 or segment.stride[1] == 1
+        if in_rows and in_columns and column + num_columns <= width:
+            return slice(row, row + num_rows), slice(column, column + num_columns)
+    raise ValueError(f"the engine takes it as {list(segment.size)} with strides {list(segment.stride)}")

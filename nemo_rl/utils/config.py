@@ -8,7 +8,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import NotYet, StrictModel, anything, one_of
+from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of
 
 _DURATION = re.compile(r"\d+:\d{2}:\d{2}:\d{2}")
 

@@ -191,8 +191,8 @@ def test_a_validation_set_is_tried_too(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "overrides", "told"),
     [
-        ("sft", ("data.train.dataset_name=arithmetics",), "Did you mean arithmetic"),
-        ("dpo", ("data.train.dataset_name=helpsteer3",), "Did you mean HelpSteer3"),
+        ("sft", ("data.train.dataset_name=arithmetics",), "did you mean arithmetic"),
+        ("dpo", ("data.train.dataset_name=helpsteer3",), "did you mean HelpSteer3"),
         (
             "dpo",
             ("data.train.dataset_name=arithmetic",),
@@ -204,7 +204,7 @@ def test_a_validation_set_is_tried_too(tmp_path):
             "holds preferences: it is for the section data of DPO",
         ),
         ("sft", ("data.train.dataset_name=nothing.jsonl",), r"dataset file '.*nothing\.jsonl' does not exist"),
-        ("sft", ("+data.default.processor=sft_procesor",), "Did you mean 'sft_processor'"),
+        ("sft", ("+data.default.processor=sft_procesor",), "did you mean sft_processor"),
         ("sft", ("+data.default.processor=nowhere.mine:make",), "no module 'nowhere' can be imported"),
         (
             "dpo",

@@ -12,8 +12,9 @@ from nemo_rl.algorithms.config.checks import check_rollout_run, data_parallel_si
 from nemo_rl.algorithms.config.loss import DistillationLossConfig
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutConfig, RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import check_budgets
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything
+from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import nearest_key
+from nemo_rl.config.rules import NotYet, anything
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.models.policy.config import PolicyConfig
 

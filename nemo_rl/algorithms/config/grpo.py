@@ -10,7 +10,8 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.checks import check_grpo
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.config.base import Derived, StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -215,45 +216,39 @@ class ClippedPGLossConfig(StrictModel):
 
     not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
 
+    rules: ClassVar = {
+        "length_normalizer requires token_level_loss": "replaces the count of tokens",
+        "sequence_level_importance_ratios requires not token_level_loss": "GSPO averages over sequences",
+        "use_cispo excludes disable_ppo_ratio": "CISPO is made of the ratio",
+        "use_cispo excludes sequence_level_importance_ratios": "CISPO weights tokens",
+        "disable_ppo_ratio excludes sequence_level_importance_ratios": "leaves no ratio to take per sequence",
+        "ratio_clip_c excludes use_cispo": "dual clip has no meaning with use_cispo=true; set ratio_clip_c=null",
+        "ratio_clip_c excludes disable_ppo_ratio": (
+            "dual clip has no meaning with disable_ppo_ratio=true; set ratio_clip_c=null"
+        ),
+        "truncated_importance_sampling_ratio: bounds_correction requires use_importance_sampling_correction": (
+            "bounds the correction, which is off"
+        ),
+        "truncated_importance_sampling_type: bounds_correction excludes truncated_importance_sampling_type=null": (
+            "a bound needs a type; set tis, icepop or seq-mask-tis"
+        ),
+        "truncated_importance_sampling_type=seq-mask-tis and bounds_correction excludes "
+        "sequence_level_importance_ratios": "seq-mask-tis does not go with GSPO; use tis or icepop",
+        "truncated_importance_sampling_ratio_min >= {truncated_importance_sampling_ratio}": (
+            "{truncated_importance_sampling_ratio_min} is not below truncated_importance_sampling_ratio="
+            "{truncated_importance_sampling_ratio}; lower it"
+        ),
+    }
+
+    @property
+    def bounds_correction(self) -> bool:
+        """Whether the weight of the importance-sampling correction has a bound."""
+        bounds = (self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio)
+        return bounds != (None, None)
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from self._check_ratio()
-        yield from self._check_importance_sampling()
-        if self.length_normalizer is not None and not self.token_level_loss:
-            yield "length_normalizer", "replaces the count of tokens, so it needs token_level_loss=true"
-
-    def _check_ratio(self) -> Iterator[tuple[str, str]]:
-        if self.sequence_level_importance_ratios and self.token_level_loss:
-            yield "sequence_level_importance_ratios", "GSPO averages over sequences: set loss_fn.token_level_loss=false"
-        if self.use_cispo and self.disable_ppo_ratio:
-            yield "use_cispo", "CISPO is made of the ratio; set disable_ppo_ratio=false"
-        if self.use_cispo and self.sequence_level_importance_ratios:
-            yield "use_cispo", "CISPO weights tokens; set sequence_level_importance_ratios=false"
-        if self.ratio_clip_c is not None:
-            if self.use_cispo or self.disable_ppo_ratio:
-                switch = "use_cispo" if self.use_cispo else "disable_ppo_ratio"
-                yield "ratio_clip_c", f"dual clip has no meaning with {switch}=true; set ratio_clip_c=null"
-            if self.ratio_clip_c <= 1 + self.ratio_clip_max:
-                yield "ratio_clip_c", f"must be above 1 + ratio_clip_max = {1 + self.ratio_clip_max:g} (3 is usual)"
-        if self.disable_ppo_ratio and self.sequence_level_importance_ratios:
-            yield "disable_ppo_ratio", "leaves no ratio to take per sequence; switch one of the two off"
-
-    def _check_importance_sampling(self) -> Iterator[tuple[str, str]]:
-        low, high = self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio
-        kind = self.truncated_importance_sampling_type
-        key = "truncated_importance_sampling_ratio" if high is not None else "truncated_importance_sampling_ratio_min"
-        if low is None and high is None:
-            return
-        if not self.use_importance_sampling_correction:
-            yield key, "bounds the correction, which is off; set loss_fn.use_importance_sampling_correction=true"
-        if kind is None:
-            yield key, "needs truncated_importance_sampling_type: tis, icepop or seq-mask-tis"
-        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
-            yield "truncated_importance_sampling_type", "seq-mask-tis does not go with GSPO; use tis or icepop"
-        if low is not None and high is not None and low >= high:
-            yield (
-                "truncated_importance_sampling_ratio_min",
-                f"{low} is not below truncated_importance_sampling_ratio={high}",
-            )
+        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1 + self.ratio_clip_max:
+            yield "ratio_clip_c", f"must be above 1 + ratio_clip_max = {1 + self.ratio_clip_max:g} (3 is usual)"
 
 
 class GRPOMasterConfig(RolloutMasterConfig):

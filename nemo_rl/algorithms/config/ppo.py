@@ -12,7 +12,8 @@ from nemo_rl.algorithms.config.checks import check_reference_kl, check_rollout_b
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loss import ValueLossConfig
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.config.base import Derived, StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
 from nemo_rl.models.policy.config import PolicyConfig, RewardModelConfig
 
 

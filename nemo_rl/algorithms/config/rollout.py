@@ -11,7 +11,8 @@ from pydantic import Field
 
 from nemo_rl.algorithms.config.loop import LoopConfig, RunConfig
 from nemo_rl.algorithms.config.metric_names import REPLAY, SPECULATION, TASK, of_tasks, rollout_validation
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of, switched_off
+from nemo_rl.config.base import Derived, StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from nemo_rl.config.rules import divisors
 from nemo_rl.data.packing import (
     Bins,
     PackingAlgorithm,
@@ -27,8 +28,6 @@ from nemo_rl.data.packing import (
 )
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
-
-MAX_PROPOSALS = 6
 
 
 @dataclass(frozen=True)
@@ -404,12 +403,11 @@ def check_batching(
         )
     micro_batch = policy.train_micro_batch_size
     if takes_fixed_sizes and not left_over and per_rank % micro_batch:
-        divisors = [size for size in range(1, per_rank + 1) if per_rank % size == 0]
-        works = sorted(sorted(divisors, key=lambda size: abs(size - micro_batch))[:MAX_PROPOSALS])
         yield (
             "train_micro_batch_size",
             f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
-            f"(train_global_batch_size={policy.train_global_batch_size}); these would: {', '.join(map(str, works))}",
+            f"(train_global_batch_size={policy.train_global_batch_size}); these would: "
+            f"{divisors(per_rank, near=micro_batch)}",
         )
     yield from check_budgets(policy, sequences_per_sample=sequences_per_sample, key=key)
 

@@ -18,13 +18,13 @@ from nemo_rl.algorithms.setup.supervised import example_maker, open_streams
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
-from nemo_rl.data.datasets.registry import import_object
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.preview import PromptPreview
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.types import MakeExample, Prompt
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
 
 # The algorithm's own section -> the configuration of its runs.

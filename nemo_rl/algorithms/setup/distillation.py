@@ -22,7 +22,6 @@ from nemo_rl.algorithms.setup.serve import start_openai_server
 from nemo_rl.algorithms.setup.workers import start_machines, start_policy
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.models.policy.dtensor.model import DTYPES
 from nemo_rl.models.policy.head.distillation import (
     TEACHER_STATES,
     TEACHER_TOPK,
@@ -33,6 +32,7 @@ from nemo_rl.models.policy.head.distillation import (
     TopKLogprobs,
 )
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import SamplingParams
 
 # -- Whether a teacher's distributions can be compared with a student's, token by token. Needs no weights.

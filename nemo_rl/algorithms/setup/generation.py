@@ -12,12 +12,10 @@ from nemo_rl.algorithms.setup.workers import start_machines, start_policy
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
-from nemo_rl.models.generation.interfaces import TENANT as GENERATION
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_transfer_backend
-from nemo_rl.models.policy.generate import GeneratingPolicy
-from nemo_rl.models.policy.lm_policy import Policy
-from nemo_rl.refit.collective import Rendezvous
-from nemo_rl.refit.layout import NUM_HALVES
+from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
+from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import TENANT as REFIT
 from nemo_rl.refit.sync import Refit
 from nemo_rl.types import SamplingParams
@@ -69,6 +67,7 @@ def start_vllm_generation(
             model=model.model_path,
             tokenizer=model.tokenizer_path,
             seed=config.rollout.seed,
+            section=config.section,
             hf_overrides=config.policy.hf_config_overrides,
             accelerator=place.accelerator,
             timeout_s=config.cluster.worker_timeout_s,
@@ -146,7 +145,7 @@ def start_hf_generation(
     *,
     sampling: SamplingParams,
     init_reference_model: bool,
-) -> tuple[GeneratingPolicy, HfGeneration, SharedWeights]:
+) -> tuple[SelfGeneratingPolicy, HfGeneration, SharedWeights]:
     """The policy, generation by its workers, and the sync of weights between them; all end with the stack."""
     policy = start_policy(
         config,
@@ -158,9 +157,9 @@ def start_hf_generation(
         seed=config.rollout.seed,
         sampling=sampling,
         init_reference_model=init_reference_model,
-        policy_class=GeneratingPolicy,
+        policy_class=SelfGeneratingPolicy,
     )
-    assert isinstance(policy, GeneratingPolicy)
+    assert isinstance(policy, SelfGeneratingPolicy)
     generation = HfGeneration(
         cluster,
         policy,

@@ -16,7 +16,7 @@ from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.virtual_cluster import init_ray
-from nemo_rl.refit.transfer import RefitError
+from nemo_rl.refit.layout import RefitError
 from nemo_rl.utils.checkpoint.manager import CheckpointError, DiskFullError
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir

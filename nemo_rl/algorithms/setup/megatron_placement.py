@@ -125,7 +125,7 @@ def _layers(pieces: list[range]) -> str:
 
 
 def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:
-    from nemo_rl.models.policy.dtensor.moe import num_experts
+    from nemo_rl.models.policy.experts import num_experts
 
     groups, cut = sizes.expert_parallel, sizes.expert_tensor_parallel
     count = num_experts(model.get_text_config()) if model is not None else None

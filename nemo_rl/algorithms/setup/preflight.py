@@ -34,18 +34,18 @@ from nemo_rl.environments.config import (
     named_sections,
     sections_of,
 )
+from nemo_rl.environments.http_client import bearer
 from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.remote.http_client import bearer
 from nemo_rl.environments.retrieval import check_corpus
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import apply_lora
-from nemo_rl.models.policy.dtensor.moe import num_experts
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.megatron.checks import check_megatron_checkpoint
 from nemo_rl.models.policy.megatron.files import refuse_megatron_checkpoint
+from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits
 from nemo_rl.utils.config import CheckpointingConfig

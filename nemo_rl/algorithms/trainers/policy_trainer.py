@@ -16,7 +16,7 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.manager import require_optimizer
-from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
+from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 
 DATALOADER_STATE = "train_dataloader.pt"
 
@@ -94,23 +94,16 @@ class PolicyTrainer(Trainer):
         for policy in dead:
             policy.restart()
 
-    def write_state(self, directory: Path) -> None:
+    def write_state(self, directory: Path) -> StateWrite:
         torch.save(self.data.state_dict(), directory / DATALOADER_STATE)
-        for policy in self.policies:
-            policy.save_checkpoint(directory, **self.save_options())
-
-    def start_write_state(self, directory: Path) -> StateWrite:
-        torch.save(self.data.state_dict(), directory / DATALOADER_STATE)
-        return AllWritten([policy.start_save_checkpoint(directory, **self.save_options()) for policy in self.policies])
-
-    def save_options(self) -> dict[str, Any]:
-        """How `checkpointing` wants policies written."""
         checkpointing = self.tools.checkpointing
-        return {
-            "save_optimizer": checkpointing.save_optimizer,
-            "save_consolidated": checkpointing.save_consolidated,
-            "model_save_format": checkpointing.model_save_format or "torch_save",
-        }
+        request = SaveRequest(
+            save_optimizer=checkpointing.save_optimizer,
+            save_consolidated=checkpointing.save_consolidated,
+            model_save_format=checkpointing.model_save_format or "torch_save",
+            in_background=checkpointing.async_save,
+        )
+        return AllWritten([policy.save_checkpoint(directory, request) for policy in self.policies])
 
     def read_state(self, directory: Path) -> None:
         require_optimizer(directory)

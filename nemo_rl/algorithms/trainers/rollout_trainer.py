@@ -27,13 +27,11 @@ from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
-from nemo_rl.models.generation.hf import SharedWeights
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.refit.sync import Refit
+from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
-from nemo_rl.rollouts.records.replay import NoWeightSync, RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -55,7 +53,7 @@ class RolloutParts:
 
     policy: PolicyInterface
     generation: GenerationInterface | None  # None: the rollouts are recorded ones
-    refit: Refit | SharedWeights | NoWeightSync
+    refit: WeightSync
     rollouts: RolloutCollector
     prompts: PromptDataLoader
     validation_prompts: Sequence[Prompt]
@@ -142,17 +140,14 @@ class RolloutTrainer(PolicyTrainer):
 
     def next_groups(self) -> list[GroupHandle]:
         """The next batch of prompts, played. Raises when too many of its episodes have no outcome."""
-        if isinstance(self.rollouts, RecordedRollouts):
-            return self.checked(self.replayed(self.rollouts))
-        return self.checked(self.rollouts.collect(self.requests_of(self.next_prompts())))
-
-    def replayed(self, record: RecordedRollouts) -> list[GroupHandle]:
-        """The next batch of groups of this step that a record has; raises DataExhausted when it has no such step."""
-        step, is_first = self.state.total_steps + 1, not self.generated
-        if step > record.steps[-1]:
-            self.tools.console.info(f"the record in {record.root} ends with step {record.steps[-1]}")
+        groups = self.rollouts.next_groups(
+            self.state.total_steps + 1,
+            lambda: self.requests_of(self.next_prompts()),
+            is_first=not self.generated,
+        )
+        if not groups:
             raise DataExhausted
-        return record.next_batch(step, is_first=is_first)
+        return self.checked(groups)
 
     def requests_of(self, prompts: Sequence[Prompt]) -> list[GroupRequest]:
         """How the batch that the data loader gave last is to be played."""
@@ -343,18 +338,10 @@ class RolloutTrainer(PolicyTrainer):
 
     # -- state
 
-    def write_state(self, directory: Path) -> None:
-        self.settle_record()
-        super().write_state(directory)
-
-    def start_write_state(self, directory: Path) -> StateWrite:
-        self.settle_record()
-        return super().start_write_state(directory)
-
-    def settle_record(self) -> None:
-        """A run that goes on from a checkpoint finds all steps before it recorded."""
+    def write_state(self, directory: Path) -> StateWrite:
         if self.recorder is not None:
-            self.recorder.finish()
+            self.recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
+        return super().write_state(directory)
 
     def abandon_requests(self) -> None:
         """Have the engines forget what they were asked: nobody waits for it any more."""

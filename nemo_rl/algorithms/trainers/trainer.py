@@ -12,14 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, check_identity
-from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite, Written
+from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -108,13 +107,12 @@ class Trainer(ABC):
         """Metrics of a validation, by name without prefix."""
 
     @abstractmethod
-    def write_state(self, directory: Path) -> None:
-        """Write everything the next step depends on under `directory`."""
+    def write_state(self, directory: Path) -> StateWrite:
+        """Write everything the next step depends on under `directory`.
 
-    def start_write_state(self, directory: Path) -> StateWrite:
-        """`write_state` with the writing left to go on in the background; what is written is the state of now."""
-        self.write_state(directory)
-        return Written()
+        With `checkpointing.async_save` other processes may write on after the return; what they write is the present
+        state.
+        """
 
     @abstractmethod
     def read_state(self, directory: Path) -> None:
@@ -261,26 +259,22 @@ class Trainer(ABC):
         if self.checkpointer is None:
             return
         self._finish_save()
-        is_async = self.tools.checkpointing.async_save
         with self.phase("checkpointing"):
             info = {**dataclasses.asdict(self.state), "identity": self.tools.identity}
             self.pending_save = self.checkpointer.start_save(
                 self.state.total_steps,
-                partial(self._start_write, is_async=is_async),
+                self._start_write,
                 info,
                 self.tools.resolved_config_yaml,
                 self.metrics,
             )
-        if not is_async:
+        if not self.tools.checkpointing.async_save:
             self._finish_save()
 
-    def _start_write(self, directory: Path, *, is_async: bool) -> StateWrite:
+    def _start_write(self, directory: Path) -> StateWrite:
         (directory / CONTROLLER_RNG).parent.mkdir()
         save_rng_state(directory / CONTROLLER_RNG, devices=False)  # the devices are the workers'
-        if is_async:
-            return self.start_write_state(directory)
-        self.write_state(directory)
-        return Written()
+        return self.write_state(directory)
 
     def _advance_save(self) -> None:
         """Look after a save that runs in the background. Raises what went wrong with it."""

@@ -5,15 +5,15 @@ The registry names implementations by import path, and only the module of the ch
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.config import TableConfig, dataset_label, is_local
 from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
+from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
@@ -65,21 +65,6 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
     DATASET_REGISTRY[name] = factory
 
 
-def import_object(path: str, what: str) -> Any:
-    """The object behind `package.module:name`.
-
-    Raises:
-        ValueError: if the module or the name in it does not exist.
-    """
-    module_name, _, name = path.partition(":")
-    try:
-        return vars(importlib.import_module(module_name))[name]
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{what} {path!r}: no module {error.name!r} can be imported from here") from error
-    except KeyError as error:
-        raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}") from error
-
-
 def find_factory(cfg: TableConfig) -> DatasetFactory:
     """The function that loads this dataset.
 
@@ -95,12 +80,9 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
     if "/" in factory or is_local(factory):
         load_file = import_object(_LOAD_FILE, "dataset_name")
         return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
-    lowered = {known.lower(): known for known in DATASET_REGISTRY}
-    near = [lowered[match] for match in get_close_matches(factory.lower(), lowered, n=3, cutoff=0.4)]
-    hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(DATASET_REGISTRY)}."
     raise ValueError(
-        f"unknown dataset {name!r}. {hint} A file (.jsonl, .csv, .parquet), a Hugging Face path (owner/name) and an "
-        "import path (package.module:function) work too"
+        f"unknown dataset {name!r}; {did_you_mean(name, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a Hugging "
+        "Face path (owner/name) and an import path (package.module:function) work too"
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.datasets.registry import import_object
 from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType, ProcessorFn
+from nemo_rl.utils.registry import find, import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS
 
 NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
@@ -246,17 +245,13 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
     Raises:
         ValueError: if there is none, or one of examples does not take the flags.
     """
-    processor = PROCESSOR_REGISTRY.get(name, name)
-    if isinstance(processor, str):
-        if ":" not in processor:
-            near = get_close_matches(name, PROCESSOR_REGISTRY, n=1, cutoff=0.4)
-            hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(PROCESSOR_REGISTRY)}."
-            raise ValueError(f"unknown processor {name!r}. {hint} An import path (package.module:function) works too")
-        processor = import_object(processor, "processor")
+    processor = find(PROCESSOR_REGISTRY, name, "processor")
     if not of_examples:
-        if isinstance(PROCESSOR_REGISTRY.get(name), str):
+        if isinstance(processor, str):
             raise ValueError(f"processor {name!r} makes no prompts: it is for SFT, DPO and reward models")
         return processor
+    if isinstance(processor, str):
+        processor = import_object(processor, "processor")
     parameters = inspect.signature(processor).parameters
     missing = [flag for flag in FLAGS if flag not in parameters]
     if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):

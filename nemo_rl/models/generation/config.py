@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.config.base import Derived, StrictModel
+from nemo_rl.config.rules import NotYet, anything, one_of
 
 # -- What of vLLM's speculative decoding may be asked for in `vllm_kwargs.speculative_config`. Free of vLLM.
 

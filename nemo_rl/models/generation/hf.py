@@ -1,12 +1,18 @@
-"""Generation by the policy's own workers: the driver's handle, and the sync of weights that has nothing to move."""
+"""Generation by the policy's own workers (`backend: hf` or `megatron`).
+
+`HfGeneration` is the driver's handle. It starts one actor, `HfWorker`, which has the interface of an engine replica: it
+batches requests and calls `generate` on the ranks of the policy. Weights are never sent, as the ranks sample from the
+weights that they train.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -14,193 +20,18 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.generation.interfaces import EngineDied, GenerationInterface
+from nemo_rl.models.generation.interfaces import AnswerQueue, EngineDied, GenerationInterface, prompt_problem
 from nemo_rl.types import GenerationAnswer, GenerationRequest
 
-# -- The desk between episodes and a policy that draws completions itself: requests gather here and leave in batches.
-
-_GATHER_S = 0.005  # between looks at whether more requests arrive before a batch leaves
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyRanks:
-    """The workers that draw completions."""
-
-    workers: Sequence[Any]
-    """Actor handles, by rank; all are called every time, as they gather the weights together."""
-
-    data_ranks: Sequence[int]
-    """The data-parallel coordinate of each: those with the same one draw the same completions."""
-
-
-class HfWorker:
-    """Takes requests like an engine and has the policy's ranks answer them, one batch after another.
-
-    A batch is all that waits when the last one is done. Who asked is told of the death of a rank as of an engine's.
-    """
-
-    def __init__(self, max_model_len: int) -> None:
-        self._max_model_len = max_model_len
-        self._ranks: PolicyRanks | None = None
-        self._weight_version = -1  # no weights yet
-        self._waiting: dict[str, GenerationRequest] = {}
-        self._under_way: set[str] = set()  # requests of the batch that is drawn, less those that were given up
-        self._answers: list[GenerationAnswer] = []
-        self._has_answers = asyncio.Event()
-        self._drawing: asyncio.Task[None] | None = None
-        self._death: str | None = None
-        self._num_requests = 0
-        self._num_prompt_tokens = 0
-        self._num_generated_tokens = 0
-
-    async def use(self, ranks: PolicyRanks) -> None:
-        """Send batches to these from now on. Those before, if they are others, are gone."""
-        await self.rest()
-        self._ranks = ranks
-        self._death = None
-
-    async def set_weight_version(self, version: int) -> None:
-        """The policy's weights are now `version`. No batch is under way."""
-        assert self._drawing is None, "the weights changed while completions were drawn"
-        self._weight_version = version
-
-    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Begin to answer `requests`; `drain` hands out the answers."""
-        for request in requests:
-            reason = self._refusal(len(request.prompt_token_ids))
-            if reason is None:
-                self._waiting[request.request_id] = request
-            else:
-                self._give([GenerationAnswer(request_id=request.request_id, failure_type="ValueError", failure=reason)])
-        if self._waiting and self._drawing is None:
-            self._drawing = asyncio.create_task(self._draw_all())
-
-    async def drain(self) -> list[GenerationAnswer]:
-        """Wait until a submitted request is answered; all answers there are then.
-
-        A call that still waits when the next one comes returns nothing: whoever made it may be dead.
-        """
-        self._has_answers.set()
-        has_answers = self._has_answers = asyncio.Event()
-        if not self._answers:
-            await has_answers.wait()
-        if has_answers is not self._has_answers:
-            return []
-        answers, self._answers = self._answers, []
-        return answers
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """Forget these requests. One that is being drawn ends with its batch and is not answered."""
-        for request_id in request_ids:
-            self._waiting.pop(request_id, None)
-        self._under_way.difference_update(request_ids)
-
-    async def abandon_requests(self) -> None:
-        """Forget every request: whoever asked asks anew."""
-        self._waiting, self._answers = {}, []
-        self._under_way.clear()
-        self._has_answers.set()  # whoever drains gets nothing
-
-    async def rest(self) -> None:
-        """Forget every request and return when the policy's ranks are free for something else."""
-        await self.abandon_requests()
-        if self._drawing is not None:
-            await self._drawing
-
-    async def check_health(self) -> None:
-        """Raises EngineDied when a rank of the policy died."""
-        if self._death is not None:
-            raise EngineDied(self._death)
-
-    async def counters(self) -> dict[str, int]:
-        """Finished requests, and their prompt and sampled tokens, since the start."""
-        return {
-            "num_requests": self._num_requests,
-            "num_prompt_tokens": self._num_prompt_tokens,
-            "num_generated_tokens": self._num_generated_tokens,
-        }
-
-    async def _draw_all(self) -> None:
-        try:
-            while self._waiting:
-                await self._gathered()
-                batch, self._waiting = self._waiting, {}
-                if batch:
-                    await self._draw(batch)
-        finally:
-            self._drawing = None
-
-    async def _gathered(self) -> None:
-        """Until no more requests arrive: a batch of many costs little more than one of few."""
-        before = -1
-        while before != len(self._waiting):
-            before = len(self._waiting)
-            await asyncio.sleep(_GATHER_S)
-
-    async def _draw(self, batch: dict[str, GenerationRequest]) -> None:
-        assert self._ranks is not None, "use comes first"
-        self._under_way = set(batch)
-        shares = shared_out(list(batch.values()), max(self._ranks.data_ranks) + 1)
-        calls = [
-            worker.call.remote("generate", shares[data_rank], self._weight_version)
-            for worker, data_rank in zip(self._ranks.workers, self._ranks.data_ranks, strict=True)
-        ]
-        try:
-            answers = [answer for part in await asyncio.gather(*calls) for answer in part]
-        except RayActorError as error:
-            self._death = f"a worker of the policy died: {error}"
-            answers = _failures(batch, EngineDied.__name__, self._death)
-        except RayTaskError as error:
-            answers = _failures(batch, "RuntimeError", f"the policy cannot draw completions: {error.cause}")
-        except RayError as error:  # of Ray itself, such as an answer that is lost
-            answers = _failures(batch, "RuntimeError", f"the policy's completions did not arrive: {error!r}")
-        self._count(batch, answers)
-        self._give([answer for answer in answers if answer.request_id in self._under_way])
-        self._under_way = set()
-
-    def _count(self, batch: dict[str, GenerationRequest], answers: Sequence[GenerationAnswer]) -> None:
-        for answer in answers:
-            if answer.completion is not None:
-                self._num_requests += 1
-                self._num_prompt_tokens += len(batch[answer.request_id].prompt_token_ids)
-                self._num_generated_tokens += len(answer.completion.token_ids)
-
-    def _give(self, answers: Sequence[GenerationAnswer]) -> None:
-        if answers:
-            self._answers += answers
-            self._has_answers.set()
-
-    def _refusal(self, num_prompt_tokens: int) -> str | None:
-        if num_prompt_tokens < 1:
-            return "the prompt has no tokens: check the prompt file and the chat template"
-        if num_prompt_tokens >= self._max_model_len:
-            return (
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: "
-                f"policy.generation.vllm_cfg.max_model_len is {self._max_model_len}; raise it or shorten the prompts "
-                "with data.max_input_seq_length"
-            )
-        return None
-
-
-def _failures(request_ids: Any, failure_type: str, failure: str) -> list[GenerationAnswer]:
-    return [GenerationAnswer(request_id=key, failure_type=failure_type, failure=failure) for key in request_ids]
-
-
-def shared_out(requests: Sequence[GenerationRequest], num_shares: int) -> list[list[GenerationRequest]]:
-    """Shares of nearly equal size. Equal prompts, which are computed once, and similar lengths stay together."""
-    ordered = sorted(requests, key=lambda request: (len(request.prompt_token_ids), request.prompt_token_ids))
-    ends = [len(ordered) * share // num_shares for share in range(num_shares + 1)]
-    return [ordered[start:end] for start, end in itertools.pairwise(ends)]
-
-
 WORKER = "nemo_rl.models.generation.hf.HfWorker"
+_GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 
 
 class GeneratingPolicy(Protocol):
     """A policy whose workers have `generate`."""
 
     def prepare_generation(self) -> None:
-        """Make the workers ready to generate. Called again after they were replaced."""
+        """Prepare the workers for `generate`. Called again after workers were replaced."""
         ...
 
     @property
@@ -214,15 +45,12 @@ class GeneratingPolicy(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Raises WorkerDied, naming the worker, when one is gone."""
+        """Raise WorkerDied, with the worker's name, if a worker is gone."""
         ...
 
 
 class HfGeneration(GenerationInterface):
-    """One front actor, through which the policy's workers answer requests.
-
-    Weights are never sent: what is trained is what generates.
-    """
+    """Generation by the workers of `policy`, through one `HfWorker` actor."""
 
     def __init__(
         self,
@@ -235,20 +63,12 @@ class HfGeneration(GenerationInterface):
     ) -> None:
         self._policy = policy
         self._name_prefix = name_prefix
-        self._bytes_of_ended = 0
-        self._version = -1
-
-        def start() -> RayWorkerGroup:
-            return RayWorkerGroup(
-                cluster,
-                RayWorkerBuilder(WORKER, max_model_len),
-                name_prefix=name_prefix,
-                num_workers=1,
-                timeout_s=timeout_s,
-            )
-
-        self._start: Callable[[], RayWorkerGroup] = start
-        self._front = start()
+        self._bytes_of_stopped = 0
+        builder = RayWorkerBuilder(WORKER, max_model_len)
+        self._start = partial(
+            RayWorkerGroup, cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s
+        )
+        self._worker = self._start()
 
     @property
     def name_prefix(self) -> str:
@@ -256,26 +76,24 @@ class HfGeneration(GenerationInterface):
 
     @property
     def workers(self) -> list[Any]:
-        return self._front.workers
+        return self._worker.workers
 
     @property
     def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_ended + self._front.controller_tensor_bytes
+        return self._bytes_of_stopped + self._worker.controller_tensor_bytes
 
-    def use_policy(self) -> None:
-        """Send requests to the policy's present workers."""
+    def connect_policy(self) -> None:
+        """Prepare the policy's current workers and send requests to them from now on."""
         self._policy.prepare_generation()
-        self._use_policy()
+        self._send_ranks()
 
-    def _use_policy(self) -> None:
+    def _send_ranks(self) -> None:
         ranks = PolicyRanks(workers=self._policy.generating_workers, data_ranks=self._policy.data_coordinates)
-        self._front.call_one(0, "use", ranks)
+        self._worker.call_one(0, "use", ranks)
 
     def rest(self) -> None:
-        """Forget what nobody waits for; when this returns the policy's workers are free."""
-        self._front.call_one(0, "rest")
-
-    # Weights
+        """Drop all requests and return when the policy's workers are free."""
+        self._worker.call_one(0, "rest")
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         raise NotImplementedError("the policy's workers generate: no weights are sent")
@@ -290,62 +108,184 @@ class HfGeneration(GenerationInterface):
         assert not futures
 
     def finish_weight_update(self, version: int) -> None:
-        self._front.call_one(0, "set_weight_version", version)
-        self._version = version
-
-    # Device: the policy's, which is there
+        self._worker.call_one(0, "set_weight_version", version)
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        pass
+        """Nothing to move: the weights are the policy's."""
 
     def offload(self) -> None:
         self.rest()
 
     def reset_prefix_cache(self) -> None:
-        pass
-
-    # Life
+        """No cache outlives a request."""
 
     def dead_workers(self) -> list[int]:
-        """The front's number when it is gone. Raises WorkerDied of the policy when one of its workers is."""
+        """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
         self._policy.check_health()
         try:
-            self._front.call_one(0, "counters")
+            self._worker.call_one(0, "ping")
         except WorkerDied:
             return [0]
         return []
 
     def abandon_requests(self) -> None:
-        self._front.call_one(0, "abandon_requests")
+        self._worker.call_one(0, "abandon_requests")
 
     def restart_worker(self, index: int) -> None:
         assert index == 0
-        self._bytes_of_ended += self._front.controller_tensor_bytes
-        self._front.shutdown()
-        self._front = self._start()
-        self._use_policy()
-
-    def num_generated_tokens(self) -> int:
-        return self._front.call_one(0, "counters")["num_generated_tokens"]
+        self._bytes_of_stopped += self._worker.controller_tensor_bytes
+        self._worker.shutdown()
+        self._worker = self._start()
+        self._send_ranks()
 
     def shutdown(self) -> None:
-        self._front.shutdown()
+        self._worker.shutdown()
 
 
 class SharedWeights:
-    """In place of a refit where policy and generation are the same workers: a sync stamps the version."""
+    """Replaces `Refit` if policy and generation are the same workers: a sync only sets the weight version."""
 
     def __init__(self, generation: HfGeneration) -> None:
         self.generation = generation
 
     def prepare(self) -> None:
-        """Once, and again after workers of the policy were replaced."""
-        self.generation.use_policy()
+        """Connect to the policy's workers. Call again after workers were replaced."""
+        self.generation.connect_policy()
 
     def sync(self, version: int) -> dict[str, float]:
-        """Samples from now on are stamped with `version`. Returns `sync_s`, and zeros for what a refit would move."""
+        """Stamp later samples with `version`. Returns `sync_s`, and zeros for the other metrics of a refit."""
         started = time.perf_counter()
         self.generation.start_weight_update()
         self.generation.finish_weight_update(version)
         seconds = time.perf_counter() - started
         return {"sync_s": seconds, "gather_s": 0.0, "pack_s": 0.0, "bytes": 0.0, "num_buckets": 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyRanks:
+    """The workers that generate completions."""
+
+    workers: Sequence[Any]
+    """Actor handles by rank. Every batch calls all of them, because they gather the weights together."""
+
+    data_ranks: Sequence[int]
+    """The data-parallel coordinate of each worker. Workers with the same one generate the same completions."""
+
+
+class HfWorker:
+    """Accepts requests as an engine does, and has the policy's ranks answer them, one batch after another.
+
+    A batch consists of all requests that wait when the previous batch ends. The death of a rank is reported as the
+    death of an engine.
+    """
+
+    def __init__(self, max_model_len: int) -> None:
+        self._max_model_len = max_model_len
+        self._ranks: PolicyRanks | None = None
+        self._weight_version = -1  # no weights yet
+        self._waiting: dict[str, GenerationRequest] = {}
+        self._in_batch: set[str] = set()  # requests of the current batch that were not aborted
+        self._answers = AnswerQueue()
+        self._generating: asyncio.Task[None] | None = None
+        self._death: str | None = None
+
+    async def use(self, ranks: PolicyRanks) -> None:
+        """Send batches to these ranks from now on."""
+        await self.rest()
+        self._ranks = ranks
+        self._death = None
+
+    async def set_weight_version(self, version: int) -> None:
+        """Set the version of the policy's weights. No batch may be in progress."""
+        assert self._generating is None, "the weights changed while completions were generated"
+        self._weight_version = version
+
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Begin to answer `requests`; `drain` returns the answers."""
+        for request in requests:
+            problem = prompt_problem(len(request.prompt_token_ids), self._max_model_len)
+            if problem is None:
+                self._waiting[request.request_id] = request
+            else:
+                self._answers.put(_failures([request.request_id], "ValueError", problem))
+        if self._waiting and self._generating is None:
+            self._generating = asyncio.create_task(self._generate_all())
+
+    async def drain(self) -> list[GenerationAnswer]:
+        """Wait for an answer and return all that are ready; see `AnswerQueue.take`."""
+        return await self._answers.take()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Drop these requests. A request of the current batch ends with the batch and is not answered."""
+        for request_id in request_ids:
+            self._waiting.pop(request_id, None)
+        self._in_batch.difference_update(request_ids)
+
+    async def abandon_requests(self) -> None:
+        """Drop every request. Clients must send them again."""
+        self._waiting = {}
+        self._in_batch.clear()
+        self._answers.clear()
+
+    async def rest(self) -> None:
+        """Drop every request and return when the policy's ranks are free."""
+        await self.abandon_requests()
+        if self._generating is not None:
+            await self._generating
+
+    async def check_health(self) -> None:
+        """Raise EngineDied if a rank of the policy died."""
+        if self._death is not None:
+            raise EngineDied(self._death)
+
+    async def ping(self) -> None:
+        """Return while this process lives."""
+
+    async def _generate_all(self) -> None:
+        try:
+            while self._waiting:
+                # A large batch costs little more than a small one, so wait until no more requests arrive.
+                num_before = -1
+                while num_before != len(self._waiting):
+                    num_before = len(self._waiting)
+                    await asyncio.sleep(_GATHER_S)
+                batch, self._waiting = self._waiting, {}
+                if batch:
+                    await self._generate(batch)
+        finally:
+            self._generating = None
+
+    async def _generate(self, batch: dict[str, GenerationRequest]) -> None:
+        assert self._ranks is not None, "use() comes first"
+        self._in_batch = set(batch)
+        shares = split_requests(list(batch.values()), max(self._ranks.data_ranks) + 1)
+        calls = [
+            worker.call.remote("generate", shares[data_rank], self._weight_version)
+            for worker, data_rank in zip(self._ranks.workers, self._ranks.data_ranks, strict=True)
+        ]
+        try:
+            answers = [answer for part in await asyncio.gather(*calls) for answer in part]
+        except RayActorError as error:
+            self._death = f"a worker of the policy died: {error}"
+            answers = _failures(batch, EngineDied.__name__, self._death)
+        except RayTaskError as error:
+            answers = _failures(batch, "RuntimeError", f"the policy cannot generate completions: {error.cause}")
+        except RayError as error:  # an error of Ray itself, such as a lost answer
+            answers = _failures(batch, "RuntimeError", f"the policy's completions did not arrive: {error!r}")
+        if wanted := [answer for answer in answers if answer.request_id in self._in_batch]:
+            self._answers.put(wanted)
+        self._in_batch = set()
+
+
+def _failures(request_ids: Any, failure_type: str, failure: str) -> list[GenerationAnswer]:
+    return [GenerationAnswer(request_id=key, failure_type=failure_type, failure=failure) for key in request_ids]
+
+
+def split_requests(requests: Sequence[GenerationRequest], num_shares: int) -> list[list[GenerationRequest]]:
+    """Split into shares of nearly equal size.
+
+    Equal prompts, which are computed once, and prompts of similar length stay together.
+    """
+    ordered = sorted(requests, key=lambda request: (len(request.prompt_token_ids), request.prompt_token_ids))
+    ends = [len(ordered) * share // num_shares for share in range(num_shares + 1)]
+    return [ordered[start:end] for start, end in itertools.pairwise(ends)]

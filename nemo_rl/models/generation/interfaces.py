@@ -1,51 +1,93 @@
-"""What the rest of the library knows of generation."""
+"""The interface of generation backends, and what their workers share."""
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Literal
 
-TENANT = "generation"
-"""Its name at the accelerator."""
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.refit.transfer import Transport
+from nemo_rl.types import GenerationAnswer
+
+GENERATION = "generation"
+"""Name under which generation registers with the `Accelerator`."""
+
+
+class EngineDied(RuntimeError):
+    """The engine process of a generation worker is gone. The worker must be restarted and receive the weights again."""
 
 
 @dataclass
 class DraftCounts:
-    """What became of the drafts of speculative decoding."""
+    """Statistics of speculative decoding."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def __add__(self, other: DraftCounts) -> DraftCounts:
-        return self._combined(other, 1)
+        return DraftCounts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: DraftCounts) -> DraftCounts:
-        return self._combined(other, -1)
+        return DraftCounts(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def _combined(self, other: DraftCounts, sign: int) -> DraftCounts:
-        return DraftCounts(
-            num_drafts=self.num_drafts + sign * other.num_drafts,
-            num_draft_tokens=self.num_draft_tokens + sign * other.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens + sign * other.num_accepted_tokens,
+
+class AnswerQueue:
+    """Answers of a generation worker, kept separately for each client until the client takes them."""
+
+    def __init__(self) -> None:
+        self._answers: defaultdict[str, list[GenerationAnswer]] = defaultdict(list)
+        self._ready: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)  # of the latest `take`
+
+    def put(self, answers: Iterable[GenerationAnswer], client_id: str = "") -> None:
+        self._answers[client_id] += answers
+        self._ready[client_id].set()
+
+    async def take(self, client_id: str = "", *, gather_s: float = 0.0) -> list[GenerationAnswer]:
+        """Wait for an answer to `client_id`, collect more for `gather_s` seconds, and return all of them.
+
+        A call that still waits when the client calls again returns an empty list: its caller may be dead.
+        """
+        self._ready[client_id].set()
+        ready = self._ready[client_id] = asyncio.Event()
+        if not self._answers[client_id]:
+            await ready.wait()
+        await asyncio.sleep(gather_s)
+        return self._answers.pop(client_id, []) if ready is self._ready[client_id] else []
+
+    def clear(self) -> None:
+        """Drop all answers. A waiting `take` returns an empty list."""
+        self._answers.clear()
+        for ready in self._ready.values():
+            ready.set()
+
+
+def prompt_problem(num_prompt_tokens: int, max_model_len: int) -> str | None:
+    """Why a prompt of this length cannot be completed; None if it can."""
+    if num_prompt_tokens < 1:
+        return "the prompt has no tokens: check the prompt file and the chat template"
+    if num_prompt_tokens >= max_model_len:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: "
+            f"policy.generation.vllm_cfg.max_model_len is {max_model_len}; raise it or shorten the prompts with "
+            "data.max_input_seq_length"
         )
-
-
-class EngineDied(RuntimeError):
-    """The engine process of a generation worker is gone. The worker must be restarted and given the weights again."""
+    return None
 
 
 class GenerationInterface(ABC):
     """Replicas of an engine that completes token sequences.
 
-    Whoever plays episodes hands lists of `GenerationRequest` to `worker.call.remote("submit", requests)` on one of
-    `workers`, and awaits `worker.call.remote("drain")` for lists of `GenerationAnswer`. Which replica answers, and what
-    else it does at that moment, changes nothing in a completion. `"abort"` with request ids stops sampling for requests
-    that nobody waits for any more; `"check_health"` answers while the engine does anything else.
+    A client sends a list of `GenerationRequest` with `worker.call.remote("submit", requests)` to one of `workers`, and
+    awaits `worker.call.remote("drain")`, which returns a list of `GenerationAnswer`. A completion depends neither on
+    the replica nor on the other requests of the replica. `"abort"` with request ids stops sampling for requests that
+    are no longer needed. `"check_health"` answers while the engine is busy.
 
-    A sync of weights is `init_weight_transfer` once, then `start_weight_update`, one `receive_bucket_async` per bucket,
+    A weight sync is `init_weight_transfer` once, then `start_weight_update`, one `receive_bucket_async` per bucket, and
     `finish_weight_update`.
     """
 
@@ -57,7 +99,7 @@ class GenerationInterface(ABC):
     @property
     @abstractmethod
     def name_prefix(self) -> str:
-        """What the names of its workers begin with; errors name workers."""
+        """Prefix of the worker names that appear in errors."""
 
     @property
     @abstractmethod
@@ -66,42 +108,45 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        """Tell every engine where the weights will lie; the keys are those of the transport. Again when one is new."""
+        """Tell every engine where the weights will be. Call again after a replica was restarted.
+
+        The keys of `init_info` depend on the transport.
+        """
 
     @abstractmethod
     def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        """Stop sampling and make ready for buckets. Requests under way wait and then go on with the new weights.
+        """Pause sampling and prepare for buckets. Requests in flight wait, then continue with the new weights.
 
-        With `clear_cache` their KV cache is computed anew with the new weights; otherwise they keep it. Requests that
-        begin later never use what was computed with the old ones.
+        With `clear_cache` their KV cache is recomputed with the new weights; otherwise they keep it. Requests that
+        begin after the update never use KV of the old weights.
         """
 
     @abstractmethod
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        """Begin to read one bucket on every replica; one future per replica, for `wait`.
+        """Begin to read one bucket on every replica. Returns one future per replica, for `wait`.
 
-        `turn` counts the buckets of a sync from 0: they are read in this order, whatever order calls arrive in.
+        `turn` counts the buckets of a sync from 0. Buckets are read in this order, even if calls arrive in another.
         """
 
     @abstractmethod
     def wait(self, futures: Sequence[Any]) -> None:
-        """Wait for what `receive_bucket_async` returned."""
+        """Wait for futures of `receive_bucket_async`."""
 
     @abstractmethod
     def finish_weight_update(self, version: int) -> None:
-        """Make the new weights valid as `version` (stamped on every later request) and sample again."""
+        """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
 
     @abstractmethod
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Bring onto the device what is off it: "weights", "kv_cache", or both (None)."""
+        """Move "weights", "kv_cache", or both (None) back onto the device."""
 
     @abstractmethod
     def offload(self) -> None:
-        """Free the device. No request may be under way."""
+        """Free the device. No request may be in flight."""
 
     @abstractmethod
     def reset_prefix_cache(self) -> None:
-        """Forget the KV cache of finished requests."""
+        """Drop the KV cache of finished requests."""
 
     @abstractmethod
     def dead_workers(self) -> list[int]:
@@ -109,20 +154,47 @@ class GenerationInterface(ABC):
 
     @abstractmethod
     def abandon_requests(self) -> None:
-        """Forget the requests under way on every replica."""
+        """Drop the requests in flight on every replica."""
 
     @abstractmethod
     def restart_worker(self, index: int) -> None:
-        """End replica `index`, dead or alive, and start it anew. It holds no weights until the next sync."""
-
-    @abstractmethod
-    def num_generated_tokens(self) -> int:
-        """Tokens sampled by all replicas since they were started."""
+        """Stop replica `index`, dead or alive, and start a new one. It has no weights until the next sync."""
 
     def draft_counts(self) -> DraftCounts:
-        """What became of drafts since the replicas were started; nothing without speculative decoding."""
+        """Statistics of speculative decoding since the replicas were started; zeros without it."""
         return DraftCounts()
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End the workers and their engines. May be called again."""
+        """Stop the workers and their engines. May be called more than once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Arguments of an engine, the same on each of its nodes."""
+
+    model: str
+    """Directory or hub name of the model. With `load_format="dummy"` only its configuration is read."""
+
+    tokenizer: str
+    """Directory or hub name of the tokenizer."""
+
+    cfg: GenerationConfig
+    """`policy.generation`. Its sampling defaults are not used: each request has its own."""
+
+    device: Literal["cpu", "cuda"]
+
+    seed: int
+    """Seed of the engine. Each request has its own."""
+
+    load_format: Literal["dummy", "auto"] = "dummy"
+    """"dummy": the weights come from the policy. "auto": from `model`."""
+
+    weight_transfer: Transport = "packed_shm"
+    """Transport of the weights, as registered by `weight_loader`."""
+
+    replica: int = 0
+    """Number of this replica, for messages."""
+
+    return_routed_experts: bool = False
+    """Return the experts of every token with completions."""

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import load_tensors, saved_tensors
 
 # -- The state of an optimizer by parameter name, so that it can be saved on one set of ranks and loaded on another.
@@ -160,8 +161,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 logger = logging.getLogger(__name__)
-
-ModelSaveFormat = Literal["torch_save", "safetensors"]
 
 SETTINGS_NAME = "settings.pt"
 

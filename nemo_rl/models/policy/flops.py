@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
+from nemo_rl.models.policy.pretrained import build_on_meta
 
 BACKWARD_FACTOR = 2
 

@@ -10,42 +10,21 @@ its numbers by rounding at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.head.token_filter import smallest_kept
-from nemo_rl.models.policy.lm_policy import Policy
+from nemo_rl.models.policy.interfaces import GenerationSettings
+from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 _BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
-    """What completions end at, and how many are drawn at a time."""
-
-    max_model_len: int
-    """Tokens of the longest sequence, prompt included."""
-
-    max_batch_size: int
-    """Completions that one rank draws at a time."""
-
-    end_token_id: int
-    """Ends a completion, beside the stop tokens of its request."""
-
-    special_token_ids: frozenset[int]
-    """Have no text: stop strings are looked for in what is left without them."""
-
-    decode: Callable[[list[int]], str]
-    """Tokens to text, for stop strings."""
 
 
 class Sequences(Protocol):
@@ -268,41 +247,25 @@ def batches(
             yield alike[start : start + size]
 
 
-# -- A policy whose own workers draw completions.
+class GeneratingWorker(PolicyWorker):
+    """`prepare_generation` once, then `generate`. For layouts without pipeline and context parallelism."""
 
+    drawer: CompletionDrawer | None = None
 
-class GeneratingPolicy(Policy):
-    """`prepare_generation`, then whoever holds `generating_workers` calls `generate` on all of them at once."""
+    @abstractmethod
+    def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
+        """The model as it generates, and the tensor-parallel ranks."""
 
-    @staticmethod
-    def worker_class_fqn(config: PolicyConfig) -> str:
-        if config.megatron_cfg.enabled:
-            return "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker"
-        return "nemo_rl.models.policy.dtensor.worker.GeneratingPolicyWorker"
+    def prepare_generation(self, settings: GenerationSettings) -> None:
+        """Make ready to complete sequences as `settings` say."""
+        decoder, group = self._decoder()
+        self.drawer = CompletionDrawer(decoder, settings, self.device, group)
 
-    @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        return self.group.workers
+    def generate(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
+        """Complete `requests` with the present weights, which are `weight_version`.
 
-    def prepare_generation(self) -> None:
-        """Once, and again after the workers were replaced."""
-        assert isinstance(self.config, RolloutPolicyConfig)
-        generation = self.config.generation
-        by_megatron = generation.backend == "megatron"
-        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
-        end: Any = self.tokenizer.eos_token_id  # a number, for a single token
-        settings = GenerationSettings(
-            max_model_len=generation.vllm_cfg.max_model_len,
-            max_batch_size=size,
-            end_token_id=end,
-            special_token_ids=frozenset(self.tokenizer.all_special_ids),
-            decode=partial(_decode, self.tokenizer),
-        )
-        self.group.call_all("prepare_generation", settings)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text
+        The ranks of a data-parallel rank get the same requests; the first of them answers.
+        """
+        assert self.drawer is not None, "prepare_generation comes first"
+        answers = self.drawer.answer(requests, weight_version)
+        return answers if self.mesh.is_first_of_data_rank else []

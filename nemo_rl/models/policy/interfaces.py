@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint.save import StateWrite
+from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
 class PolicyInterface(ABC):
@@ -76,8 +77,9 @@ class PolicyInterface(ABC):
         """Every worker fetches the column of the rows it has, which another policy shared."""
 
     @abstractmethod
-    def mask_mismatched(self, threshold: float) -> dict[str, float]:
-        """Take samples out of the loss whose mean exp(|prev - generation logprob|) exceeds `threshold`.
+    def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
+        """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`
+        take no part in the loss.
 
         Returns `max_seq_mult_prob_error` and `num_masked_seqs_by_logprob_error`.
         """
@@ -95,26 +97,11 @@ class PolicyInterface(ABC):
         """Metrics of the loss over the loaded plan, which has one optimizer step, without training; `loss` included."""
 
     @abstractmethod
-    def save_checkpoint(
-        self,
-        directory: Path,
-        *,
-        save_optimizer: bool,
-        save_consolidated: bool,
-        model_save_format: Literal["torch_save", "safetensors"],
-    ) -> None:
-        """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`."""
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
+        """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`.
 
-    @abstractmethod
-    def start_save_checkpoint(
-        self,
-        directory: Path,
-        *,
-        save_optimizer: bool,
-        save_consolidated: bool,
-        model_save_format: Literal["torch_save", "safetensors"],
-    ) -> StateWrite:
-        """`save_checkpoint` with the weights and the optimizer written while training goes on, as they are now."""
+        With `request.in_background`, weights and optimizer state are still being written when this returns.
+        """
 
     @abstractmethod
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
@@ -139,3 +126,38 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWorkerSettings:
+    """What a worker is built from, beside the user's `policy` section."""
+
+    model_path: str
+    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
+    use_gpu: bool
+    workers_per_node: int
+    init_reference_model: bool
+    init_optimizer: bool
+    seed: int
+    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """What completions end at, and how many are drawn at a time."""
+
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+
+    max_batch_size: int
+    """Completions that one rank draws at a time."""
+
+    end_token_id: int
+    """Ends a completion, beside the stop tokens of its request."""
+
+    special_token_ids: frozenset[int]
+    """Have no text: stop strings are looked for in what is left without them."""
+
+    decode: Callable[[list[int]], str]
+    """Tokens to text, for stop strings."""

@@ -13,16 +13,20 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import peak_flops
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint.save import StateWrite
+from nemo_rl.types import (
+    BatchPlan,
+    LossFunction,
+    SamplingParams,
+    TokenAdvantages,
+    TrainResult,
+)
+from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite, Written
 
 WORKERS = {
     "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
@@ -189,8 +193,8 @@ class Policy(PolicyInterface):
             work.append((column, keys, *(shared[key] for key in keys)))
         self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 
-    def mask_mismatched(self, threshold: float) -> dict[str, float]:
-        return self.group.call_all("mask_mismatched", threshold)[0]
+    def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
+        return self.group.call_all("mask_sequences_by_importance", threshold)[0]
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         self.group.call_all("set_token_advantages", advantages)
@@ -206,41 +210,18 @@ class Policy(PolicyInterface):
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
-    def save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> None:
-        self._save("save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
-
-    def start_save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> StateWrite:
-        self._save("start_save_checkpoint", directory, save_optimizer, save_consolidated, model_save_format)
-        return WorkersWrite(self.group)
-
-    def _save(
-        self,
-        method: str,
-        directory: Path,
-        save_optimizer: bool,
-        save_consolidated: bool,
-        model_save_format: ModelSaveFormat,
-    ) -> None:
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         with self.accelerator.hold(self.tenant):
-            self.group.call_all(
-                method,
-                directory,
-                save_optimizer=save_optimizer,
-                save_consolidated=save_consolidated,
-                model_save_format=model_save_format,
-            )
+            self.group.call_all("save_checkpoint", directory, request)
         if not (directory / self._folder / "config.json").is_file():
             raise ValueError(
                 f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
         self.tokenizer.save_pretrained(directory / self._folder / "tokenizer")
-        if save_consolidated:
+        if request.save_consolidated:
             self.tokenizer.save_pretrained(directory / self._folder / "weights" / "consolidated")
+        return WorkersWrite(self.group) if request.in_background else Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         with self.accelerator.hold(self.tenant):
@@ -264,3 +245,43 @@ class Policy(PolicyInterface):
 
 def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:
     return {key: value for part in parts for key, value in part.items()}
+
+
+# -- A policy whose own workers draw completions.
+
+
+class SelfGeneratingPolicy(Policy):
+    """`prepare_generation`, then whoever holds `generating_workers` calls `generate` on all of them at once."""
+
+    @staticmethod
+    def worker_class_fqn(config: PolicyConfig) -> str:
+        if config.megatron_cfg.enabled:
+            return "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker"
+        return "nemo_rl.models.policy.dtensor.worker.GeneratingPolicyWorker"
+
+    @property
+    def generating_workers(self) -> list[Any]:
+        """Actor handles by rank."""
+        return self.group.workers
+
+    def prepare_generation(self) -> None:
+        """Once, and again after the workers were replaced."""
+        assert isinstance(self.config, RolloutPolicyConfig)
+        generation = self.config.generation
+        by_megatron = generation.backend == "megatron"
+        size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
+        end: Any = self.tokenizer.eos_token_id  # a number, for a single token
+        settings = GenerationSettings(
+            max_model_len=generation.vllm_cfg.max_model_len,
+            max_batch_size=size,
+            end_token_id=end,
+            special_token_ids=frozenset(self.tokenizer.all_special_ids),
+            decode=partial(_decode, self.tokenizer),
+        )
+        self.group.call_all("prepare_generation", settings)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text

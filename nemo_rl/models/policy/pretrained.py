@@ -4,19 +4,102 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
 
+from nemo_rl.config.rules import divisors
+from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
-from nemo_rl.models.policy.expert_names import ExpertNames
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, KEY, foreign_heads, is_scalar, scalar_config
+from nemo_rl.models.policy.experts import ExpertNames
+from nemo_rl.models.policy.head.scalar import (
+    HEAD_WEIGHT,
+    KEY,
+    auto_class,
+    check_scalar_head,
+    foreign_heads,
+    is_scalar,
+    scalar_config,
+)
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules built inside get meta parameters and real buffers.
+
+    Building under `torch.device("meta")` would lose non-persistent buffers such as the rotary `inv_freq`, which no
+    checkpoint holds.
+    """
+
+    def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        if param is None or param.is_meta:
+            return param
+        return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    handle = nn.modules.module.register_module_parameter_registration_hook(to_meta)  # pyright: ignore[reportArgumentType]
+    try:
+        with no_init_weights():
+            yield
+    finally:
+        handle.remove()
+
+
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `config` with meta parameters of `dtype` and no KV cache: a causal language model, or, as
+    `scalar_config` gives it, one with a single number for a head.
+
+    Its attention is the library's, or, where that would not compute the same, the model's own.
+
+    Raises:
+        ValueError: the family's classifier has another head than one linear layer.
+    """
+    implementation = attention.attention_implementation(config)
+    with parameters_on_meta():
+        # A copy: transformers writes the dtype and more into the configuration of a model it builds.
+        model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
+    if is_scalar(config):
+        check_scalar_head(model)
+    model.tie_weights()  # left out by transformers where weights are not initialised
+    model.config.use_cache = False
+    return model
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The transformer blocks: what the model itself says must not be split over devices.
+
+    Raises ValueError for an architecture that does not say so.
+    """
+    names = set(model._no_split_modules or [])
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} declares no transformer blocks (_no_split_modules), so it cannot be sharded by "
+            "layer; use a causal language model of transformers that does, for example Qwen2, Qwen3 or Llama"
+        )
+    return layers
+
+
+def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:
+    """config.json of the model with `policy.hf_config_overrides` applied."""
+    return AutoConfig.from_pretrained(model_path, **overrides)
+
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -196,7 +279,7 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
         )
     if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
-        works = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+        works = divisors(heads)
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "
             f"{heads} attention heads of {config.model_name!r}; these would: {works}"

@@ -13,7 +13,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,16 +23,22 @@ import torch.distributed as dist
 
 from nemo_rl.distributed.collectives import init_process_group
 from nemo_rl.models.policy.batch import microbatches as loss_metrics
-from nemo_rl.models.policy.batch.microbatches import Row, RowKey, loss_inputs, rows_of_plan, scored_sequences, select
+from nemo_rl.models.policy.batch.microbatches import (
+    MicroBatchRunner,
+    Row,
+    RowKey,
+    from_last_stage,
+    loss_inputs,
+    rows_of_plan,
+    scored_sequences,
+    select,
+)
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.batch.runner import MicroBatchRunner, from_last_stage
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
-from nemo_rl.models.policy.reference import ReferencePolicy
+from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.refit.shard_sender import ShardSender
-from nemo_rl.refit.transfer import WeightSender
+from nemo_rl.refit.transfer import Sender, WeightSender
 from nemo_rl.types import (
     ExampleGroup,
     LossFunction,
@@ -42,26 +47,17 @@ from nemo_rl.types import (
     PolicyGradientInputs,
     RankPlan,
     RolloutGroup,
-    SamplingParams,
     TokenAdvantages,
     TrainResult,
 )
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyWorkerSettings:
-    """What a worker is built from, beside the user's `policy` section."""
+class ReferencePolicy(Protocol):
+    """While `active()` lasts, the model computes with the weights the run started from."""
 
-    model_path: str
-    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
-    use_gpu: bool
-    workers_per_node: int
-    init_reference_model: bool
-    init_optimizer: bool
-    seed: int
-    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
-    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class WorkerPlace(Protocol):
@@ -118,7 +114,7 @@ class PolicyWorker(ABC):
         if not dist.is_initialized():
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
-        self.sender: WeightSender | ShardSender | None = None
+        self.sender: Sender | None = None
         self.saver: StateSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
@@ -158,12 +154,8 @@ class PolicyWorker(ABC):
         """Every weight that generation is to have."""
 
     @abstractmethod
-    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        """Write this rank's weights and optimizer under `directory`."""
-
-    @abstractmethod
-    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        """`_save_state` of what they are now, in the background: sets `saver`."""
+    def _save_state(self, directory: Path, request: SaveRequest) -> None:
+        """Write this rank's weights and optimizer under `directory`. A background save sets `saver`."""
 
     @abstractmethod
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
@@ -253,8 +245,8 @@ class PolicyWorker(ABC):
         for key, value in zip(keys, values, strict=True):
             self.rows[key].columns[column] = torch.from_numpy(np.array(value))
 
-    def mask_mismatched(self, threshold: float) -> dict[str, float]:
-        """See `PolicyInterface.mask_mismatched`."""
+    def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
+        """See `PolicyInterface.mask_sequences_by_importance`."""
         worst = torch.zeros(1)
         masked = torch.zeros(1)
         for row in self.rows.values():
@@ -387,31 +379,21 @@ class PolicyWorker(ABC):
 
     # -- checkpoints
 
-    def save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> None:
-        """Write this rank's part under `directory/<folder>`, and its random generators under `directory/rng`."""
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> None:
+        """Write this rank's part under `directory/<folder>`, and its random generators under `directory/rng`.
+
+        With `request.in_background`, `finish_save_checkpoint` waits for weights and optimizer.
+        """
         folder = directory / self.settings.folder
-        self._save_state(folder, save_optimizer=save_optimizer, model_save_format=model_save_format)
-        self._save_at_once(directory, save_consolidated=save_consolidated)
-
-    def start_save_checkpoint(
-        self, directory: Path, *, save_optimizer: bool, save_consolidated: bool, model_save_format: ModelSaveFormat
-    ) -> None:
-        """`save_checkpoint` in the background: what is written is the state of now. `finish_save_checkpoint` waits."""
-        self._save_at_once(directory, save_consolidated=save_consolidated)
-        folder = directory / self.settings.folder
-        self._start_save_state(folder, save_optimizer=save_optimizer, model_save_format=model_save_format)
-
-    async def finish_save_checkpoint(self) -> None:
-        """Wait for the save that was started, while the worker does other things. Raises what went wrong in it."""
-        assert self.saver is not None, "start_save_checkpoint comes first"
-        await asyncio.to_thread(self.saver.finish)
-
-    def _save_at_once(self, directory: Path, *, save_consolidated: bool) -> None:
-        self._save_beside(directory / self.settings.folder, save_consolidated=save_consolidated)
+        self._save_beside(folder, save_consolidated=request.save_consolidated)
         (directory / "rng").mkdir(exist_ok=True)
         save_rng_state(self._rng_file(directory))
+        self._save_state(folder, request)
+
+    async def finish_save_checkpoint(self) -> None:
+        """Wait for the background save, while the worker does other things. Raises what went wrong in it."""
+        assert self.saver is not None, "save_checkpoint comes first"
+        await asyncio.to_thread(self.saver.finish)
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
@@ -432,7 +414,7 @@ class PolicyWorker(ABC):
         self.sender = self._new_sender({**place, **settings})
         return self.sender.describe()
 
-    def _new_sender(self, settings: dict[str, Any]) -> WeightSender | ShardSender:
+    def _new_sender(self, settings: dict[str, Any]) -> Sender:
         return WeightSender(self._export(), **settings)
 
     @torch.no_grad()

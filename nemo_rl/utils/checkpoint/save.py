@@ -6,13 +6,28 @@ start_write(tmp_step_N) -> files written by other processes -> sealed with their
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from nemo_rl.utils.checkpoint.manifest import seal
 
 if TYPE_CHECKING:
     from nemo_rl.utils.checkpoint.manager import CheckpointManager
+
+
+ModelSaveFormat = Literal["torch_save", "safetensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveRequest:
+    """How policies write a checkpoint; see the keys of `CheckpointingConfig`."""
+
+    save_optimizer: bool = True
+    save_consolidated: bool = False
+    model_save_format: ModelSaveFormat = "torch_save"
+    in_background: bool = False
+    """Training goes on while the present weights and optimizer state are written from a copy in host memory."""
 
 
 class StateWrite(Protocol):

@@ -10,6 +10,7 @@ import pytest
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
 from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.utils.checkpoint.save import Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -48,8 +49,8 @@ class ScriptedTrainer(Trainer):
         value = self.values[self.state.total_steps]
         return {"val_loss": value}
 
-    def write_state(self, directory: Path) -> None:
-        pass
+    def write_state(self, directory: Path) -> Written:
+        return Written()
 
     def read_state(self, directory: Path) -> None:
         pass

@@ -36,7 +36,7 @@ def lines_of(model: str, *layout: str) -> list[str]:
             ["expert_model_parallel_size=8"],
             "expert_model_parallel_size=8 does not divide the 4 ",
         ),
-        ("tiny:arithmetik", [], "Did you mean 'tiny:arithmetic'"),
+        ("tiny:arithmetik", [], "did you mean tiny:arithmetic"),
     ],
 )
 def test_a_layout_that_the_model_does_not_have_is_refused(model: str, layout: list[str], message: str) -> None:

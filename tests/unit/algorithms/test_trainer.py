@@ -17,6 +17,7 @@ import torch
 from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
+from nemo_rl.utils.checkpoint.save import StateWrite, Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -80,11 +81,11 @@ class CountingTrainer(Trainer):
     def validate(self) -> dict[str, float]:
         return {}
 
-    def write_state(self, directory: Path) -> None:
-        self.calls.append(f"write {self.state.total_steps}")
-        (directory / "weights").write_text("whole")
-
-    def start_write_state(self, directory: Path) -> Write:
+    def write_state(self, directory: Path) -> StateWrite:
+        if not self.tools.checkpointing.async_save:
+            self.calls.append(f"write {self.state.total_steps}")
+            (directory / "weights").write_text("whole")
+            return Written()
         self.calls.append(f"start {self.state.total_steps}")
         return Write(directory, self.polls, self.failure)
 
@@ -236,16 +237,6 @@ def test_the_deadline_waits_for_the_save_that_runs_and_for_the_last_one(tmp_path
     trainer.deadline = NearTheEnd()  # type: ignore[assignment]
     trainer.train()
     assert sound_steps(trainer) == ["step_3", "step_4"]
-
-
-def test_an_algorithm_without_background_writes_saves_at_once(tmp_path):
-    class Plain(CountingTrainer):
-        start_write_state = Trainer.start_write_state  # type: ignore[assignment]
-
-    trainer = Plain(tmp_path)
-    trainer.train()
-    assert trainer.calls == ["write 3", "write 6"]
-    assert sound_steps(trainer) == ["step_3", "step_6"]
 
 
 def test_a_run_that_is_continued_with_fewer_steps_than_it_has_takes_none(tmp_path):

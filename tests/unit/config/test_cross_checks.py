@@ -95,12 +95,12 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("policy.dtensor_cfg.sequence_parallel=true",),
             "policy.dtensor_cfg.sequence_parallel",
-            "set tensor_parallel_size above 1 or switch it off",
+            "set policy.dtensor_cfg.tensor_parallel_size above 1, or policy.dtensor_cfg.sequence_parallel=false",
         ),
         (
             ("policy.dtensor_cfg.custom_parallel_plan=my.plans:plan",),
             "policy.dtensor_cfg.custom_parallel_plan",
-            "set tensor_parallel_size above 1",
+            "set policy.dtensor_cfg.tensor_parallel_size above 1",
         ),
         (
             ("policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b}",),
@@ -215,12 +215,12 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("loss_fn.use_cispo=true", "loss_fn.disable_ppo_ratio=true"),
             "loss_fn.use_cispo",
-            "set disable_ppo_ratio=false",
+            "set loss_fn.disable_ppo_ratio=false",
         ),
         (
             ("loss_fn.length_normalizer=512", "loss_fn.token_level_loss=false"),
             "loss_fn.length_normalizer",
-            "needs token_level_loss=true",
+            "set loss_fn.token_level_loss=true",
         ),
         (
             ("grpo.skip_reference_policy_logprobs_calculation=true",),

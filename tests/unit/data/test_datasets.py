@@ -89,7 +89,7 @@ def test_mistakes_are_named_with_what_there_is(tmp_path, jsonl):
         load_rows(dataset(data_path=str(jsonl)))
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         load_rows(dataset(data_path="nowhere.jsonl"))
-    with pytest.raises(ValueError, match="Did you mean gsm8k"):
+    with pytest.raises(ValueError, match="did you mean gsm8k"):
         load_rows(dataset(dataset_name="GSM8k"))
     with pytest.raises(ValueError, match="has no 'nothing'"):
         load_rows(dataset(dataset_name="json:nothing"))
@@ -167,7 +167,7 @@ def test_setup_names_a_missing_environment_prompt_file_and_processor(tmp_path):
         setup_data(data_config(dataset(**arithmetic, env_name="maths")), {"math": {}})
     with pytest.raises(FileNotFoundError, match="prompt_file"):
         setup_data(data_config(dataset(**arithmetic, prompt_file="nowhere.txt")), {"math": {}})
-    with pytest.raises(ValueError, match="Did you mean 'math_data_processor'"):
+    with pytest.raises(ValueError, match="did you mean math_data_processor"):
         setup_data(data_config(dataset(**arithmetic, processor="math_data_procesor")), {"math": {}})
     bad = tmp_path / "bad.txt"
     for text, message in (

@@ -351,7 +351,7 @@ def test_own_processors(tmp_path, monkeypatch):
     assert make.fingerprint() != before
     with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
         find_processor("own_example_processor:old", of_examples=True)
-    with pytest.raises(ValueError, match="Did you mean 'sft_processor'"):
+    with pytest.raises(ValueError, match="did you mean sft_processor"):
         find_processor("sft_procesor", of_examples=True)
     assert sft_processor is find_processor("sft_processor", of_examples=True)
 

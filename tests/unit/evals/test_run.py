@@ -22,7 +22,7 @@ from nemo_rl.evals.data import EvalData, load_eval_data
 from nemo_rl.evals.report import make_results, show_results
 from nemo_rl.evals.run import Inputs, _ask, _Writer, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupRequest, RolloutWorkerSettings
@@ -190,7 +190,7 @@ def test_a_rollout_worker_that_dies_costs_no_prompt(folder, ray_local):
         run_seed=0,
     )
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(GENERATION, lambda: None, lambda: None)
     chosen = writer(folder)
     with RayVirtualCluster([1], use_gpus=False) as cluster:
         collector = KillsItsWorker(cluster, settings, [], accelerator, timeout_s=60)
@@ -250,11 +250,11 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["data.dataset_name=gms8k"], r"unknown dataset 'gms8k'. Did you mean gsm8k"),
+        (["data.dataset_name=gms8k"], r"unknown dataset 'gms8k'; did you mean gsm8k"),
         (["data.dataset_name=no.csv"], r"dataset file 'no.csv' does not exist"),
         (["data.dataset_name=nowhere.sets:load"], r"dataset_name 'nowhere.sets:load': no module 'nowhere'"),
         (["data.dataset_name=gsm8k"], r"dataset 'gsm8k' takes no data.kwargs, got num_samples"),
-        (["data.processor=math_hf_procesor"], r"unknown processor 'math_hf_procesor'. Did you mean"),
+        (["data.processor=math_hf_procesor"], r"unknown processor 'math_hf_procesor'; did you mean"),
         (["+env.mine={type: 'nowhere:Env'}", "data.env_name=mine"], r"environment 'nowhere:Env': no module 'nowhere'"),
         (["data.kwargs.num_samples=0"], r"arithmetic: num_samples must be 1 or more"),
     ],

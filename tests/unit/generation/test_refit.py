@@ -10,9 +10,8 @@ import pytest
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.refit import sync as refit
-from nemo_rl.refit.layout import PackLayout, TensorMeta
+from nemo_rl.refit.layout import PackLayout, RefitError, TensorMeta
 from nemo_rl.refit.sync import Refit
-from nemo_rl.refit.transfer import RefitError
 
 LAYOUT = PackLayout.build([TensorMeta("w", "float32", (4,))], 1 << 20)
 

@@ -18,9 +18,8 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.refit.collective import Rendezvous
+from nemo_rl.refit.layout import RefitError, Rendezvous
 from nemo_rl.refit.sync import TENANT, Refit
-from nemo_rl.refit.transfer import RefitError
 from nemo_rl.types import Completion, SamplingParams
 from tests.functional.test_faults import processes_below
 from tests.unit.generation.configs import generation_config
@@ -76,6 +75,7 @@ def engines_apart(
             model=str(directory),
             tokenizer=str(directory),
             seed=0,
+            section="grpo",
             accelerator=accelerator,
             timeout_s=120,
         )

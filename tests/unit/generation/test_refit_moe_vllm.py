@@ -13,7 +13,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import exported
 from nemo_rl.refit.sync import TENANT, Refit
@@ -64,6 +64,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
             model=str(tmp_path),
             tokenizer=str(tmp_path),
             seed=0,
+            section="grpo",
             accelerator=accelerator,
             load_format="dummy",
             timeout_s=120,

@@ -18,10 +18,10 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
-from nemo_rl.models.policy.dtensor.export import export_weights
-from nemo_rl.refit.layout import ExportedTensor, exported
+from nemo_rl.models.policy.dtensor.model import export_weights
+from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
 from nemo_rl.refit.sync import TENANT, Refit
-from nemo_rl.refit.transfer import RefitError, WeightSender
+from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
 
@@ -123,6 +123,7 @@ def refit_into_engine(
             model=str(directory),
             tokenizer=str(directory),
             seed=0,
+            section="grpo",
             accelerator=accelerator,
             load_format="dummy",
             timeout_s=120,

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nemo_rl.models.generation.vllm.routed_experts import ExpertRecorder, as_experts, unpack
+from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
+from nemo_rl.models.generation.vllm.worker import as_experts
 
 LAYERS = 2
 
@@ -55,6 +56,11 @@ def step(runner: Runner, counts: dict[str, int], starts: list[int], ended: tuple
         num_scheduled_tokens=counts, total_num_scheduled_tokens=sum(counts.values()), finished_req_ids=set(ended)
     )
     assert runner.execute_model(scheduled) == "done"
+
+
+def unpack(record: tuple[list[int], str, bytes]) -> np.ndarray:
+    shape, dtype, data = record
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
 def test_every_request_gets_the_experts_of_its_own_tokens():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.models.generation.vllm.routed_experts import routed_experts_arguments
+from nemo_rl.models.generation.vllm.worker import EngineNodes, EngineSettings, engine_args
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.generation.configs import generation_config
 
@@ -82,6 +83,7 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
             model=path,
             tokenizer=path,
             seed=0,
+            section="grpo",
             load_format="auto",
             timeout_s=120,
             return_routed_experts=True,
@@ -108,11 +110,14 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
     assert num_same >= 0.99 * num_all, "but for scores that differ in the last bits"
 
 
-def test_an_engine_on_gpus_needs_its_prefix_cache():
-    cfg = generation_config(MAX_MODEL_LEN)
-    assert routed_experts_arguments(cfg, "cpu") == {}
-    on = cfg.model_copy(update={"vllm_cfg": cfg.vllm_cfg.model_copy(update={"enable_prefix_caching": True})})
-    assert routed_experts_arguments(on, "cuda") == {"enable_return_routed_experts": True}
+@pytest.mark.slow
+def test_an_engine_on_gpus_needs_its_prefix_cache(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    cfg, path = generation_config(MAX_MODEL_LEN), str(tmp_path)
+    nodes = EngineNodes(num_nodes=1, rank=0, address="", port=0)
+    settings = EngineSettings(model=path, tokenizer=path, cfg=cfg, device="cpu", seed=0, return_routed_experts=True)
+    assert not engine_args(settings, nodes).enable_return_routed_experts
+    assert engine_args(replace(settings, device="cuda"), nodes).enable_return_routed_experts
     off = cfg.model_copy(update={"vllm_cfg": cfg.vllm_cfg.model_copy(update={"enable_prefix_caching": False})})
     with pytest.raises(ValueError, match=r"enable_prefix_caching=false: .*router_replay.*set it to true"):
-        routed_experts_arguments(off, "cuda")
+        engine_args(replace(settings, cfg=off, device="cuda"), nodes)

@@ -10,7 +10,7 @@ import torch
 from nemo_rl.algorithms.trainers.metrics import draft_metrics
 from nemo_rl.models.generation.config import engine_settings, speculation_problems
 from nemo_rl.models.generation.interfaces import DraftCounts
-from nemo_rl.models.generation.vllm.speculation import expand_batch_to_tokens
+from nemo_rl.models.generation.vllm.engine_patches import expand_batch_to_tokens
 from tests.unit.config.run_configs import build
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}

@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.generation.vllm import batch_invariance as vllm_batch_invariance
-from nemo_rl.models.generation.vllm.batch_invariance import ROW_BLOCKS, RowInvariantLinear
+from nemo_rl.models.generation.vllm import engine_patches
+from nemo_rl.models.generation.vllm.engine_patches import ROW_BLOCKS, RowInvariantLinear
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    vllm_batch_invariance._known_row_blocks.clear()
+    engine_patches._known_row_blocks.clear()
     yield
     torch.set_num_threads(num_threads)
-    vllm_batch_invariance._known_row_blocks.clear()
+    engine_patches._known_row_blocks.clear()
 
 
 SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64)]

@@ -45,6 +45,7 @@ def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
             model=model_dir,
             tokenizer=model_dir,
             seed=0,
+            section="grpo",
             accelerator=Accelerator(exclusive=False),
             load_format="auto",
             timeout_s=120,
@@ -206,10 +207,8 @@ def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], messa
     assert info.value.cause.exception_type == "ValueError"
 
 
-def test_counters_and_cache(generation: VllmGeneration) -> None:
-    before = generation.num_generated_tokens()
-    one(generation, [70, 71], max_new_tokens=4)
-    assert 1 <= generation.num_generated_tokens() - before <= 4
+def test_cache_and_sleep(generation: VllmGeneration) -> None:
+    assert 1 <= len(one(generation, [70, 71], max_new_tokens=4).token_ids) <= 4
     generation.reset_prefix_cache()
     generation.offload()
     generation.onload()
@@ -220,7 +219,12 @@ def test_engine_arguments_that_other_keys_decide(ray_local: None, model_dir: str
     cluster = RayVirtualCluster([1], use_gpus=False, name="refused")
     with pytest.raises(ValueError, match=r"vllm_kwargs\.gpu_memory_utilization: set policy\.generation\.vllm_cfg"):
         VllmGeneration(
-            cluster, generation_config(64, gpu_memory_utilization=0.9), model=model_dir, tokenizer=model_dir, seed=0
+            cluster,
+            generation_config(64, gpu_memory_utilization=0.9),
+            model=model_dir,
+            tokenizer=model_dir,
+            seed=0,
+            section="grpo",
         )
 
 
@@ -256,9 +260,6 @@ def engine_pid(worker_pid: int) -> int:
 def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration) -> None:
     worker = generation.workers[1]
 
-    def num_requests() -> int:
-        return ray.get(worker.call.remote("counters"))["num_requests"]
-
     async def give_up() -> int:
         engines = Engines(timeout_s=60)
         engines.replace([worker])
@@ -270,13 +271,10 @@ def test_requests_that_are_given_up_leave_the_engine(generation: VllmGeneration)
             task.cancel()
         await asyncio.sleep(0.3)
         assert (await engines.generate([60], SamplingParams(max_new_tokens=4), 1)).token_ids, "the engine goes on"
-        return num_done + 1
+        return num_done
 
-    before = num_requests()
-    num_done = asyncio.run(give_up())
-    assert num_done < 16
-    ray.get(worker.call.remote("reset_prefix_cache"))  # raises while requests are under way
-    assert num_requests() - before == num_done
+    assert asyncio.run(give_up()) < 16
+    ray.get(worker.call.remote("reset_prefix_cache"))  # raises while requests are in flight
 
 
 def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import defaultdict
 from collections.abc import AsyncIterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nemo_rl.models.generation.interfaces import AnswerQueue
 from nemo_rl.models.generation.vllm.worker import VllmWorker
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 
@@ -43,7 +43,6 @@ class Worker(VllmWorker):
         self._admitted = asyncio.Semaphore(8)
         self._sampling_allowed = asyncio.Event()
         self._must_record, self._returns_experts = None, False
-        self._num_requests = self._num_prompt_tokens = self._num_generated_tokens = 0
 
     def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
         return None
@@ -74,7 +73,7 @@ def test_kv_of_a_version_that_comes_again_is_not_shared(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
-def test_a_failure_that_nobody_foresaw_reaches_whoever_asked():
+def test_an_unexpected_failure_reaches_the_client():
     class Broken(Worker):
         async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
             raise KeyError("logprobs")
@@ -82,7 +81,7 @@ def test_a_failure_that_nobody_foresaw_reaches_whoever_asked():
     async def ask() -> list[GenerationAnswer]:
         worker = Broken(Engine())
         worker._name = "generation replica 0"
-        worker._serving, worker._answers, worker._has_answers = {}, defaultdict(list), defaultdict(asyncio.Event)
+        worker._serving, worker._answers = {}, AnswerQueue()
         request = GenerationRequest(
             request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=0
         )

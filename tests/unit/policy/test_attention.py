@@ -33,11 +33,11 @@ from transformers import (
 
 from nemo_rl.models.policy.attention import (
     ATTENTION,
-    SEGMENT_ARCHITECTURES,
-    Segments,
+    PACKABLE_ARCHITECTURES,
+    CuSeqlens,
     attention,
     attention_implementation,
-    supports_segments,
+    unpackable_reason,
 )
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 
@@ -98,7 +98,7 @@ def states_together(
     out = model.base_model(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
-        segments=None if drop_segments else batch.segments,
+        cu_seqlens=None if drop_segments else batch.cu_seqlens,
         use_cache=False,
     )
     return out.last_hidden_state.flatten(0, 1)[batch.states]
@@ -114,7 +114,7 @@ def gradients(model: PreTrainedModel, states: torch.Tensor) -> dict[str, torch.T
 @pytest.mark.parametrize("family", FAMILIES)
 def test_states_and_gradients_equal_those_of_each_sequence_alone(family, padding_free):
     config = FAMILIES[family]
-    assert supports_segments(config) is None
+    assert unpackable_reason(config) is None
     alone, together = build(config, "eager"), build(config, ATTENTION)
     expected = states_alone(alone, LENGTHS)
     actual = states_together(together, LENGTHS, RowLayout(padding_free=padding_free, divisible_by=16))
@@ -136,11 +136,11 @@ def test_without_segments_sequences_of_one_row_leak_into_each_other(family):
 
 
 def reference(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments, window: int | None
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens: CuSeqlens, window: int | None
 ) -> torch.Tensor:
     """Softmax under one mask over all queries and keys of the row."""
     blocks = []
-    for q, k in zip(segments.query_lengths, segments.key_lengths, strict=True):
+    for q, k in zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True):
         seen = torch.ones(q, k, dtype=torch.bool).tril(k - q)
         blocks.append(seen if window is None else seen.triu(k - q - window + 1))
     groups = query.shape[1] // key.shape[1]
@@ -161,13 +161,15 @@ def reference(
 def test_every_query_sees_its_keys_and_no_others(lengths, window, key_heads, value_width):
     query_lengths = [q for q, _, count in lengths for _ in range(count)]
     key_lengths = [q + more for q, more, count in lengths for _ in range(count)]
-    segments = Segments.of(query_lengths, key_lengths)
+    cu_seqlens = CuSeqlens.of(query_lengths, key_lengths)
     generator = torch.Generator().manual_seed(sum(key_lengths))
     query = torch.randn(1, 4, sum(query_lengths), 8, generator=generator)
     key = torch.randn(1, key_heads, sum(key_lengths), 8, generator=generator)
     value = torch.randn(1, key_heads, sum(key_lengths), value_width, generator=generator)
-    out, _ = attention(nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, segments=segments)
-    torch.testing.assert_close(out, reference(query, key, value, segments, window), atol=1e-5, rtol=1e-5)
+    out, _ = attention(
+        nn.Identity(), query, key, value, None, scaling=0.3, sliding_window=window, cu_seqlens=cu_seqlens
+    )
+    torch.testing.assert_close(out, reference(query, key, value, cu_seqlens, window), atol=1e-5, rtol=1e-5)
 
 
 class CountAttention(TorchDispatchMode):
@@ -199,7 +201,7 @@ def test_neighbours_of_equal_length_share_a_call_and_no_mask_is_made():
     ids=lambda value: value.model_type if isinstance(value, PretrainedConfig) else "",
 )
 def test_architectures_whose_tokens_meet_elsewhere_are_refused_with_the_reason(config, reason, implementation):
-    assert reason in str(supports_segments(config))
+    assert reason in str(unpackable_reason(config))
     assert attention_implementation(config) == implementation
 
 
@@ -266,10 +268,10 @@ def shrunk(model_type: str) -> PretrainedConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted(SEGMENT_ARCHITECTURES))
+@pytest.mark.parametrize("model_type", sorted(PACKABLE_ARCHITECTURES))
 def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type):
     config = shrunk(model_type)
-    assert supports_segments(config) is None
+    assert unpackable_reason(config) is None
     with torch.no_grad():
         expected = states_alone(build(config, "eager"), LENGTHS)
         actual = states_together(build(config, ATTENTION), LENGTHS, RowLayout(padding_free=True, divisible_by=8))
@@ -280,28 +282,28 @@ def test_every_architecture_that_is_let_through_keeps_sequences_apart(model_type
 
 
 def test_a_text_model_inside_a_larger_one_is_judged_by_its_own_configuration():
-    assert supports_segments(Gemma3Config()) is None
+    assert unpackable_reason(Gemma3Config()) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window):
-    segments = Segments.of([19, 1, 2, 7, 7, 30], [19, 1, 12, 7, 9, 30])
+    cu_seqlens = CuSeqlens.of([19, 1, 2, 7, 7, 30], [19, 1, 12, 7, 9, 30])
     generator = torch.Generator().manual_seed(0)
     states = [
         torch.randn(1, heads, sum(lengths), 64, generator=generator).to(dtype)
-        for heads, lengths in ((4, segments.query_lengths), (2, segments.key_lengths), (2, segments.key_lengths))
+        for heads, lengths in ((4, cu_seqlens.query_lengths), (2, cu_seqlens.key_lengths), (2, cu_seqlens.key_lengths))
     ]
-    grad = torch.randn(1, sum(segments.query_lengths), 4, 64, generator=generator).to(dtype)
+    grad = torch.randn(1, sum(cu_seqlens.query_lengths), 4, 64, generator=generator).to(dtype)
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
-        moved, grads = segments.to(torch.device(device)), grad.to(device, compute)
+        moved, grads = cu_seqlens.to(torch.device(device)), grad.to(device, compute)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            out, _ = attention(nn.Identity(), *inputs, None, scaling=0.3, sliding_window=window, segments=moved)
+            out, _ = attention(nn.Identity(), *inputs, None, scaling=0.3, sliding_window=window, cu_seqlens=moved)
             out.backward(grads)
         finally:
             torch.cuda.set_sync_debug_mode("default")

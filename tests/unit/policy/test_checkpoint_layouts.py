@@ -16,12 +16,13 @@ from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerCon
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import VOCAB, save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
 
 MOMENTUM = OptimizerConfig(name="torch.optim.SGD", kwargs={"lr": 0.05, "momentum": 0.9})
-FORMAT: dict[str, Any] = {"save_optimizer": True, "save_consolidated": False, "model_save_format": "torch_save"}
+FORMAT = SaveRequest(in_background=True)
 TP, CP, PP, EP, COPIES = (
     f"{axis}_size"
     for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel", "dp_replicate")
@@ -49,7 +50,7 @@ def finish(worker: DTensorPolicyWorker) -> None:
 def goes_on(rank: int, world: int, path: Path, layout: dict[str, Any], directory: Path) -> Any:
     worker = make_worker(path, config_of(layout))
     train_once(worker)
-    worker.start_save_checkpoint(directory, **FORMAT)
+    worker.save_checkpoint(directory, FORMAT)
     result = train_once(worker)
     finish(worker)
     return result.losses, whole_weights(worker)

@@ -21,10 +21,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_rl.models.policy.attention import ATTENTION, check_context_parallel, context_sum
+from nemo_rl.models.policy.attention import ATTENTION, context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.layout import ParallelSizes
+from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
 
 VOCAB = 61
@@ -93,7 +96,9 @@ def alone(config: PretrainedConfig, data_ranks: int) -> tuple[list[torch.Tensor]
 
 
 def score(model: PreTrainedModel, batch: ModelBatch, group: dist.ProcessGroup) -> torch.Tensor:
-    out = model(input_ids=batch.input_ids, position_ids=batch.position_ids, segments=batch.segments, use_cache=False)
+    out = model(
+        input_ids=batch.input_ids, position_ids=batch.position_ids, cu_seqlens=batch.cu_seqlens, use_cache=False
+    )
     picked = out.logits.flatten(0, 1)[batch.states].log_softmax(-1).gather(-1, batch.targets[:, None])[:, 0]
     return context_sum(torch.zeros(batch.shape).index_put((batch.rows, batch.positions), picked), group)
 
@@ -162,7 +167,7 @@ def test_the_sum_is_on_every_rank_and_its_gradient_is_not_summed_again():
 
 
 def test_an_attention_that_cannot_be_cut_is_refused_by_name():
-    check_context_parallel(Qwen2Config(), 8)
-    check_context_parallel(Gemma2Config(), 1)
+    check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=8)), Qwen2Config())
+    check_layout(policy_config(), Gemma2Config())
     with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.context_parallel_size=2.*'gemma2'.*soft-capped"):
-        check_context_parallel(Gemma2Config(), 2)
+        check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())

@@ -12,12 +12,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.attention import Segments
+from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.microbatches import pad
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.dtensor.parallelize import load_config
 from nemo_rl.models.policy.head.token_filter import filter_logits
+from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 from tests.unit.policy.exact_cases import (
     ADVANTAGES,
@@ -333,7 +333,7 @@ class OneSegment(RowLayout):
 
     def build(self, sequences: Any, columns: Any = None, routed_experts: Any = None) -> ModelBatch:
         batch = super().build(sequences, columns, routed_experts)
-        return replace(batch, segments=Segments.of([batch.input_ids.shape[1]]))
+        return replace(batch, cu_seqlens=CuSeqlens.of([batch.input_ids.shape[1]]))
 
 
 def as_one_segment(layout: RowLayout) -> RowLayout:

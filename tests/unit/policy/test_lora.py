@@ -22,7 +22,7 @@ from nemo_rl.models.policy import peft_format
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.lora import LoRALinear, apply_lora
-from nemo_rl.models.policy.dtensor.parallelize import recompute_activations
+from nemo_rl.models.policy.dtensor.model import recompute_activations
 from nemo_rl.models.policy.weight_loading import copy_whole
 from tests.worlds import run_world
 

@@ -17,9 +17,11 @@ from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, OptimizerCon
 from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import Segment
-from nemo_rl.refit.transfer import WeightReceiver, attach_buffer
+from nemo_rl.refit.transfer import WeightReceiver
 from nemo_rl.types import TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
@@ -75,7 +77,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
         result = train(worker, config)
     if directory is not None:
         directory.mkdir(exist_ok=True)
-        worker.save_checkpoint(directory, save_optimizer=True, save_consolidated=False, model_save_format="safetensors")
+        worker.save_checkpoint(directory, SaveRequest(model_save_format="safetensors"))
     return result, whole_weights(worker)
 
 

@@ -26,17 +26,12 @@ from transformers import (
 )
 
 from nemo_rl.models.policy.dtensor import moe
-from nemo_rl.models.policy.dtensor.export import export_weights
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.model import export_weights, materialize, recompute_activations
 from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
-from nemo_rl.models.policy.dtensor.parallelize import (
-    decoder_layers,
-    materialize,
-    parameters_on_meta,
-    recompute_activations,
-)
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.layout import ParallelSizes
+from nemo_rl.models.policy.pretrained import decoder_layers, parameters_on_meta
 from nemo_rl.models.policy.weight_loading import StoredModel, hf_name, load_weights, named_tensors
 from tests.worlds import run_world
 

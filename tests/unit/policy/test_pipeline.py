@@ -32,8 +32,8 @@ from transformers import (
 )
 
 from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.batch.microbatches import from_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.batch.runner import from_last_stage
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
 from nemo_rl.models.policy.dtensor.pipeline import (
     HandOver,

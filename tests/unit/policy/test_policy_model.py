@@ -13,10 +13,10 @@ from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import build_stages, row_layout
-from nemo_rl.models.policy.dtensor.parallelize import load_config
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.layout import ParallelSizes
+from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model

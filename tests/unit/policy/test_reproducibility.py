@@ -21,6 +21,7 @@ from nemo_rl.models.policy.config import (
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import LOSS, load_step, make_worker, policy_config, whole_weights
 from tests.worlds import run_world
@@ -74,7 +75,7 @@ def goes_on(rank: int, world: int, path: Path, config: PolicyConfig, directory: 
     """Two optimizer steps, a checkpoint, and two more."""
     worker = make_worker(path, config)
     results = [train_once(worker)]
-    worker.save_checkpoint(directory, save_optimizer=True, save_consolidated=False, model_save_format="safetensors")
+    worker.save_checkpoint(directory, SaveRequest(model_save_format="safetensors"))
     results.append(train_once(worker))
     return results, whole_weights(worker)
 

@@ -20,14 +20,14 @@ from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.convert import merge_adapter
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
-from nemo_rl.models.policy.pretrained import read_model_config
+from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
 from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
@@ -221,7 +221,7 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
         worker = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
         scores_and_gradients(worker)
         step(worker)
-        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format=save_format)
+        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True, model_save_format=save_format))
         after, _ = scores_and_gradients(worker)
         again = make_worker(reward_models["llama"], dtensor_cfg=DTensorConfig(**cut))
         again.load_checkpoint(tmp_path, load_optimizer=True)
@@ -256,7 +256,7 @@ def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_mod
         worker = make_worker(path, dtensor_cfg=config())
         _, grads = scores_and_gradients(worker)
         step(worker)
-        worker.save_checkpoint(tmp_path, save_optimizer=True, save_consolidated=True, model_save_format="safetensors")
+        worker.save_checkpoint(tmp_path, SaveRequest(save_consolidated=True, model_save_format="safetensors"))
         after, _ = scores_and_gradients(worker)
         again = make_worker(path, dtensor_cfg=config(adapter_path=str(tmp_path / "policy" / "adapter")))
         return set(grads), after, scores_and_gradients(again)[0]

@@ -23,10 +23,10 @@ def test_padding_free_rows_hold_the_sequences_end_to_end():
     batch = RowLayout(padding_free=True, divisible_by=4).build(THREE)
     assert batch.input_ids.tolist() == [[5, 6, 7, 8, 9, 10, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 0, 1, 0, 1]]
-    assert batch.segments is not None
-    assert batch.segments.query_lengths == batch.segments.key_lengths == (3, 1, 2, 2)
-    assert batch.segments.query_offsets.tolist() == [0, 3, 4, 6, 8]
-    assert batch.segments.query_offsets.dtype == torch.int32
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.query_lengths == batch.cu_seqlens.key_lengths == (3, 1, 2, 2)
+    assert batch.cu_seqlens.cu_seqlens_q.tolist() == [0, 3, 4, 6, 8]
+    assert batch.cu_seqlens.cu_seqlens_q.dtype == torch.int32
     assert batch.states.tolist() == [1, 4]  # token 0 of the last sequence is predicted by nothing
     assert batch.targets.tolist() == [7, 10]
     assert (batch.rows.tolist(), batch.positions.tolist()) == ([0, 2], [2, 1])
@@ -37,7 +37,7 @@ def test_padded_rows_hold_one_sequence_each_and_need_no_segments():
     batch = RowLayout(padding_free=False, divisible_by=4).build(THREE)
     assert batch.input_ids.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0], [9, 10, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3]] * 3
-    assert batch.segments is None
+    assert batch.cu_seqlens is None
     assert batch.states.tolist() == [1, 8]
     assert batch.targets.tolist() == [7, 10]
     assert batch.shape == (3, 3)
@@ -45,7 +45,7 @@ def test_padded_rows_hold_one_sequence_each_and_need_no_segments():
 
 def test_a_full_row_has_no_segment_of_padding():
     batch = RowLayout(padding_free=True, divisible_by=3).build(THREE)
-    assert batch.segments is not None and batch.segments.query_lengths == (3, 1, 2)
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.query_lengths == (3, 1, 2)
 
 
 def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence():
@@ -60,10 +60,10 @@ def test_context_parallel_ranks_hold_an_early_and_a_late_chunk_of_every_sequence
     assert rows[1].input_ids.tolist() == [[12, 13, 14, 15, 21, 0]]
     assert rows[0].position_ids.tolist() == [[0, 1, 6, 7, 0, 3]]
     assert rows[1].position_ids.tolist() == [[2, 3, 4, 5, 1, 2]]
-    assert rows[0].segments is not None and rows[1].segments is not None
-    assert rows[0].segments.query_lengths == rows[1].segments.query_lengths == (2, 2, 1, 1)
-    assert rows[0].segments.key_lengths == (2, 8, 1, 4)
-    assert rows[1].segments.key_lengths == (4, 6, 2, 3)
+    assert rows[0].cu_seqlens is not None and rows[1].cu_seqlens is not None
+    assert rows[0].cu_seqlens.query_lengths == rows[1].cu_seqlens.query_lengths == (2, 2, 1, 1)
+    assert rows[0].cu_seqlens.key_lengths == (2, 8, 1, 4)
+    assert rows[1].cu_seqlens.key_lengths == (4, 6, 2, 3)
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,11 +122,11 @@ def test_every_scored_token_is_judged_once_by_the_state_before_it_or_by_its_own(
 
 def check_keys(batch, tokens: torch.Tensor) -> None:
     """Every segment's keys are its sequence from the start up to its own last query."""
-    context = batch.segments.context
-    assert len(batch.segments.key_offsets) == len(batch.segments.key_lengths) + 1
+    context = batch.cu_seqlens.context
+    assert len(batch.cu_seqlens.cu_seqlens_k) == len(batch.cu_seqlens.key_lengths) + 1
     ids, positions = batch.input_ids.flatten(), batch.position_ids.flatten()
-    queries, keys = ids.split(batch.segments.query_lengths), tokens[context.index].split(batch.segments.key_lengths)
-    at = positions.split(batch.segments.query_lengths)
+    queries, keys = ids.split(batch.cu_seqlens.query_lengths), tokens[context.index].split(batch.cu_seqlens.key_lengths)
+    at = positions.split(batch.cu_seqlens.query_lengths)
     for query, key, position in zip(queries, keys, at, strict=True):
         assert query.tolist() == key[-len(query) :].tolist()
         assert position.tolist() == list(range(len(key) - len(query), len(key)))

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta, materialize
+from nemo_rl.models.policy.dtensor.model import materialize
+from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
 from tests.unit.policy.models import save_random_model
 from tests.worlds import run_world

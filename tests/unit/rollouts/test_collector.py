@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
-from nemo_rl.models.generation.interfaces import TENANT
+from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import Prompt, SamplingParams
@@ -79,7 +79,7 @@ class OverFakes(RolloutCollector):
         self._num_restarts, self._postponed, self._recording = 0, None, {}
         self._unused, self._keeper = deque(), Keeper()
         self._accelerator = Accelerator(exclusive=False)
-        self._accelerator.register(TENANT, lambda: None, lambda: None)
+        self._accelerator.register(GENERATION, lambda: None, lambda: None)
         self.group = group
         self.groups = [group]
         self.restart_generation = lambda: ["engine, started again"]
@@ -238,7 +238,7 @@ def test_beside_training_engines_are_left_alone(synced):
     group = Playing(failures={0: error(WorkerError, "rollout-0", "EngineDied")})
     collector = OverFakes(group)
     collector.submit(requests(2))
-    collector.tend()
+    collector.poll()
     assert collector.finished(wait=False) == [] and group.generations == [] and group.asked == ["g0", "g1"]
     group.failures = {}
     if synced:  # the sync of weights found the engine dead as well
@@ -251,14 +251,14 @@ def test_beside_training_engines_are_left_alone(synced):
 def test_beside_training_a_rollout_worker_that_keeps_dying_ends_the_run():
     collector = OverFakes(Playing(failures={0: error(WorkerDied, "rollout-0")}))
     collector.submit(requests(2))
-    collector.tend()
+    collector.poll()
     assert len(collector.groups) == 2 and collector.groups[1].asked == ["g0", "g1"]
     for _ in range(2):
         collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
-        collector.tend()
+        collector.poll()
     collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
     with pytest.raises(WorkerDied):
-        collector.tend()
+        collector.poll()
 
 
 class Once(FakeGroup):
@@ -280,13 +280,13 @@ class Once(FakeGroup):
     open: dict[str, None]
 
 
-def test_nothing_is_tended_while_an_engine_is_replaced():
+def test_poll_does_nothing_while_an_engine_is_replaced():
     group = Once(failures={1: error(WorkerError, "rollout-0", "EngineDied")})
     group.open = {}
     collector = OverFakes(group)
 
     def restart() -> list[str]:
-        collector.tend()  # the policy is waited for
+        collector.poll()  # the policy is waited for
         return ["engine, started again"]
 
     collector.restart_generation = restart
@@ -294,11 +294,11 @@ def test_nothing_is_tended_while_an_engine_is_replaced():
     assert group.generations == [["engine, started again"]]
 
 
-def test_whoever_replaces_an_engine_may_have_the_device():
+def test_the_device_is_free_while_an_engine_is_replaced():
     collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
     moves: list[str] = []
     collector._accelerator = Accelerator(exclusive=True)
-    for name in (TENANT, "refit"):
+    for name in (GENERATION, "refit"):
         collector._accelerator.register(
             name, lambda n=name: moves.append(f"+{n}"), lambda n=name: moves.append(f"-{n}")
         )
@@ -309,7 +309,7 @@ def test_whoever_replaces_an_engine_may_have_the_device():
 
     collector.restart_generation = restart
     assert sorted(played(collector, 3, 2)) == ["g0", "g1", "g2"]
-    assert moves == [f"+{TENANT}", f"-{TENANT}", "+refit", "-refit", f"+{TENANT}"]
+    assert moves == [f"+{GENERATION}", f"-{GENERATION}", "+refit", "-refit", f"+{GENERATION}"]
 
 
 def test_what_a_dead_rollout_worker_asked_of_the_engines_is_forgotten():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 from nemo_rl.environments.code.environment import describe
 from nemo_rl.environments.code.sandbox.limits import Program, SandboxLimits
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.task_formats import CALCULATOR, PYTHON
 
 # -- Arithmetic from untrusted text, by walking its syntax tree: nothing is ever executed.
@@ -160,13 +160,7 @@ def import_tool(path: str) -> Tool:
     Raises:
         ValueError: when there is none.
     """
-    module_name, _, name = path.partition(":")
-    try:
-        found = vars(importlib.import_module(module_name))[name]
-    except ModuleNotFoundError as error:
-        raise ValueError(f"tool {path!r}: no module {error.name!r} can be imported from here") from error
-    except KeyError as error:
-        raise ValueError(f"tool {path!r}: module {module_name!r} has no {name!r}") from error
+    found = import_object(path, "tool")
     tool = found if isinstance(found, Tool) else found()
     if not isinstance(tool, Tool):
         raise ValueError(f"tool {path!r} is a {type(tool).__name__}, not a nemo_rl.environments.code.tools.tools.Tool")

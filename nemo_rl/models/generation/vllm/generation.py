@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -11,17 +12,16 @@ from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.models.generation.interfaces import TENANT, DraftCounts, GenerationInterface
-from nemo_rl.models.generation.vllm.worker import check_vllm_kwargs
+from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.refit.transfer import Transport
+from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for
 
 logger = logging.getLogger(__name__)
 
 WORKER = "nemo_rl.models.generation.vllm.worker.VllmWorker"
-SPANNING = "nemo_rl.models.generation.vllm.follower.start_rank"
-# Libraries greet every process with notes on CUDA and NUMA that say nothing on a CPU machine.
+WORKER_OF_NODE = "nemo_rl.models.generation.vllm.worker.start_node"
+# Libraries print notes on CUDA and NUMA in every process, which mean nothing on a CPU machine.
 CPU_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::FutureWarning", "TORCH_LOGS": "-all"}
 
 
@@ -29,20 +29,20 @@ class VllmGeneration(GenerationInterface):
     """One engine per data-parallel replica, on `vllm_cfg.engine_size` bundles: neighbours on one node, or whole nodes.
 
     Args:
-        cluster: the bundles, all of which are used; with colocated generation the policy's own.
+        cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
         cfg: `policy.generation`.
-        model: directory or hub name of the model. With `load_format="dummy"` its configuration alone is read: the
+        model: directory or hub name of the model. With `load_format="dummy"` only its configuration is read: the
             weights come from the policy with the first sync.
         tokenizer: directory or hub name of the tokenizer.
-        seed: of the run.
-        accelerator: generation registers there as "generation"; None leaves `onload` and `offload` to the caller.
+        seed: seed of the run.
+        section: configuration section that holds the seed, for messages.
+        accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
         load_format: "auto" reads the weights of `model` (evaluation, tests).
-        num_replicas: fewer replicas than there is room for.
-        return_routed_experts: completions say which experts every token went through.
+        return_routed_experts: return the experts of every token with completions.
 
     Raises:
-        ValueError: when the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
+        ValueError: the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
     """
 
     def __init__(
@@ -53,40 +53,38 @@ class VllmGeneration(GenerationInterface):
         model: str,
         tokenizer: str,
         seed: int,
+        section: str,
         accelerator: Accelerator | None = None,
         hf_overrides: dict[str, Any] | None = None,
         load_format: Literal["dummy", "auto"] = "dummy",
-        num_replicas: int | None = None,
         name_prefix: str = "generation",
         timeout_s: float | None = None,
         return_routed_experts: bool = False,
     ) -> None:
-        check_vllm_kwargs(cfg)
+        check_vllm_kwargs(cfg, section)
         self._cluster = cluster
         self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
-        if num_replicas is not None:
-            if not 1 <= num_replicas <= len(self._bundle_groups):
-                raise ValueError(f"{num_replicas} replicas asked for where {len(self._bundle_groups)} have room")
-            self._bundle_groups = self._bundle_groups[:num_replicas]
         self._name_prefix = name_prefix
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
         if hf_overrides:
             cfg = cfg.model_copy(update={"vllm_kwargs": {**cfg.vllm_kwargs, "hf_overrides": hf_overrides}})
-        self._args = (model, tokenizer, cfg)
-        self._kwargs: dict[str, Any] = {
-            "device": "cuda" if cluster.use_gpus else "cpu",
-            "seed": seed,
-            "load_format": load_format,
-            "return_routed_experts": return_routed_experts,
-            "weight_transfer": weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
-        }
-        self._bytes_of_ended = 0
-        cluster.bundles()  # booked here, once, before the replicas start side by side
+        self._settings = EngineSettings(
+            model=model,
+            tokenizer=tokenizer,
+            cfg=cfg,
+            device="cuda" if cluster.use_gpus else "cpu",
+            seed=seed,
+            load_format=load_format,
+            weight_transfer=weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
+            return_routed_experts=return_routed_experts,
+        )
+        self._bytes_of_stopped = 0
+        cluster.bundles()  # reserve them once, before the replicas start in parallel
         self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
         if accelerator is not None:
-            accelerator.register(TENANT, self.onload, self.offload, on_device=True)
+            accelerator.register(GENERATION, self.onload, self.offload, on_device=True)
 
     @property
     def name_prefix(self) -> str:
@@ -98,11 +96,11 @@ class VllmGeneration(GenerationInterface):
 
     @property
     def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_ended + sum(replica.controller_tensor_bytes for replica in self._replicas)
+        return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
 
     @property
     def num_engine_ranks(self) -> int:
-        """Processes that compute, of all engines together."""
+        """Number of ranks of all engines together."""
         return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
@@ -129,15 +127,12 @@ class VllmGeneration(GenerationInterface):
     def reset_prefix_cache(self) -> None:
         self._call_all("reset_prefix_cache")
 
-    def num_generated_tokens(self) -> int:
-        return sum(counters["num_generated_tokens"] for counters in self._call_all("counters"))
-
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())
 
     def dead_workers(self) -> list[int]:
         dead = []
-        limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as long as whoever waits for answers
+        limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as `EngineClient` waits
         for index, replica in enumerate(self._replicas):
             try:
                 replica.call_all("check_health", timeout_s=limit_s)
@@ -152,10 +147,10 @@ class VllmGeneration(GenerationInterface):
     def restart_worker(self, index: int) -> None:
         old = self._replicas[index]
         present = self._accelerator.present if self._accelerator is not None else None
-        if self._accelerator is not None and present is not None and present != TENANT:
+        if self._accelerator is not None and present is not None and present != GENERATION:
             self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
         logger.warning("restarting %s", old.name_prefix)
-        self._bytes_of_ended += old.controller_tensor_bytes
+        self._bytes_of_stopped += old.controller_tensor_bytes
         old.shutdown()
         self._replicas[index] = self._start(index)
 
@@ -169,11 +164,11 @@ class VllmGeneration(GenerationInterface):
         )
 
     def _start(self, index: int) -> RayWorkerGroup:
-        # A group of its own for each replica, so that one can be ended and started anew.
+        # Each replica has its own group, so that it can be restarted alone.
         nodes = self._bundle_groups[index]
         return RayWorkerGroup(
             self._cluster,
-            RayWorkerBuilder(WORKER if len(nodes) == 1 else SPANNING, *self._args, replica=index, **self._kwargs),
+            RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
             name_prefix=f"{self._name_prefix}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
@@ -182,10 +177,42 @@ class VllmGeneration(GenerationInterface):
         )
 
 
-def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
-    """The bundles of each engine, by node: neighbours on one node, or all of several nodes.
+def check_vllm_kwargs(cfg: GenerationConfig, section: str) -> None:
+    """Raise ValueError for a key of `policy.generation.vllm_kwargs` that another key of the configuration decides.
 
-    Raises ValueError when nodes and engines do not divide one another.
+    `section` is the configuration section that holds the seed.
+    """
+    decided = {
+        "model": "policy.model_name",
+        "tokenizer": "policy.tokenizer.name",
+        "dtype": "policy.generation.vllm_cfg.precision",
+        "quantization": "policy.generation.vllm_cfg.precision",
+        "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
+        "max_model_len": "policy.generation.vllm_cfg.max_model_len",
+        "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
+        "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
+        "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
+        "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
+        "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
+        "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
+        "enable_sleep_mode": "policy.generation.colocated.enabled",
+        "seed": f"{section}.seed",
+        "distributed_executor_backend": "",
+        "load_format": "",
+        "logprobs_mode": "",
+        "worker_extension_cls": "",
+        "weight_transfer_config": "",
+    }
+    for key in cfg.vllm_kwargs:
+        if key in decided:
+            instead = f"set {decided[key]} instead" if decided[key] else "the library decides it: remove the key"
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: {instead}")
+
+
+def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
+    """The bundles of each engine, by node: neighbours on one node, or all bundles of several nodes.
+
+    Raises ValueError if nodes and engines do not divide one another.
     """
     by_node, size = cluster.bundles_by_node(), cfg.engine_size
     per_node = len(by_node[0])
@@ -204,7 +231,7 @@ def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[lis
 
 
 def weight_transfer_backend(cfg: GenerationConfig, *, use_gpus: bool) -> Transport:
-    """The transport between policy and generation, on the same devices or on others."""
+    """The transport of weights, which depends on whether policy and generation share devices."""
     if not cfg.colocated.enabled:
         return "packed_collective"
     return "packed_ipc" if use_gpus else "packed_shm"

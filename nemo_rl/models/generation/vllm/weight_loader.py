@@ -1,24 +1,12 @@
-"""Receives the policy's weights inside vLLM's worker process.
+"""Receives the policy's weights inside vLLM's worker process, in place or through vLLM's layerwise reload.
 
-Importing this module (vLLM does, through `worker_extension_cls`) registers the engines `packed_shm`, `packed_ipc` and
-`packed_collective` in vLLM's weight-transfer registry. `weight_transfer_config={"backend": ...}` chooses; the four
-phases carry
-
-    init    `{"layout": PackLayout.to_dict(), "endpoints": {key: endpoint}, "replica": int}`, once
-    start   nothing
-    update  `{"version": int, "bucket": int, "fingerprints": bytes}`, per bucket
-    finish  nothing
-
-Weights reach the model in one of two ways:
-
-* in place: for a model whose layers use their weights as they are loaded (unquantised, not repacked). The model's own
-  `load_weights` is run once on tensors without data, and every copy it would make is recorded: which part of which
-  tensor goes into which part of which parameter, fused and tensor-parallel layers included. A sync is then these copies
-  and nothing else: no memory is allocated, no Python runs per module, and the addresses in captured graphs stay valid.
-* reload: everything else goes through vLLM's layerwise reload, which loads into fresh memory and processes it
-  (quantises, repacks) as after a start from disk.
-
-Adapters that come by themselves are added to weights in place; with reload they are refused.
+* In place: for a model whose layers use their weights as loaded (not quantised, not repacked). `trace_load` runs the
+  model's own `load_weights` once on tensors without data and records its copies: which part of which tensor goes into
+  which part of which parameter, fused and tensor-parallel layers included. A sync then consists of these copies only.
+  It allocates no memory, runs no Python per module, and keeps the addresses in captured graphs valid. Adapters that
+  are sent separately are added to the weights; with a reload they are refused.
+* Reload: every other model. vLLM loads into fresh memory and processes it (quantises, repacks) as after a start from
+  disk.
 """
 
 from __future__ import annotations
@@ -42,11 +30,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from nemo_rl.models.generation.vllm import batch_invariance as vllm_batch_invariance
-from nemo_rl.models.generation.vllm import speculation as vllm_speculation
-from nemo_rl.models.generation.vllm.routed_experts import ExpertRecorder
-from nemo_rl.refit.layout import PackLayout, Segment, TensorMeta
-from nemo_rl.refit.transfer import RefitError, Transport, WeightReceiver, attach_buffer
+from nemo_rl.models.generation.vllm import engine_patches
+from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
+from nemo_rl.refit.buffers import attach_buffer
+from nemo_rl.refit.layout import PackLayout, RefitError, Segment, TensorMeta, Transport
+from nemo_rl.refit.transfer import WeightReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +43,9 @@ aten = torch.ops.aten
 
 @dataclass
 class PackedInitInfo(WeightTransferInitInfo):
-    """Once: where everything lies, and the buffers by the place (node or GPU) they can be reached from.
+    """Sent once: the layout of the weights, and the sender's buffer for each node or GPU that can reach it.
 
-    `replica`: number of this engine among those of the run.
+    `replica` is the number of this engine in the run.
     """
 
     layout: dict[str, Any]
@@ -67,7 +55,7 @@ class PackedInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class PackedUpdateInfo(WeightTransferUpdateInfo):
-    """One bucket lies in the buffer; `fingerprints` holds a uint64 for each of its pieces."""
+    """Sent for each bucket in the buffer; `fingerprints` holds a uint64 for each of its pieces."""
 
     version: int
     bucket: int
@@ -75,7 +63,7 @@ class PackedUpdateInfo(WeightTransferUpdateInfo):
 
 
 class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpdateInfo]):
-    """vLLM's side of a transport."""
+    """The receiving end of a transport, in the four phases of vLLM's protocol: init, start, update, finish."""
 
     init_info_cls = PackedInitInfo
     update_info_cls = PackedUpdateInfo
@@ -93,19 +81,19 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._updating = False  # a bucket has arrived since the start
 
     def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
-        """Attach to the policy's buffer; a second call attaches to another one. RefitError when none is reachable.
+        """Attach to the policy's buffer, in place of an earlier one. Raises RefitError if none is reachable.
 
-        A collective returns when all engines have called it.
+        With a collective this returns when all engines have called it.
         """
         self.shutdown()
-        self._targets = None  # they go with the layout
+        self._targets = None  # they depend on the layout
         layout = PackLayout.from_dict(init_info.layout)
         receiver = init_info.replica * self.parallel_config.world_size + self.parallel_config.rank
         buffer = attach_buffer(self.transport, init_info.endpoints, self.device, receiver)
         self._receiver = WeightReceiver(layout, self.transport, buffer)
 
     def start_weight_update(self) -> None:
-        """Find out where weights go (first time, or when the model's memory has moved) and get ready for buckets."""
+        """Prepare for buckets. Traces where weights go in the first sync, and after the model's memory has moved."""
         if self._receiver is None:
             raise RefitError(f"{self.transport}: init_transfer_engine must come before the first sync")
         self._updating = False
@@ -129,7 +117,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
-        """Check one bucket and put it into the model. RefitError naming version, bucket and tensor."""
+        """Verify one bucket and load it. Raises RefitError with version, bucket and tensor."""
         assert self._receiver is not None
         if not self._updating:
             in_place = self._why_reload is None
@@ -139,7 +127,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._receiver.receive(update_info.bucket, update_info.fingerprints)
 
     def finish_weight_update(self) -> None:
-        """Refuse an incomplete sync, then bring what depends on the weights up to date."""
+        """Refuse an incomplete sync, then update what is derived from the weights."""
         assert self._receiver is not None
         if not self._updating:
             raise RefitError(f"{self.transport}: no bucket has arrived since the start of the sync")
@@ -153,7 +141,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             _pack_again(self.model)
 
     def shutdown(self) -> None:
-        """Let go of the policy's buffer."""
+        """Detach from the policy's buffer."""
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
@@ -177,42 +165,45 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if stale := sorted(names):
             raise RefitError(
                 f"{self.transport}: the policy does not send (all of) {len(stale)} of the engine's parameters, which "
-                f"would stay as they were: {', '.join(stale[:10])}"
+                f"would keep their old values: {', '.join(stale[:10])}"
             )
 
 
 class PackedShmEngine(PackedWeightTransferEngine):
-    """Through shared memory of the node."""
+    """Shared memory of the node."""
 
     transport: Transport = "packed_shm"
 
 
 class PackedIpcEngine(PackedWeightTransferEngine):
-    """Through memory of the GPU that policy and generation share."""
+    """Memory of the GPU that policy and generation share."""
 
     transport: Transport = "packed_ipc"
 
 
 class PackedCollectiveEngine(PackedWeightTransferEngine):
-    """From devices of the policy to others, in a process group made for it."""
+    """A process group of the policy's ranks and the engines' ranks, which are on other devices."""
 
     transport: Transport = "packed_collective"
 
 
-WeightTransferEngineFactory.register_engine("packed_shm", PackedShmEngine)
-WeightTransferEngineFactory.register_engine("packed_ipc", PackedIpcEngine)
-WeightTransferEngineFactory.register_engine("packed_collective", PackedCollectiveEngine)
+# vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": ...}` selects an engine.
+for _engine in (PackedShmEngine, PackedIpcEngine, PackedCollectiveEngine):
+    WeightTransferEngineFactory.register_engine(_engine.transport, _engine)
+
+# Before the model is built: on a CPU the linear layers are replaced.
+engine_patches.enable()
 
 
 class WorkerExtension:
-    """Given to vLLM as `worker_extension_cls`, which also imports this module in the worker process."""
+    """Methods that `collective_rpc` finds on vLLM's workers (`worker_extension_cls`)."""
 
-    _weight_update_active: bool  # vLLM's own, like the next one
+    _weight_update_active: bool  # vLLM's own attribute, as is `model_runner`
     model_runner: Any
     expert_recorder: ExpertRecorder
 
     def record_experts(self) -> None:
-        """Record from now on through which experts the tokens of every request go."""
+        """Record the routed experts of every request from now on."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
@@ -223,14 +214,14 @@ class WorkerExtension:
         return self.expert_recorder.take(request_id, num_tokens)
 
     def abandon_weight_update(self) -> None:
-        """Forget a sync that was begun and not finished, as when its sender died; nothing to do without one.
+        """Cancel an unfinished sync, if there is one, as after the death of its sender.
 
-        vLLM has no call for it and refuses to begin another. The weights are undefined until the next sync.
+        vLLM has no call for this and refuses to start another sync. The weights are undefined until the next sync.
         """
         self._weight_update_active = False
 
     def make_pipeline_buffers(self) -> None:
-        """What a stage receives from the one before. vLLM makes them in a trial run that it leaves out on a CPU."""
+        """Allocate the inputs of a pipeline stage. vLLM does this in a profile run, which it skips on a CPU."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -238,20 +229,12 @@ class WorkerExtension:
             )
 
 
-# On a GPU nothing is replaced; on a CPU the linear layers must be replaced before the model is built.
-vllm_batch_invariance.enable()
-vllm_speculation.enable()
-
-
-# -- where weights go
-
-
 class NotTraceable(Exception):
-    """Loading does more than copy parts of a tensor into parameters; the text says what."""
+    """Loading does more than copy parts of tensors into parameters; the message says what."""
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Records copies from the tensors being loaded into memory of the model, and performs none of them."""
+    """Records copies from the loaded tensors into the model's memory, without performing them."""
 
     def __init__(self, sources: list[torch.Tensor]) -> None:
         super().__init__()
@@ -272,7 +255,7 @@ class _CopyRecorder(TorchDispatchMode):
             self.segments[self._index[_storage(part)]].append(segment)
             self._count(target)
             return target
-        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding: written when the model was built
+        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding, which already holds this value
             self._count(args[0])
             return args[0]
         if func._schema.is_mutable or func is aten._local_scalar_dense.default:
@@ -285,11 +268,11 @@ class _CopyRecorder(TorchDispatchMode):
 
 
 def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[list[list[Segment]], list[str]]:
-    """Where `model.load_weights` would put each tensor, and the parameters it would not write in full.
+    """Where `model.load_weights` would copy each tensor, and the parameters that it would not write in full.
 
     Raises:
-        NotTraceable: when loading is not a matter of copies.
-        ValueError: from the model, for a name it does not know.
+        NotTraceable: loading consists of more than copies.
+        ValueError: from the model, for an unknown name.
     """
     sources = [torch.empty(meta.shape, dtype=meta.torch_dtype, device="meta") for meta in tensors]
     recorder = _CopyRecorder(sources)
@@ -307,7 +290,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _why_not_in_place(model: torch.nn.Module) -> str | None:
-    """Why weights cannot simply be written into the parameters; None when they can."""
+    """Why weights cannot be copied into the parameters as they are; None if they can."""
     for name, module in model.named_modules():
         if hasattr(module, "quant_method") and isinstance(method := module.quant_method, QuantizeMethodBase):
             if type(method) not in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
@@ -320,10 +303,10 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
 
 
 def _repack_experts(model: torch.nn.Module) -> None:
-    """Have the reload pack the experts' weights for the CPU kernel.
+    """Make the reload pack the experts' weights for the CPU kernel.
 
-    vLLM packs them only while it sets the kernel up, and a reload keeps the kernel: unpacked weights would land in the
-    memory of packed ones.
+    vLLM packs them only when it creates the kernel, and a reload keeps the kernel: unpacked weights would be copied
+    into the memory of packed ones.
     """
     for module in model.modules():
         if hasattr(module, "quant_method") and isinstance(method := module.quant_method, UnquantizedFusedMoEMethod):
@@ -331,8 +314,8 @@ def _repack_experts(model: torch.nn.Module) -> None:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Layers that keep their weight and a repacked copy of it (a head tied to its embedding does) get a new copy."""
+    """Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding."""
     for module in model.modules():
         packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
-        if packed and not isinstance(module.cpu_linear, vllm_batch_invariance.RowInvariantLinear):
+        if packed and not isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
             layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -17,7 +17,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -29,10 +28,11 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.errors import nearest_key
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, is_scalar, output_module
 from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
-from nemo_rl.refit.adapter_merge import merge
+from nemo_rl.refit.layout import merge
 
 KEY = "policy.dtensor_cfg.lora_cfg"
 ADAPTER_PARAMETERS = ("lora_A", "lora_B")
@@ -176,8 +176,8 @@ def _no_head(name: str, hf: PreTrainedModel) -> str:
 
 def _unknown(key: str, entry: str, hf: PreTrainedModel, layers: dict[str, nn.Linear]) -> str:
     parts = sorted({name.rpartition(".")[2] for name in layers})
-    near = get_close_matches(entry.strip("*."), parts, n=1) or get_close_matches(entry, layers, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest_key(entry.strip("*."), parts) or nearest_key(entry, layers)
+    hint = f"; did you mean {near!r}?" if near else ""
     return f"{key}: {entry!r} matches no linear layer of {type(hf).__name__}{hint}\nThere are {_listed(layers)}"
 
 

@@ -1,4 +1,8 @@
-"""Whether a model can be cut the way `policy.dtensor_cfg` says, found on the driver before any worker loads it."""
+"""From a model directory to the parts of the model that a rank trains, and from these back to whole weights.
+
+meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
+-> memory for the local shards -> weights, slice by slice -> ... -> `export_weights` for generation and checkpoints
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,80 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy import attention, peft_format
-from nemo_rl.models.policy import attention as context_parallel
+from nemo_rl.models.policy import peft_format
+from nemo_rl.models.policy.attention import unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor import lora, moe, parallelize, pipeline
-from nemo_rl.models.policy.dtensor import tp_plans as tensor_parallel
+from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
-from nemo_rl.models.policy.peft_format import load_peft
-from nemo_rl.models.policy.weight_loading import load_weights, named_tensors
+from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
+from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
+from nemo_rl.refit.layout import ExportedTensor, GatheredParts, exported, gathered
 from nemo_rl.types import SamplingParams
-
-# -- From a model directory to the parts of the model a rank trains: cut, sharded, filled.
 
 logger = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
+    """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
+    settings = config.dtensor_cfg
+    model = copy.deepcopy(model)  # building a model writes into its configuration
+    if not is_scalar(model):
+        logit_transform(model)
+    if settings.tensor_parallel_size > 1:
+        tensor_parallel.check_tensor_parallel(
+            model,
+            settings.tensor_parallel_size,
+            sequence_parallel=settings.sequence_parallel,
+            custom_plan=settings.custom_parallel_plan,
+        )
+    reason = unpackable_reason(model)
+    if settings.context_parallel_size > 1 and reason is not None:
+        raise ValueError(
+            f"policy.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
+            f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
+            "tensor_parallel_size or activation_checkpointing for long sequences"
+        )
+    pipeline.check_pipeline(model, settings)
+    moe.check_experts(model, settings.expert_parallel_size)
+    if settings.lora_cfg.enabled:
+        lora.check_lora(model, settings.lora_cfg)
+        if settings.lora_cfg.adapter_path is not None:
+            directory = Path(settings.lora_cfg.adapter_path)
+            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
+    if reason is None:
+        return
+    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
+    if config.padding_free:
+        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
+    if config.sequence_packing.enabled:
+        raise ValueError(
+            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
+            "policy.dynamic_batching.enabled=true"
+        )
+
+
+# -- building
 
 
 def build_stages(
@@ -45,13 +97,14 @@ def build_stages(
 ) -> list[LogprobModel]:
     """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective.
 
-    `hf_config`: of a reward or value model as `scalar_config` gives it.
+    `hf_config`: for a reward or value model, the result of `scalar_config`.
     """
     assert is_scalar(hf_config) == config.reward_model_cfg.enabled
-    whole = parallelize.build_on_meta(hf_config, DTYPES[config.master_precision])
+    lora_cfg = config.dtensor_cfg.lora_cfg
+    whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
-    if config.dtensor_cfg.lora_cfg.enabled:
-        lora.apply_lora(whole, config.dtensor_cfg.lora_cfg)
+    if lora_cfg.enabled:
+        lora.apply_lora(whole, lora_cfg)
         lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
@@ -60,21 +113,16 @@ def build_stages(
     for part in parts:
         stage = _cut(part, config, mesh, sampling)
         host = torch.device("cpu")
-        parallelize.materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
+        materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
         drawn = _fill(stage, config, model_path, seed)
-        # One of the ranks that have the head tells it.
+        # Of the ranks that have the head, one logs it.
         if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
             logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, ", ".join(drawn), seed)
         stages.append(stage)
-    if config.dtensor_cfg.lora_cfg.adapter_path is not None:
-        group = mesh.pipeline.get_group() if mesh.pipeline is not None else None
-        load_peft(
-            [stage.hf for stage in stages],
-            config.dtensor_cfg.lora_cfg,
-            Path(config.dtensor_cfg.lora_cfg.adapter_path),
-            config.model_name,
-            pipeline=group,
-        )
+    if lora_cfg.adapter_path is not None:
+        parts = [stage.hf for stage in stages]
+        directory = Path(lora_cfg.adapter_path)
+        peft_format.load_peft(parts, lora_cfg, directory, config.model_name, pipeline=mesh.pipeline_group)
     return stages
 
 
@@ -87,9 +135,9 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
             sequence_parallel=settings.sequence_parallel,
             custom_plan=settings.custom_parallel_plan,
         )
-    apply_expert_parallel(hf, mesh)
-    parallelize.recompute_activations(hf, settings.activation_checkpointing)
-    layers = parallelize.decoder_layers(hf)
+    moe.apply_expert_parallel(hf, mesh)
+    recompute_activations(hf, settings.activation_checkpointing)
+    layers = decoder_layers(hf)
     if settings.torch_compile:
         for layer in layers:
             layer.compile()
@@ -103,12 +151,12 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
         tensor=mesh.tensor,
         context=mesh.context,
     )
-    parallelize.shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
+    shard(stage, layers, mesh, DTYPES[config.precision], cpu_offload=settings.cpu_offload)
     return stage
 
 
 def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> list[str]:
-    """Returns the names of what the checkpoint does not have and was drawn: the head of a new reward model."""
+    """Read the weights. Returns the names that the checkpoint lacks and that were drawn: a new reward model's head."""
     tensors = {name: tensor for name, tensor in named_tensors(stage.hf) if not lora.is_adapter(name)}
     names = ExpertNames(stage.hf.config.get_text_config().model_type)
     draw = functools.partial(draw_head, config=stage.hf.config, seed=seed)
@@ -124,7 +172,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     settings = config.dtensor_cfg
     is_padding_free = config.padding_free
     if is_padding_free is None:
-        is_padding_free = attention.supports_segments(hf_config) is None
+        is_padding_free = unpackable_reason(hf_config) is None
     reward = config.reward_model_cfg
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
@@ -141,45 +189,196 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     )
 
 
-def trainable(stages: Sequence[LogprobModel]) -> list[torch.nn.Parameter]:
-    """The parameters that an optimizer is to have, in the model's order."""
+def trainable(stages: Sequence[LogprobModel]) -> list[nn.Parameter]:
+    """The parameters that the optimizer gets, in the model's order."""
     return [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
 
 
-def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
-    """Raises ValueError naming the key to change and what would work.
+# -- recomputation, FSDP2, memory
 
-    Nothing is allocated: where layers have to be looked at, the model is built without weights.
+_EXPENSIVE = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten.bmm.default,
+        torch.ops.aten._grouped_mm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
+    }
+)
+
+
+def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
+    """Wrap the transformer blocks so that the backward pass computes their activations again.
+
+    `full` (or True) keeps only each block's input. `selective` also keeps the results of matrix products and attention,
+    which cost the most to compute again. False changes nothing.
     """
-    settings = config.dtensor_cfg
-    model = copy.deepcopy(model)  # building a model writes into its configuration
-    if not is_scalar(model):
-        logit_transform(model)
-    if settings.tensor_parallel_size > 1:
-        tensor_parallel.check_tensor_parallel(
-            model,
-            settings.tensor_parallel_size,
-            sequence_parallel=settings.sequence_parallel,
-            custom_plan=settings.custom_parallel_plan,
-        )
-    if settings.context_parallel_size > 1:
-        context_parallel.check_context_parallel(model, settings.context_parallel_size)
-    pipeline.check_pipeline(model, settings)
-    if settings.expert_parallel_size > 1:
-        moe.check_experts(model, settings.expert_parallel_size)
-    if settings.lora_cfg.enabled:
-        lora.check_lora(model, settings.lora_cfg)
-        if settings.lora_cfg.adapter_path is not None:
-            directory = Path(settings.lora_cfg.adapter_path)
-            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
-    reason = attention.supports_segments(model)
-    if reason is None:
+    if mode is False:
         return
-    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
-    if config.padding_free:
-        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
-    if config.sequence_packing.enabled:
-        raise ValueError(
-            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
-            "policy.dynamic_batching.enabled=true"
+    wrap = checkpoint_wrapper
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
+    blocks = {id(layer) for layer in decoder_layers(model)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in blocks:
+                parent.register_module(name, wrap(child))
+
+
+def _keep_expensive(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shard(
+    root: nn.Module, layers: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, *, cpu_offload: bool
+) -> None:
+    """Apply FSDP2 in place: one group per transformer block, one for its experts, one for embeddings, norm and head.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by a global count.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy()
+    moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
+    # The root stays gathered between forward and backward: the backward pass computes logits from the head again.
+    fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
+    """Allocate the local shards on `device`. Buffers keep their values, on `buffer_device` (None: `device`).
+
+    With CPU offload FSDP moves parameters to the device that computes with them, but not buffers.
+    """
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name in [name for name, _ in model.named_buffers()]:
+        module, _, attribute = name.rpartition(".")
+        model.get_submodule(module)._buffers[attribute] = buffers[name].to(buffer_device or device)
+
+
+# -- whole weights, for generation and checkpoints
+
+
+def export_weights(
+    stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device, *, merged: bool = True
+) -> list[ExportedTensor]:
+    """Every weight of the model whose parts on this rank are `stages`: whole, under its name on disk.
+
+    Every rank lists the same tensors in the same order. Collective over pipeline ranks.
+
+    Adapters are merged into their weights. Unless `merged`, they are tensors of their own after all base weights
+    (`ExportedTensor.adapts`), with B multiplied by alpha / r.
+    """
+    own = [tensor for stage in stages for tensor in _exported_of(stage, merged)]
+    everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
+    return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
+
+
+def _exported_of(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
+    names = ExpertNames(root.config.get_text_config().model_type)
+    seen: set[int] = set()
+    for prefix, module in root.named_modules(remove_duplicate=True):
+        own = list(module._parameters.items())
+        own += [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
+        for attribute, tensor in own:
+            if tensor is None or id(tensor) in seen:  # tied
+                continue
+            seen.add(id(tensor))
+            name = hf_name(f"{prefix}.{attribute}" if prefix else attribute)
+            if isinstance(module, lora.LoRALinear) and (lora.is_adapter(attribute) or attribute == "weight"):
+                yield from _adapted(name, module, attribute, names, merged)
+            else:
+                yield from _plain(name, module, attribute, names)
+
+
+def _adapted(
+    name: str, module: lora.LoRALinear, attribute: str, names: ExpertNames, merged: bool
+) -> Iterator[ExportedTensor]:
+    """The weight of an adapted layer with its adapter merged in, or W, A or (alpha / r) B alone."""
+    weight = names.stored_name(f"{name.rpartition('.')[0]}.weight")
+    is_adapter = lora.is_adapter(attribute)
+    if merged and is_adapter:
+        return
+
+    def values() -> torch.Tensor:  # looked up at every gather: moving a module between devices replaces parameters
+        if not is_adapter:
+            return lora.merged_weight(module) if merged else module.weight.detach()
+        return module.lora_B.detach() * module.scale if attribute == "lora_B" else module.lora_A.detach()
+
+    parameter = module.get_parameter(attribute)
+    yield ExportedTensor(
+        name=name if is_adapter else weight,
+        shape=tuple(parameter.shape),
+        dtype=parameter.dtype,
+        gather=lambda dtype: gathered(values(), dtype),
+        adapts=weight if is_adapter else None,
+    )
+
+
+def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
+    def current() -> torch.Tensor:  # looked up at every gather: moving a module between devices replaces parameters
+        tensor = module._parameters.get(attribute, module._buffers.get(attribute))
+        assert tensor is not None
+        return tensor
+
+    # bfloat16 models keep some buffers in float32: updates of the bias that chooses experts are below bfloat16's step.
+    is_buffer = attribute in module._buffers
+    pieces = names.split_meta(name, current().shape)
+    if len(pieces) == 1:
+        yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
+        return
+    whole = GatheredParts(
+        len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
+    )
+    for index, (piece_name, shape) in enumerate(pieces):
+        yield ExportedTensor(
+            name=piece_name,
+            shape=shape,
+            dtype=current().dtype,
+            gather=whole.part(index),
+            keeps_dtype=is_buffer,
         )
+
+
+def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
+    assert mesh.pipeline is not None
+    group = mesh.pipeline.get_group()
+    described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
+    dist.all_gather_object(described, [replace(tensor, gather=_elsewhere) for tensor in own], group=group)
+    mine = {tensor.name: tensor for tensor in own}
+    tensors = []
+    for stage, theirs in enumerate(described):
+        source = dist.get_global_rank(group, stage)
+        for tensor in theirs:
+            gather = _broadcasting(mine.get(tensor.name), tensor, source, group, device)
+            tensors.append(replace(tensor, gather=gather))
+    return tensors
+
+
+def _elsewhere(dtype: torch.dtype | None) -> torch.Tensor:
+    raise AssertionError("held by another pipeline stage")
+
+
+def _broadcasting(
+    own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
+) -> Callable[[torch.dtype | None], torch.Tensor]:
+    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+        wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
+        if own is not None:
+            tensor = own.gather(dtype).to(device)
+        else:
+            tensor = torch.empty(meta.shape, dtype=wanted, device=device)
+        dist.broadcast(tensor, src=source, group=group)
+        return tensor
+
+    return gather

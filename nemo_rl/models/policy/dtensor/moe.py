@@ -24,9 +24,16 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from nemo_rl.models.policy.batch.runner import LOAD_METRICS, choice_counts, count_sorted, layer_values
+from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import (
+    LOAD_METRICS,
+    ExpertNames,
+    choice_counts,
+    count_sorted,
+    layer_values,
+    num_experts,
+)
 
 # -- Mixture-of-experts layers: which there are, how they compute, how they are sharded, how their routers do.
 #
@@ -38,15 +45,7 @@ from nemo_rl.models.policy.expert_names import ExpertNames
 
 GROUPED = "nemo_rl_grouped"
 """Name of `grouped_experts` among transformers' implementations of experts."""
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PARAMETERS = {"gate_up_proj", "down_proj"}
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
-    settings = config.get_text_config().to_dict()
-    return next((settings[name] for name in _EXPERT_COUNTS if settings.get(name)), 0)
 
 
 def check_experts(config: PretrainedConfig, ep_size: int) -> None:
@@ -67,7 +66,7 @@ def check_experts(config: PretrainedConfig, ep_size: int) -> None:
             "which expert parallelism is written; set it to 1"
         )
     if count % ep_size:
-        works = ", ".join(str(size) for size in range(1, count + 1) if count % size == 0)
+        works = divisors(count)
         raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {works}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.utils.registry import import_object
 
 # -- The gradient's norm over every axis of the mesh, and clipping by it.
 
@@ -89,13 +89,10 @@ def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.Process
 
 def import_class(path: str, base: type, key: str) -> type:
     """The class at dotted `path`. ValueError when there is none or it is not a `base`."""
-    module_name, _, name = path.rpartition(".")
     try:
-        found = vars(importlib.import_module(module_name))[name]
-    except (ImportError, KeyError, ValueError) as error:
-        raise ValueError(
-            f"{key}: cannot import {path!r} ({error}); give a full path such as torch.optim.AdamW"
-        ) from error
+        found = import_object(path, key)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{error}; give a full path such as torch.optim.AdamW") from error
     if found is ReduceLROnPlateau:
         raise ValueError(f"{key}: {path!r} needs a metric at every step, which there is none of; use another scheduler")
     if not (inspect.isclass(found) and issubclass(found, base)):

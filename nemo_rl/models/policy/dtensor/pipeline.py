@@ -30,8 +30,8 @@ from torch.distributed.pipelining import (
 )
 from transformers import PretrainedConfig, PreTrainedModel
 
+from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.batch.runner import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.head.logprobs import LogprobModel
@@ -220,7 +220,7 @@ class PipelineStageModel(LogprobModel):
         assert (hidden is None) == self.is_first
         begin = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
         out = self.hf.base_model(
-            **begin, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
+            **begin, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
         ).last_hidden_state
         if not self.is_last:
             return out.contiguous()  # gloo sends the memory, not the view

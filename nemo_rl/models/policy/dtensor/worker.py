@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +13,89 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
-from nemo_rl.models.policy.batch.runner import MicroBatchRunner, SequentialRunner
-from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, PolicyState
+from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, SequentialRunner
+from nemo_rl.models.policy.checkpoint import AsyncSaver, PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
-from nemo_rl.models.policy.dtensor.export import export_weights
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.model import DTYPES, build_stages, row_layout, trainable
+from nemo_rl.models.policy.dtensor.model import build_stages, export_weights, row_layout, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, clip_grad_norm
-from nemo_rl.models.policy.dtensor.parallelize import load_config
 from nemo_rl.models.policy.dtensor.pipeline import PipelineRunner, PipelineStageModel
-from nemo_rl.models.policy.generate import CompletionDrawer, Decoder, GenerationSettings
+from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
-from nemo_rl.models.policy.reference import BaseModelReference, ReferencePolicy, SwappedReference
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.pretrained import DTYPES, load_config
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.types import GenerationAnswer, GenerationRequest
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
+
+
+class BaseModelReference:
+    """Under LoRA the reference is the model without its adapters, unless training began with a given one."""
+
+    def __init__(self, stages: Sequence[LogprobModel]) -> None:
+        self.stages = stages
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stage in self.stages:
+                stack.enter_context(lora.adapters_disabled(stage.hf))
+            yield
+
+
+class SwappedReference:
+    """The shards of the first weights in host memory, exchanged with the present ones while they are needed.
+
+    Frozen weights stay where they are.
+    """
+
+    def __init__(self, stages: Sequence[LogprobModel]) -> None:
+        self.stages = stages
+        self.shards = [_on_host(local.detach()) for local in self._local_shards()]
+
+    def _local_shards(self) -> Iterator[torch.Tensor]:
+        for stage in self.stages:
+            for parameter in stage.parameters():
+                if parameter.requires_grad:
+                    assert isinstance(parameter, DTensor)
+                    yield parameter.to_local()
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One parameter at a time: no second copy of the model on the device.
+        for stage in self.stages:
+            stage.reshard()
+        for local, other in zip(self._local_shards(), self.shards, strict=True):
+            current = local.clone()
+            local.copy_(other, non_blocking=True)
+            other.copy_(current, non_blocking=True)
+        if any(shard.is_pinned() for shard in self.shards):
+            torch.cuda.synchronize()  # the copies to the host are read by the next exchange
+
+
+def _on_host(shard: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, page-locked where the shard is on a device."""
+    copy = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+    return copy.copy_(shard)
+
 
 # -- A rank that trains with PyTorch: a Hugging Face model sharded with FSDP2, and its optimizer.
 #
@@ -162,17 +219,15 @@ class DTensorPolicyWorker(PolicyWorker):
         parts = [stage.hf for stage in self.stages]
         return checkpoint.policy_tensors(parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
 
-    def _state(self, *, save_optimizer: bool) -> PolicyState:
-        optimizer = self.optimizer if save_optimizer else None
-        return PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
-
-    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        checkpoint.save_state(self._state(save_optimizer=save_optimizer), directory, model_save_format)
-
-    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+    def _save_state(self, directory: Path, request: SaveRequest) -> None:
+        optimizer = self.optimizer if request.save_optimizer else None
+        state = PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
+        if not request.in_background:
+            checkpoint.save_state(state, directory, request.model_save_format)
+            return
         if self.saver is None:
             self.saver = AsyncSaver()
-        self.saver.start(self._state(save_optimizer=save_optimizer), directory, model_save_format)
+        self.saver.start(state, directory, request.model_save_format)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
@@ -321,30 +376,6 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
         for module in modules:
             module.set_reshard_after_forward(module is not model, recurse=False)
             module.reshard()
-
-
-class GeneratingWorker(PolicyWorker):
-    """`prepare_generation` once, then `generate`. For layouts without pipeline and context parallelism."""
-
-    drawer: CompletionDrawer | None = None
-
-    @abstractmethod
-    def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
-        """The model as it generates, and the tensor-parallel ranks."""
-
-    def prepare_generation(self, settings: GenerationSettings) -> None:
-        """Make ready to complete sequences as `settings` say."""
-        decoder, group = self._decoder()
-        self.drawer = CompletionDrawer(decoder, settings, self.device, group)
-
-    def generate(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
-        """Complete `requests` with the present weights, which are `weight_version`.
-
-        The ranks of a data-parallel rank get the same requests; the first of them answers.
-        """
-        assert self.drawer is not None, "prepare_generation comes first"
-        answers = self.drawer.answer(requests, weight_version)
-        return answers if self.mesh.is_first_of_data_rank else []
 
 
 class GeneratingPolicyWorker(GeneratingWorker, DTensorPolicyWorker):

@@ -16,13 +16,12 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.dtensor.model import DTYPES
-from nemo_rl.models.policy.dtensor.parallelize import build_on_meta
 from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
 from nemo_rl.models.policy.head.linear_logprobs import topk_logits
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
 from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
+from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta
 from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 
 TEACHER_TOPK = "teacher_topk"

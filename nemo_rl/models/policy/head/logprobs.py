@@ -152,7 +152,7 @@ class LogprobModel(nn.Module):
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """What `task` says of the scored tokens of `batch`; see `score`."""
         states = self.hf.base_model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, segments=batch.segments
+            input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
         ).last_hidden_state
         return self.score(states, batch, task)
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import matches
-from nemo_rl.models.policy.dtensor.moe import num_experts
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig

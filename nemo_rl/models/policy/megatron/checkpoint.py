@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, shapes_of
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import OptimizerPart, optimizer_parts, set_steps_taken, steps_taken
 from nemo_rl.models.policy.megatron.shard_layout import Shape, ShardPlace
 from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
 
 # -- What a rank holds of Hugging Face tensors, as boxes that torch.distributed.checkpoint writes and reads.

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.attention import Segments, context_sum
+from nemo_rl.models.policy.attention import CuSeqlens, context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
@@ -37,7 +37,7 @@ from nemo_rl.models.policy.weight_loading import StoredModel
 class SegmentParams(PackedSeqParams):
     """Megatron's description of packed sequences, and ours. Every layer gets it, when recomputed too."""
 
-    segments: Segments | None = None
+    cu_seqlens: CuSeqlens | None = None
     batch: ModelBatch | None = None
 
 
@@ -46,8 +46,8 @@ def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
 
     Lengths are those of the whole sequences, rounded up to chunks; padding at the end is a sequence of its own.
     """
-    assert batch.segments is not None
-    queries = batch.segments.query_lengths
+    assert batch.cu_seqlens is not None
+    queries = batch.cu_seqlens.query_lengths
     if context_size > 1:
         pairs = [queries[at] + queries[at + 1] for at in range(0, len(queries) - 1, 2)]
         queries = tuple(pairs) + queries[2 * len(pairs) :]
@@ -60,7 +60,7 @@ def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
         cu_seqlens_kv=offsets,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        segments=batch.segments,
+        cu_seqlens=batch.cu_seqlens,
         batch=batch,
     )
 

@@ -49,7 +49,7 @@ from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
 from nemo_rl.models.policy.megatron.weights import export_weights
 from nemo_rl.models.policy.peft_format import write_peft
-from nemo_rl.refit.adapter_merge import merge
+from nemo_rl.refit.layout import merge
 
 
 class Adapter(nn.Module):

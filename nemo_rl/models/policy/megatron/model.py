@@ -148,7 +148,7 @@ class SegmentAttention(MegatronModule):
             attention_mask=None,
             scaling=self.softmax_scale,
             sliding_window=self.window,
-            segments=packed_seq_params.segments,
+            cu_seqlens=packed_seq_params.cu_seqlens,
         )
         return out[0]
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.batch.runner import LOAD_METRICS, choice_counts, layer_values
+from nemo_rl.models.policy.experts import LOAD_METRICS, choice_counts, layer_values
 from nemo_rl.models.policy.megatron.gpt_model import SegmentParams
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 
@@ -201,8 +201,8 @@ class BalancedRouter(TopKRouter):
 
 def sequence_numbers(batch: ModelBatch, context_size: int) -> tuple[torch.Tensor, int]:
     """The sequence of each position of a padding-free row, int64 [W], and how many there are, padding counted."""
-    assert batch.segments is not None
-    lengths = torch.tensor(batch.segments.query_lengths, device=batch.input_ids.device)
+    assert batch.cu_seqlens is not None
+    lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=batch.input_ids.device)
     pieces = 2 if context_size > 1 else 1
     numbers = torch.arange(len(lengths), device=lengths.device) // pieces
     count = -(-len(lengths) // pieces)

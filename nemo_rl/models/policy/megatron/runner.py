@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.batch.runner import MicroBatchLoss, scored_by_last_stage
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel

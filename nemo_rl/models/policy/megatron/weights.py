@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.expert_names import ExpertNames
+from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.megatron.mapping import HFTensor, MappedTensor, StoredPlace, WeightMap
 from nemo_rl.models.policy.megatron.shard_layout import Piece, Replicated, ShardPlace, Vocabulary
 from nemo_rl.models.policy.weight_loading import StoredModel
-from nemo_rl.refit.layout import ExportedTensor
+from nemo_rl.refit.layout import ExportedTensor, GatheredParts
 from nemo_rl.refit.shard_sender import ExportedShard
 
 logger = logging.getLogger(__name__)
@@ -146,13 +146,14 @@ def export_weights(
         stage = next((index for index, names in enumerate(held) if name in names), None)
         assert stage is not None, f"no rank holds {name}"
         spread = _Spread(parameters, entry, groups, device, stage, held[stage][name])
+        parts = GatheredParts(len(entry.sources), spread.gather)
         for index, source in enumerate(entry.sources):
             exported.append(
                 ExportedTensor(
                     name=source.name,
                     shape=source.shape,
                     dtype=spread.dtype,
-                    gather=spread.part(index),
+                    gather=parts.part(index),
                     keeps_dtype=entry.is_buffer,
                 )
             )
@@ -161,7 +162,7 @@ def export_weights(
 
 @dataclass
 class _Spread:
-    """A Megatron tensor gathered for its first Hugging Face tensor and let go with its last."""
+    """A Megatron tensor, to be gathered whole."""
 
     parameters: Mapping[str, torch.Tensor]
     entry: MappedTensor
@@ -170,25 +171,9 @@ class _Spread:
     stage: int
     dtype: torch.dtype
 
-    def __post_init__(self) -> None:
-        self._parts: list[torch.Tensor] = []
-
-    def part(self, index: int) -> Callable[[torch.dtype | None], torch.Tensor]:
-        count = len(self.entry.sources)
-
-        def gather(dtype: torch.dtype | None) -> torch.Tensor:
-            if index == 0:
-                self._parts = self._gather(self.dtype if dtype is None else dtype)
-            assert len(self._parts) == count, "tensors are gathered in order"
-            part = self._parts[index]
-            if index == count - 1:
-                self._parts = []
-            return part
-
-        return gather
-
-    def _gather(self, dtype: torch.dtype) -> list[torch.Tensor]:
+    def gather(self, wanted: torch.dtype | None) -> list[torch.Tensor]:
         """The whole Hugging Face tensors, cast before they travel where that makes less to send."""
+        dtype = self.dtype if wanted is None else wanted
         sent = dtype if dtype.itemsize < self.dtype.itemsize else self.dtype
         entry, groups = self.entry, self.groups
         cut = groups.tp if entry.expert is None else groups.etp

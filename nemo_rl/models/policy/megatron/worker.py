@@ -21,11 +21,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.checkpoint import AsyncSaver, ModelSaveFormat, save_config, save_consolidated_tensors
+from nemo_rl.models.policy.checkpoint import AsyncSaver, save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor.parallelize import load_config
-from nemo_rl.models.policy.dtensor.worker import GeneratingWorker
-from nemo_rl.models.policy.generate import Decoder
+from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -49,10 +47,12 @@ from nemo_rl.models.policy.megatron.optimizer import (
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
 from nemo_rl.models.policy.megatron.weights import export_weights, held_shards, load_weights
+from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ShardSender
 from nemo_rl.types import LossFunction, TrainResult
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
 
 # -- Which modules Megatron's layers are made of: Transformer Engine's or torch's. Imports neither.
@@ -343,15 +343,14 @@ class MegatronPolicyWorker(PolicyWorker):
 
     # -- checkpoints
 
-    def _save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
-        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=save_optimizer)
-        checkpoint.save_state(state, directory, model_save_format)
-
-    def _start_save_state(self, directory: Path, *, save_optimizer: bool, model_save_format: ModelSaveFormat) -> None:
+    def _save_state(self, directory: Path, request: SaveRequest) -> None:
+        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=request.save_optimizer)
+        if not request.in_background:
+            checkpoint.save_state(state, directory, request.model_save_format)
+            return
         if self.saver is None:
             self.saver = AsyncSaver(write=checkpoint.save_state)
-        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=save_optimizer)
-        self.saver.start(state, directory, model_save_format)
+        self.saver.start(state, directory, request.model_save_format)
 
     def _saved_policy(self) -> checkpoint.MegatronPolicy:
         return checkpoint.MegatronPolicy(

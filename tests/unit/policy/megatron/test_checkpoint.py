@@ -30,11 +30,12 @@ from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world
 
-FORMAT: dict[str, Any] = {"save_optimizer": True, "save_consolidated": True, "model_save_format": "torch_save"}
-ONLY_STATE: dict[str, Any] = FORMAT | {"save_consolidated": False}
+FORMAT = SaveRequest(save_consolidated=True, in_background=True)
+ONLY_STATE = SaveRequest(in_background=True)
 Changes = dict[str, Any]
 TP: Changes = {"tensor_model_parallel_size": 2}
 PP: Changes = {"pipeline_model_parallel_size": 2}
@@ -94,7 +95,7 @@ def whole(worker: MegatronPolicyWorker) -> dict[str, torch.Tensor]:
 def saves_and_goes_on(path: Path, changes: Changes, directory: Path) -> Any:
     worker = make(path, changes)
     train_once(worker)
-    worker.start_save_checkpoint(directory, **FORMAT)
+    worker.save_checkpoint(directory, FORMAT)
     losses = train_once(worker)  # while it is written
     asyncio.run(worker.finish_save_checkpoint())
     losses += train_once(worker)
@@ -128,7 +129,7 @@ def cannot_write(path: Path, changes: Changes, directory: Path) -> list[str]:
                 (folder / "policy" / blocked).mkdir()
         torch.distributed.barrier()
         with pytest.raises(RuntimeError, match="could not be written") as refused:
-            worker.start_save_checkpoint(folder, **ONLY_STATE)
+            worker.save_checkpoint(folder, ONLY_STATE)
             train_once(worker)
             asyncio.run(worker.finish_save_checkpoint())
         said.append(str(refused.value))

@@ -23,6 +23,7 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimi
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
 from tests.worlds import run_world
 
@@ -125,7 +126,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     outcome.is_base_unchanged = all(torch.equal(worker.parameters[name], before[name]) for name in frozen)
     if directory is not None:
         directory.mkdir(exist_ok=True)
-        worker.save_checkpoint(directory, save_optimizer=True, save_consolidated=True, model_save_format="torch_save")
+        worker.save_checkpoint(directory, SaveRequest(save_consolidated=True))
         outcome.next_losses = train(worker, config).losses
         outcome.next_merged = merged_of(worker)
     return outcome

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl.models.policy.batch.runner import LOAD_METRICS
+from nemo_rl.models.policy.experts import LOAD_METRICS
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.megatron.hf_models import NUM_EXPERTS, random_model
 from tests.unit.policy.models import VOCAB
 from tests.unit.policy.steps import (
@@ -172,9 +173,7 @@ def test_a_checkpoint_keeps_the_bias_of_experts(tmp_path):
     def on_rank(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
         worker = make_worker(tmp_path / "model", config)
         step_of(worker, config)
-        worker.start_save_checkpoint(
-            tmp_path / "step_1", save_optimizer=True, save_consolidated=False, model_save_format="torch_save"
-        )
+        worker.save_checkpoint(tmp_path / "step_1", SaveRequest(in_background=True))
         [router] = routers(worker.stages)
         bias: Any = router.expert_bias
         saved = bias.clone()

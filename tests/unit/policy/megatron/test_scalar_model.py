@@ -19,6 +19,7 @@ from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
+from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.steps import policy_config
 from tests.unit.policy.test_reward_model import LENGTHS, WEIGHTS, reference, save_reward_model, sequences
 from tests.worlds import run_world
@@ -118,7 +119,7 @@ def test_torch_files_are_read(tmp_path, monkeypatch, directory):
 
 def saved(rank: int, world_size: int, path: Path, checkpoint: Path, layout: dict[str, Any]) -> dict[str, torch.Tensor]:
     worker = make_worker(path, **layout)
-    worker.save_checkpoint(checkpoint, save_optimizer=True, save_consolidated=True, model_save_format="torch_save")
+    worker.save_checkpoint(checkpoint, SaveRequest(save_consolidated=True))
     return exported(worker)
 
 

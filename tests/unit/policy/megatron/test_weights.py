@@ -11,8 +11,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.dtensor.export import export_weights as export_of_transformers
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.model import export_weights as export_of_transformers
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
 from nemo_rl.models.policy.megatron.shard_layout import ShardPlace

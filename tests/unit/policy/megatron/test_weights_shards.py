@@ -44,7 +44,7 @@ def sent(directory: Path, rank: int, place: ShardPlace, stage: int | None) -> di
     )
     buffer = SharedMemoryBuffer.attach(next(iter(sender.describe()["endpoints"].values())))
     whole = {m.name: torch.empty(m.nbytes, dtype=torch.uint8) for m in sender.layout.tensors}
-    for bucket in range(sender.num_buckets):
+    for bucket in range(len(sender.layout.buckets)):
         sender.pack(bucket)
         for piece in sender.layout.buckets[bucket]:
             at = sender.layout.half_offset(bucket) + piece.offset

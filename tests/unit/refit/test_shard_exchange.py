@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl.refit.shard_exchange import ShardDamaged, ShardExchange
 from nemo_rl.refit.shard_plan import ShardPlan
-from tests.unit.distributed.shard_cases import Case, random_case
+from nemo_rl.refit.shard_sender import ShardDamaged, ShardExchange
+from tests.unit.refit.shard_cases import Case, random_case
 from tests.worlds import run_world
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -41,7 +41,7 @@ def carry(exchanges: list[ShardExchange], bucket: int, halves: list[torch.Tensor
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
             exchange.unpack(one, torch.cat([nothing, *arrived]), halves[rank])
     for exchange, half in zip(exchanges, halves, strict=True):
-        exchange.place_own(bucket, half)
+        exchange.copy_within(bucket, half)
 
 
 def assert_bucket(wanted: list[torch.Tensor], exchange: ShardExchange, bucket: int, half: torch.Tensor) -> int:

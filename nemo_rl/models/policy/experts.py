@@ -10,25 +10,15 @@ whose experts it fuses by stacking is known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
-from nemo_rl.models.policy.weight_loading import StoredTensor, copy_slice, local_index
-
-
-class StoredModel(Protocol):
-    """A checkpoint that is read tensor by tensor."""
-
-    model_path: str
-
-    @property
-    def names(self) -> set[str] | None: ...
-
-    def tensor(self, name: str) -> StoredTensor: ...
+from nemo_rl.models.policy.weight_loading import StoredModel, copy_slice, local_index
 
 
 class ExpertNames:
@@ -149,3 +139,54 @@ def _read_experts(
                 )
             target = local[position, start - own_rows.start : stop - own_rows.start]
             target.copy_(piece[start - first : stop - first, own_columns])
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
+    settings = config.get_text_config().to_dict()
+    return next((settings[name] for name in _EXPERT_COUNTS if settings.get(name)), 0)
+
+
+# -- What the routers of mixture-of-experts layers did, as metrics: the same sums whatever trains the model.
+#
+# Of each layer a float64 vector [E + 2]: how many tokens each expert got, then tokens, then their summed entropy.
+# Vectors of micro-batches and ranks add up; `layer_values` makes metrics of what they come to.
+
+LOAD_METRICS = ("load_max_over_mean", "load_min_over_mean", "dead_expert_fraction", "router_entropy")
+"""Tokens of the busiest and of the idlest expert over those of the mean expert; experts without a token; entropy of the
+router's distribution over experts, in nats, mean over tokens."""
+
+
+def count_sorted(sorted_ids: torch.Tensor, num_bins: int) -> torch.Tensor:
+    """How often each of 0..num_bins-1 stands in a sorted int64 [N]: int64 [num_bins], without waiting for a device."""
+    edges = torch.arange(num_bins + 1, device=sorted_ids.device)
+    return torch.searchsorted(sorted_ids, edges).diff()
+
+
+@torch.no_grad()
+def choice_counts(
+    logits: torch.Tensor, chosen: torch.Tensor, is_token: torch.Tensor, *, is_independent: bool
+) -> torch.Tensor:
+    """The vector of one layer and micro-batch: logits [T, E], chosen experts int64 [T, K], is_token bool [T].
+
+    `is_independent`: experts are scored on their own, by a sigmoid (DeepSeek-V3), not by one softmax.
+    """
+    bins = logits.shape[-1]
+    logits = logits.float()
+    if is_independent:
+        logits = F.logsigmoid(logits)
+    entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
+    ids = chosen.masked_fill(~is_token[:, None], bins).view(-1).sort().values
+    sums = torch.stack([is_token.sum(), (entropy * is_token).sum()]).double()
+    return torch.cat([count_sorted(ids, bins).double(), sums])
+
+
+def layer_values(counts: torch.Tensor) -> torch.Tensor:
+    """Float64 [L, E + 2] -> `LOAD_METRICS` of each layer, float64 [L, 4]."""
+    load, tokens, entropy = counts[:, :-2], counts[:, -2], counts[:, -1]
+    mean = load.mean(dim=1)
+    values = [load.amax(dim=1) / mean, load.amin(dim=1) / mean, (load == 0).double().mean(dim=1), entropy / tokens]
+    return torch.stack(values, dim=1)

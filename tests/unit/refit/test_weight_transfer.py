@@ -14,10 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.refit.buffers import SharedMemoryBuffer, host_key
+from nemo_rl.refit.buffers import SharedMemoryBuffer, attach_buffer, host_key
 from nemo_rl.refit.fingerprint import pack_fingerprints, word_fingerprint
-from nemo_rl.refit.layout import ALIGNMENT, ExportedTensor, PackLayout, TensorMeta, choose_bucket_bytes, exported
-from nemo_rl.refit.transfer import RefitError, Segment, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.layout import (
+    ALIGNMENT,
+    ExportedTensor,
+    PackLayout,
+    RefitError,
+    Segment,
+    TensorMeta,
+    choose_bucket_bytes,
+    exported,
+)
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 from tests.worlds import run_world
 
 CPU = torch.device("cpu")
@@ -175,7 +184,7 @@ def test_what_keeps_its_dtype_is_not_cast_for_the_wire() -> None:
         transport="packed_shm",
         wire_dtype="bfloat16",
     )
-    assert {meta.name: meta.dtype for meta in sender.metadata()} == {
+    assert {meta.name: meta.dtype for meta in sender.layout.tensors} == {
         "norm": "bfloat16",
         "bias": "float32",
         "embed": "bfloat16",

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.refit.collective import KEY, CollectiveBuffer, Rendezvous, _tcp_sockets
-from nemo_rl.refit.layout import ExportedTensor, PackLayout, Segment, exported
-from nemo_rl.refit.transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.buffers import COLLECTIVE_KEY as KEY
+from nemo_rl.refit.buffers import CollectiveBuffer, _tcp_sockets, attach_buffer
+from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Rendezvous, Segment, exported
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 SOON_S = 10.0  # long before a limit that nobody waits for

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nemo_rl.refit.layout import PackLayout, TensorMeta
-from nemo_rl.refit.shard_plan import Shards, _boxes_of_range, build_plan, first_layer
-from tests.unit.distributed.shard_cases import Case, random_case, shards_of
+from nemo_rl.refit.shard_plan import Shards, _slices_of_range, build_plan
+from tests.unit.refit.shard_cases import Case, random_case, shards_of
 
 
 def replicated(num_ranks: int, nodes: list[int], wanting: list[int]) -> Case:
@@ -112,27 +112,27 @@ def test_buckets_are_those_of_the_layout():
 
 
 @pytest.mark.parametrize("shape", [[24], [4, 6], [2, 3, 4]])
-def test_a_range_of_elements_as_boxes(shape):
+def test_a_range_of_elements_as_slices(shape):
     numbers = np.arange(24).reshape(shape)
     for start in range(25):
         for stop in range(start, 25):
-            boxes = _boxes_of_range(shape, start, stop)
-            found = [numbers[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))].reshape(-1) for lo, hi in boxes]
+            slices = _slices_of_range(shape, start, stop)
+            found = [numbers[tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))].reshape(-1) for lo, hi in slices]
             assert np.concatenate([*found, np.empty(0, dtype=int)]).tolist() == list(range(start, stop))
-            assert len(boxes) <= 2 * len(shape) - 1
+            assert len(slices) <= 2 * len(shape) - 1
 
 
 @pytest.mark.parametrize(
     ("sources", "wants", "message"),
     [
-        ([(0, 0, 0, 0, 4)], [], r"m.w \[8, 4\]: the parts .* 0 to 4 of dimension 0"),
+        ([(0, 0, 0, 0, 4)], [], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
         ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], [], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
         ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], [], "2 to 4 of dimension 1"),
         ([(0, 0, 0, 0, 9)], [], "m.w: 0 to 9 of dimension 0 is held, which has 8"),
         ([(0, 0, 0, 0, 8)], [(1, 0, 1, 3, 5)], "m.w: 3 to 5 of dimension 1 is wanted, which has 4"),
         ([(0, 0, 0, 0, 8)], [(1, 1, 0, 0, 2)], "no rank holds m.b"),
-        ([(0, 0, 0, 0, 8)], [(1, 0, 0, 0, 2), (1, 0, 0, 2, 4)], "rank 1 wants two parts of m.w"),
-        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], [], "rank 0 holds two parts of m.w"),
+        ([(0, 0, 0, 0, 8)], [(1, 0, 0, 0, 2), (1, 0, 0, 2, 4)], "rank 1 wants two shards of m.w"),
+        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], [], "rank 0 holds two shards of m.w"),
         ([(0, 7, 0, 0, 8)], [], "tensor number 7 is held; there are 2"),
         ([(0, 0, 5, 0, 8)], [], "held of a dimension that no tensor has"),
     ],
@@ -147,12 +147,6 @@ def test_adapters_are_refused():
     metas = [TensorMeta("m.lora_A", "float32", (2, 4), adapts="m.w")]
     with pytest.raises(ValueError, match="merge them"):
         Case(metas, shards_of([(0, 0, 0, 0, 2)]), shards_of([]), [0]).plan(128)
-
-
-def test_receivers_that_follow_one_another_begin_in_different_stages():
-    begins = [first_layer(rank, 64) // 16 for rank in range(64)]
-    assert all(len(set(begins[i : i + 4])) >= 3 for i in range(60))
-    assert np.bincount(begins).tolist() == pytest.approx([16] * 4, abs=1)
 
 
 @pytest.mark.slow

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.refit.adapter_merge import merge
-from nemo_rl.refit.layout import ExportedTensor, PackLayout, Segment, TensorMeta, exported
-from nemo_rl.refit.transfer import RefitError, WeightReceiver, WeightSender, attach_buffer
+from nemo_rl.refit.buffers import attach_buffer
+from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Segment, TensorMeta, exported, merge
+from nemo_rl.refit.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 RANK = 3

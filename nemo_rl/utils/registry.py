@@ -1,0 +1,44 @@
+"""Objects that a configuration names: by import path, or by the name under which they are registered."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from nemo_rl.config.errors import did_you_mean
+
+T = TypeVar("T")
+
+
+def import_object(path: str, what: str) -> Any:
+    """The object behind `package.module:name` or `package.module.name`. `what` says in an error what it is.
+
+    Raises:
+        ValueError: when the path is incomplete, or the module or the name in it does not exist.
+    """
+    module_name, separator, name = path.rpartition(":") if ":" in path else path.rpartition(".")
+    if not separator or not module_name or not name:
+        raise ValueError(f"{what} {path!r} is not an import path; write package.module:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{what} {path!r}: no module {error.name!r} can be imported from here") from error
+    if name not in vars(module):
+        raise ValueError(f"{what} {path!r}: module {module_name!r} has no {name!r}")
+    return vars(module)[name]
+
+
+def find(registry: Mapping[str, T], name: str, what: str) -> T:
+    """The entry of `registry`, or the object behind an import path `package.module:name`.
+
+    Raises:
+        ValueError: when there is neither.
+    """
+    if name in registry:
+        return registry[name]
+    if ":" in name:
+        return import_object(name, what)
+    raise ValueError(
+        f"unknown {what} {name!r}; {did_you_mean(name, registry)} An import path (package.module:name) works too"
+    )
