@@ -12,13 +12,12 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
@@ -154,6 +153,7 @@ class Outcome:
     metadata: Any = None
     next_stop_strings: None = None
     answer: None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     observation: Mapping[str, str] = None  # type: ignore[assignment]
 
 
@@ -240,5 +240,4 @@ def _build(
         resolved_config_yaml="",
         identity={},
     )
-    trainer = AsyncGRPOTrainer if config.grpo.async_grpo.enabled else GRPOTrainer
-    return trainer(config, tools, parts)
+    return GRPOTrainer(config, tools, parts)

@@ -30,9 +30,8 @@ class AsyncGroups(GroupSource):
     overlaps_training = True
 
     def __init__(self, requests: PromptRequests, rollouts: RolloutCollector, grpo: GRPOConfig) -> None:
+        super().__init__(requests, rollouts)
         settings = grpo.async_grpo
-        self.requests = requests
-        self.rollouts = rollouts
         self.pauses_for_sync = not settings.in_flight_weight_updates
         self.buffer = ReplayBuffer(
             groups_per_step=grpo.num_prompts_per_batch,

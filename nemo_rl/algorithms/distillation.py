@@ -2,7 +2,7 @@
 2306.13649).
 
 Read `DistillationTrainer.step`: each statement is a phase, and each phase is a method below it or in
-`trainers/rollout_trainer.py`. Teachers are policies that are not trained, with plans of their own over the same samples.
+`trainers/rollout_trainer.py`. Teachers are untrained policies with plans of their own over the same samples.
 """
 
 from __future__ import annotations

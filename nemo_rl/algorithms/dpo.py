@@ -1,7 +1,7 @@
 """DPO: prefer the chosen answers over the rejected ones, relative to a reference policy (arXiv 2305.18290).
 
 The step is `SupervisedTrainer.step`; the phase `score` adds the reference policy's logprob of each answer. Before the
-first step the policy is the reference policy, so all of them can be computed once, without a second copy of the weights.
+first step the policy is the reference policy, so they can all be computed then, without a second copy of the weights.
 """
 
 from __future__ import annotations

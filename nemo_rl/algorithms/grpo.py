@@ -2,13 +2,14 @@
 
 Read `GRPOTrainer.step`: each statement is a phase, and each phase is a method below it or, if other algorithms share
 it, in `trainers/rollout_trainer.py`. The loop around the step is `trainers/trainer.py`. `setup/grpo.py` builds the
-parts; nothing here knows which backend trains or generates. `async_grpo.py` samples while the policy trains.
+parts; nothing here knows which backend trains or generates. `async_grpo.py` has the groups of asynchronous runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from nemo_rl.algorithms.async_grpo import AsyncGroups
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import AdvantageResult, KLInReward, compute_advantages
@@ -27,6 +28,8 @@ class GRPOTrainer(RolloutTrainer):
         grpo = config.grpo
         self.config = config
         self.loss_fn = ClippedPGLoss(config.loss_fn)
+        if grpo.async_grpo.enabled and grpo.replay_from is None:  # a record has the groups of each step in order
+            self.source = AsyncGroups(self.requests, self.rollouts, grpo)
         self.uses_reference = not grpo.skip_reference_policy_logprobs_calculation
         # With a single optimizer step the policy does not change before its loss: the forward pass of training gives
         # the previous logprobs too. The other conditions need them before that pass, or computed without dropout.

@@ -1,12 +1,8 @@
-"""Where a run gets its groups of samples from: rollouts that it waits for, or the record of an earlier run.
-
-`async_grpo.py` has the third source, rollouts that go on while the policy trains.
-"""
+"""Where a run gets its groups of samples from: training prompts -> requests -> finished groups."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +10,6 @@ from nemo_rl.algorithms.config.rollout import RolloutConfig
 from nemo_rl.algorithms.trainers.trainer import DataExhausted
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.rollouts.records.replay import RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -65,8 +60,11 @@ class PromptRequests:
         )
 
 
-class GroupSource(ABC):
-    """Gives finished groups to a trainer, which tells it of every weight sync."""
+class GroupSource:
+    """Gives a trainer its groups of samples: plays a batch of prompts and waits, or reads a record.
+
+    `async_grpo.AsyncGroups` plays groups while the policy trains instead.
+    """
 
     phase = "generation"
     """Phase in which a step waits for its groups."""
@@ -77,15 +75,22 @@ class GroupSource(ABC):
     pauses_for_sync = False
     """Whether a weight sync waits until no group is being played."""
 
-    @abstractmethod
+    def __init__(self, requests: PromptRequests, rollouts: RolloutCollector) -> None:
+        self.requests = requests
+        self.rollouts = rollouts
+
     def next_groups(self, step: int, *, is_first: bool) -> list[GroupHandle]:
         """The next batch of groups of training step `step` (from 1). Raises DataExhausted when there is none.
 
         `is_first`: the step has no groups yet. With dynamic sampling it may take several batches.
         """
+        groups = self.rollouts.next_groups(step, self.requests.next_batch, is_first=is_first)
+        if not groups:
+            raise DataExhausted
+        return groups
 
     def start(self, version: int) -> None:
-        """Generation has weights `version` for the first time."""
+        """Generation has weights `version`, the first of this process."""
 
     def before_sync(self) -> dict[str, float]:
         """Weights are about to change. Returns metrics of the step."""
@@ -95,10 +100,10 @@ class GroupSource(ABC):
         """Generation has weights `version`."""
 
     def write_state(self, folder: Path) -> None:
-        """Write groups that are open between steps into `folder`, which does not exist yet."""
+        """Write groups that are open between steps into `folder`, which does not exist yet; here there are none."""
 
     def read_state(self, folder: Path, version: int) -> None:
-        """Inverse of `write_state`, for policy weights `version`. A source without open groups refuses those of others.
+        """Inverse of `write_state`, for policy weights `version`.
 
         Raises:
             CheckpointError: `folder` holds open groups that this run cannot train.
@@ -108,27 +113,3 @@ class GroupSource(ABC):
                 f"{folder.parent} was written by an asynchronous run and holds groups that were not trained yet: "
                 "set grpo.async_grpo.enabled=true, or take another checkpointing.checkpoint_dir"
             )
-
-
-class CollectedGroups(GroupSource):
-    """Plays a batch of prompts and waits for all of its groups."""
-
-    def __init__(self, requests: PromptRequests, rollouts: RolloutCollector) -> None:
-        self.requests = requests
-        self.rollouts = rollouts
-
-    def next_groups(self, step: int, *, is_first: bool) -> list[GroupHandle]:
-        return self.rollouts.collect(self.requests.next_batch())
-
-
-class RecordedGroups(GroupSource):
-    """Gives the groups of an earlier run, in the order in which it trained them."""
-
-    def __init__(self, rollouts: RecordedRollouts) -> None:
-        self.rollouts = rollouts
-
-    def next_groups(self, step: int, *, is_first: bool) -> list[GroupHandle]:
-        last = self.rollouts.steps[-1]
-        if step > last:
-            raise DataExhausted(f"the record in {self.rollouts.root} ends with step {last}")
-        return self.rollouts.next_batch(step, is_first=is_first)

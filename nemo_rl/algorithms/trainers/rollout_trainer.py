@@ -24,6 +24,7 @@ from nemo_rl.algorithms.trainers.metrics import (
 )
 from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
 from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
 from nemo_rl.models.policy.flops import ModelFlops
@@ -49,9 +50,9 @@ class RolloutParts:
     generation: GenerationInterface | None  # None: the rollouts are recorded ones
     refit: WeightSync
     rollouts: RolloutCollector
-    requests: PromptRequests
-    source: GroupSource
+    prompts: PromptDataLoader
     validation_prompts: Sequence[Prompt]
+    train_sampling: SamplingParams
     val_sampling: SamplingParams
     flops: ModelFlops
 
@@ -69,11 +70,12 @@ class RolloutTrainer(Trainer):
         parts: RolloutParts,
         others: Sequence[PolicyInterface] = (),
     ) -> None:
+        requests = PromptRequests(parts.prompts, config.rollout, parts.train_sampling)
         super().__init__(
-            Schedule.of(config.rollout, num_steps=parts.requests.num_steps),
+            Schedule.of(config.rollout, num_steps=requests.num_steps),
             tools,
             policies=[parts.policy, *others],
-            data=parts.requests.prompts,
+            data=parts.prompts,
             nonfinite_action=config.policy.nonfinite_action,
         )
         self.run = config
@@ -82,8 +84,8 @@ class RolloutTrainer(Trainer):
         self.generation = parts.generation
         self.refit = parts.refit
         self.rollouts = parts.rollouts
-        self.requests = parts.requests
-        self.source = parts.source
+        self.requests = requests
+        self.source = GroupSource(requests, parts.rollouts)
         self.validation_prompts = parts.validation_prompts
         # run-time
         self.val_sampling = parts.val_sampling
@@ -106,11 +108,11 @@ class RolloutTrainer(Trainer):
             self.policy.name_prefix: self._replace_policy,
             KEEPER: self.rollouts.replace_keeper,
         }
-        if self.source.overlaps_training:
-            self.policy.while_waiting(self.rollouts.tend)
 
     def start(self) -> None:
         """Resume, or give generation its first weights: engines start empty and are filled from the policy."""
+        if self.source.overlaps_training:
+            self.policy.while_waiting(self.rollouts.poll)
         if not self.resume():
             self.refit.sync(0)
         self.rollouts.generation_use()  # resets the meter: the time until now does not count

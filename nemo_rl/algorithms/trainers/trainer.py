@@ -36,7 +36,7 @@ DATALOADER_STATE = "train_dataloader.pt"
 
 
 class DataExhausted(Exception):
-    """The training data has been passed over `max_num_epochs` times. A message, if any, says more."""
+    """The training data has been passed over `max_num_epochs` times, or a record ends."""
 
 
 class NonFiniteLoss(RuntimeError):
@@ -170,9 +170,7 @@ class Trainer(ABC):
         try:
             with self.timer.time("total_step_time"):
                 self.step()
-        except DataExhausted as end:
-            if str(end):
-                self.tools.console.info(str(end))
+        except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
             self._end_with_the_data()
             return True
@@ -309,8 +307,6 @@ class Trainer(ABC):
 
         With `checkpointing.async_save` the workers may still be writing on return; they write the present state.
         """
-        (directory / CONTROLLER_RNG).parent.mkdir()
-        save_rng_state(directory / CONTROLLER_RNG, devices=False)  # workers save the generators of their devices
         self.write_own_state(directory)
         torch.save(self.data.state_dict(), directory / DATALOADER_STATE)
         checkpointing = self.tools.checkpointing
@@ -329,15 +325,14 @@ class Trainer(ABC):
             policy.load_checkpoint(directory, load_optimizer=True)
         self.data.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
         self.read_own_state(directory)
-        load_rng_state(directory / CONTROLLER_RNG, devices=False)
 
-    def write_own_state(self, directory: Path) -> None:
+    def write_own_state(self, directory: Path) -> None:  # noqa: B027
         """Write the state of a subclass."""
 
-    def read_own_state(self, directory: Path) -> None:
+    def read_own_state(self, directory: Path) -> None:  # noqa: B027
         """Inverse of `write_own_state`, after policies and data have been restored."""
 
-    def abandon_step(self) -> None:
+    def abandon_step(self) -> None:  # noqa: B027
         """Forget the unfinished work of a step that failed."""
 
     def resume(self) -> bool:
@@ -351,6 +346,7 @@ class Trainer(ABC):
         known = {field.name: info[field.name] for field in dataclasses.fields(TrainerState) if field.name in info}
         self.state = TrainerState(**known)
         self.read_state(path)
+        load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
         if self.state.stopped_early and self.schedule.early_stopping.metric_name is None:
             self.state.stopped_early = False
@@ -361,15 +357,21 @@ class Trainer(ABC):
     def recover(self, error: WorkerDied) -> None:
         """Replace the dead workers and go back to the last checkpoint. Raises `error` if either is impossible."""
         self._settle_save(can_wait=False)
-        replacements = [replace for prefix, replace in self.replacements.items() if error.is_of(prefix)]
-        if not replacements or self.checkpointer is None or self.checkpointer.latest_sound() is None:
+        if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
         self.metrics, self.timer = {}, Timer()
+        self.replace_dead(error)
+        self.tools.console.warn(f"{error}\nit is replaced, and the run goes on from the last checkpoint")
+        self.resume()
+
+    def replace_dead(self, error: WorkerDied) -> None:
+        """New workers in place of those that died. Raises `error` if nothing can replace them."""
+        replacements = [replace for prefix, replace in self.replacements.items() if error.is_of(prefix)]
+        if not replacements:
+            raise error
         self.abandon_step()
         for replace in replacements:
             replace()
-        self.tools.console.warn(f"{error}\nit is replaced, and the run goes on from the last checkpoint")
-        self.resume()
 
     # -- checkpoints
 
@@ -380,13 +382,18 @@ class Trainer(ABC):
         with self.phase("checkpointing"):
             self.pending_save = self.checkpointer.start_save(
                 self.state.total_steps,
-                self.write_state,
+                self._start_write,
                 {**dataclasses.asdict(self.state), "identity": self.tools.identity},
                 self.tools.resolved_config_yaml,
                 self.metrics,
             )
         if not self.tools.checkpointing.async_save:
             self._finish_save()
+
+    def _start_write(self, directory: Path) -> StateWrite:
+        (directory / CONTROLLER_RNG).parent.mkdir()
+        save_rng_state(directory / CONTROLLER_RNG, devices=False)  # workers save the generators of their devices
+        return self.write_state(directory)
 
     def _advance_save(self) -> None:
         """Continue a background save as far as possible without waiting. Raises its errors."""
