@@ -57,7 +57,7 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
         ),
         (
             (f"{KEY}.num_layers_in_last_pipeline_stage=2",),
-            f"{KEY}.num_layers_in_first_pipeline_stage",
+            f"{KEY}.num_layers_in_last_pipeline_stage",
             "there is one stage",
         ),
         (
@@ -141,7 +141,7 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
         (
             ("policy.generation.backend=megatron", "policy.generation.vllm_cfg.tensor_parallel_size=2"),
             "policy.generation.vllm_cfg.tensor_parallel_size",
-            "cut as policy.megatron_cfg.tensor_model_parallel_size says",
+            "cut as policy.megatron_cfg says",
         ),
         (
             (
