@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.base import NamedByKey, StrictModel
-from nemo_rl.config.rules import NotYet, Rule, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import NotYet, anything, not_yet, one_of, switched_off
 from nemo_rl.environments.code.sandbox.program import SandboxLimits
 from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
@@ -285,25 +285,20 @@ class LLMJudgeEnvironmentConfig(ActorsConfig):
     """Time for all answers of one step, retries included; answers without a score by then have failed. It is below
     `env_step_timeout_s` of the run, which ends the whole process."""
 
-    rules: ClassVar = (
-        Rule("base_url and model_name", because="name either a server or a model of your own", instead="remove one"),
-        Rule(
-            "not base_url and not model_name",
-            because="name either a server or a model of your own",
-            instead="set base_url and model, or model_name",
+    rules: ClassVar = {
+        "base_url and model_name": "name either a server or a model of your own; remove one",
+        "base_url: not base_url and not model_name": (
+            "name either a server or a model of your own; set base_url and model, or model_name"
         ),
-        Rule("base_url and not model", key="model", because="a server may have several", instead="name the model"),
-        *(
-            Rule(f"{key} and model_name", because="belongs to a server", instead="remove it, or replace model_name")
-            for key in ("model", "api_key_env", "extra_body")
+        "model: base_url and not model": "a server may have several; name the model",
+        "model and model_name": "belongs to a server; remove it, or replace model_name",
+        "api_key_env and model_name": "belongs to a server; remove it, or replace model_name",
+        "extra_body and model_name": "belongs to a server; remove it, or replace model_name",
+        "min_score >= {max_score}": "is not below max_score={max_score}; lower it",
+        "num_votes > 1 and temperature=0": (
+            "{num_votes} greedy replies are the same reply; set temperature above 0, or num_votes to 1"
         ),
-        Rule("min_score >= {max_score}", because="is not below max_score={max_score}", instead="lower it"),
-        Rule(
-            "num_votes > 1 and temperature=0",
-            because="{num_votes} greedy replies are the same reply",
-            instead="set temperature above 0, or num_votes to 1",
-        ),
-    )
+    }
 
 
 class RemoteEnvironmentConfig(ActorsConfig):
@@ -444,10 +439,10 @@ class RewardFunctionConfig(StrictModel):
     def function(self) -> str:
         return self.reward or self.name
 
-    rules: ClassVar = (
-        Rule("env and reward", because="a part is a function or an environment", instead="remove one of them"),
-        Rule("env and kwargs", key="kwargs", because="kwargs are for functions", instead="write them in env.{env}"),
-    )
+    rules: ClassVar = {
+        "env and reward": "a part is a function or an environment; remove one of them",
+        "kwargs: env and kwargs": "kwargs are for functions; write them in env.{env}",
+    }
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.env is None and ":" not in self.function:  # import paths are tried before the run starts
