@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.config import BUILT_IN, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
+from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
@@ -59,6 +61,7 @@ ENVIRONMENT_INPUTS = {
 }
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
 NUM_TRIED_PROMPTS = 32
+HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
 
 # -- models
@@ -180,7 +183,8 @@ def check_turns(config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerBase)
             observation = {"role": role, "content": "what came of it"}
             seen, rendered = render.seen_and_rendered([question], answers, observation)
             if seen != rendered:
-                same = len(os.path.commonprefix([seen, rendered]))
+                pairs = enumerate(zip(seen, rendered, strict=False))
+                same = next((i for i, (a, b) in pairs if a != b), min(len(seen), len(rendered)))
                 logger.warning(
                     "the chat template writes %s differently once more follow (role %r). Episodes keep what was "
                     "sampled: after %r the model sees %r where the template would write %r. Fine when the model is "
@@ -234,6 +238,19 @@ def token_in(variable: str) -> str:
     token = os.environ.get(variable, "").strip()
     if not token:
         raise ValueError(f"the environment variable {variable} is not set; export it before the run starts")
+    return token
+
+
+def http_server_token(config: HttpServerConfig) -> str:
+    """The token that every request to the server must carry. Raises ValueError if `token_env` names none."""
+    if config.token_env is None:
+        return secrets.token_urlsafe(32)
+    try:
+        token = token_in(config.token_env)
+    except ValueError as error:
+        raise ValueError(f"{HTTP_SERVER}.token_env: {error}") from error
+    if not token.isascii():
+        raise ValueError(f"{HTTP_SERVER}.token_env: the token in {config.token_env} must be of ASCII characters")
     return token
 
 

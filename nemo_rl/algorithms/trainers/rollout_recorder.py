@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.setup.model_inputs import digest
+from nemo_rl.utils.files import digest
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.records.record import StepIndex, put_aside, read_index, recorded_steps, steps_text
