@@ -97,6 +97,7 @@ def run_command(
     num_steps: int,
     files: str,
     again: str,
+    spell: Callable[[str], str] = str,
 ) -> int:
     """Prepare and run, and print errors as messages. Returns the exit status.
 
@@ -114,10 +115,10 @@ def run_command(
         path = folder(inputs)
         console.info(run(inputs, path, console))
     except RUN_ERRORS as error:
-        console.error(f"{error}\n{files} in {path}; the same command {again}")
+        console.error(spell(f"{error}\n{files} in {path}; the same command {again}"))
         return 1
     except USER_ERRORS as error:
-        console.error(str(error))
+        console.error(spell(str(error)))
         return 2
     except KeyboardInterrupt:
         console.warn(f"interrupted; the same command {again}")
@@ -167,8 +168,8 @@ def start_policy(
         machines: the cluster configuration, if this policy does not run on the training cluster.
     """
     machines = machines or run.training_cluster
-    if accelerator.present is not None:
-        accelerator.release(accelerator.present)  # the new workers need the memory
+    if accelerator.awake is not None:
+        accelerator.release(accelerator.awake)  # the new workers need the memory
     policy = policy_class(
         cluster,
         config,

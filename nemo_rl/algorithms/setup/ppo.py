@@ -50,9 +50,7 @@ def prepare(config: PPOMasterConfig) -> PPOInputs:
 def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PPOInputs) -> PPOTrainer:
     """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
     uses_reference = not config.ppo.skip_reference_policy_logprobs_calculation
-    setup = build_rollouts(
-        config, stack, inputs.rollouts, init_reference_model=uses_reference, num_further_groups=1
-    )
+    setup = build_rollouts(config, stack, inputs.rollouts, init_reference_model=uses_reference, num_further_groups=1)
     value = start_policy(
         config,
         config.value,

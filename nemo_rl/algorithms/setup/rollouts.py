@@ -40,11 +40,10 @@ from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_tra
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
-from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.collector import NoWeightSync, RecordedRollouts, RolloutCollector
 from nemo_rl.rollouts.episode import EpisodeLimits
-from nemo_rl.rollouts.records.replay import NoWeightSync, RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
-from nemo_rl.types import Prompt
+from nemo_rl.types import Prompt, SamplingParams
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 

@@ -13,7 +13,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.setup.model_inputs import prepare_model, rename_section
+from nemo_rl.algorithms.setup.preflight import prepare_model, rename_section
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from tests.unit.config.run_configs import build

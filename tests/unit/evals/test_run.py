@@ -18,9 +18,9 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.data import EvalData, load_eval_data
-from nemo_rl.evals.report import make_results, show_results
-from nemo_rl.evals.run import Inputs, _ask, _Writer, outcomes_by_dataset
+from nemo_rl.evals.inputs import EvalData, load_eval_data
+from nemo_rl.evals.metrics import show_results
+from nemo_rl.evals.run import Inputs, _ask, _Writer, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
