@@ -11,14 +11,15 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.setup.preflight import tokenizer_identity
 from nemo_rl.config.loader import build_config
 from nemo_rl.data.config import DatasetConfig, dataset_label
-from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, load_problem_table
 from nemo_rl.data.datasets.files import is_file
-from nemo_rl.data.datasets.registry import DATASET_REGISTRY, all_rows
+from nemo_rl.data.datasets.hub import load_evaluation_set, load_problem_table
+from nemo_rl.data.datasets.registry import DATASET_REGISTRY, EVALUATION_SETS, all_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task
 from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.environments.registry import find_env_class
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
 from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
@@ -156,6 +157,7 @@ def load_eval_data(config: EvalMasterConfig) -> EvalData:
         _check_answers(rows, label)
         env_name = config.environment_of(dataset)
         assert env_name is not None, "the configuration was checked"
+        find_env_class(config.env[env_name].type)
         tasks[name] = Task(
             spec=TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file),
             processor=find_processor(config.processor_of(dataset)),
@@ -182,10 +184,8 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
         processor="",
         env_name="",
     )
-    if name in EVAL_DATASETS:
-        if dataset.kwargs:
-            raise ValueError(f"dataset {name!r} takes no data.kwargs, got {', '.join(dataset.kwargs)}")
-        return EVAL_DATASETS[name](cfg)
+    if name in EVALUATION_SETS:
+        return load_evaluation_set(cfg)
     is_path = dataset.file_format is not None or is_file(name) or "/" in name
     if name in DATASET_REGISTRY or ":" in name or not is_path:
         return all_rows(cfg)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.launch import launch
@@ -24,10 +23,7 @@ def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: R
     """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
     uses_reference = not config.grpo.skip_reference_policy_logprobs_calculation
     setup = build_rollouts(config, stack, inputs, init_reference_model=uses_reference)
-    # A record holds the groups of each step in the order in which they were trained, async or not.
-    is_async = config.grpo.async_grpo.enabled and config.grpo.replay_from is None
-    trainer = (AsyncGRPOTrainer if is_async else GRPOTrainer)(config, tools, setup.parts)
-    return start_trainer(trainer, config, stack, tools, inputs, setup)
+    return start_trainer(GRPOTrainer(config, tools, setup.parts), config, stack, tools, inputs, setup)
 
 
 class RolloutCollection(RolloutTrainer):
@@ -35,7 +31,7 @@ class RolloutCollection(RolloutTrainer):
 
     def step(self) -> None:
         self.generated = []
-        with self.phase(self.generation_phase):
+        with self.phase(self.source.phase):
             groups = self.next_groups()
         environment_metrics = self.rollouts.environment_metrics(groups)
         self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))

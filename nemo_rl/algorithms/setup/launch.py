@@ -12,9 +12,8 @@ import ray
 
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.config import ClusterConfig

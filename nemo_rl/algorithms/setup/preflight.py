@@ -24,7 +24,7 @@ from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.environments.config import BUILT_IN, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
+from nemo_rl.environments.config import BUILT_IN_TOOLS, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.models.generation.config import HttpServerConfig
@@ -55,7 +55,7 @@ BACKEND_CHECKS = {
 # Type of environment -> the key that names something outside of the configuration, and the check of its value.
 ENVIRONMENT_INPUTS = {
     "retrieval": ("dataset_name", "nemo_rl.environments.retrieval:check_corpus"),
-    "python_tools": ("tools", "nemo_rl.environments.code.tools.tools:import_tool"),
+    "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
     "llm_judge": ("api_key_env", "nemo_rl.algorithms.setup.preflight:token_in"),
     "remote": ("token_env", "nemo_rl.algorithms.setup.preflight:token_in"),
 }
@@ -214,7 +214,7 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
             field, path = ENVIRONMENT_INPUTS[section.type]
             value = vars(section)[field]
             for item in value if isinstance(value, list) else [value]:
-                if item is not None and item not in BUILT_IN:
+                if item is not None and item not in BUILT_IN_TOOLS:
                     _check_input(f"env.{name}.{field}", path, item)
         elif starts and isinstance(section, CompositeEnvironmentConfig):
             for index, part in enumerate(section.reward_functions):
