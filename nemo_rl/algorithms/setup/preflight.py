@@ -43,8 +43,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.megatron.checks import check_megatron_checkpoint
-from nemo_rl.models.policy.megatron.files import refuse_megatron_checkpoint
+from nemo_rl.models.policy.megatron.files import check_checkpoint, refuse_megatron_checkpoint
 from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits
@@ -247,7 +246,7 @@ def check_saved_weights(
     if not weights.is_dir():
         raise CheckpointError(f"{latest} holds no {folder}/weights")
     if policy.megatron_cfg.enabled:
-        check_megatron_checkpoint(latest / folder, policy, model)
+        check_checkpoint(latest / folder, policy, model)
         return
     refuse_megatron_checkpoint(latest / folder)
     lora_cfg = policy.dtensor_cfg.lora_cfg
