@@ -15,13 +15,12 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.datasets import judgements
+from nemo_rl.data.datasets import arithmetic
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
-from nemo_rl.environments.judge.environment import LLMJudgeEnvironment
-from nemo_rl.environments.judge.judge import JudgeFailure, ModelJudge, Question, Reply
+from nemo_rl.environments.judge import JudgeFailure, LLMJudgeEnvironment, ModelJudge, Question, Reply
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fence, fill, find_score
 from tests.unit.environments.http_servers import Scripted, served
 
@@ -62,8 +61,9 @@ def test_the_score_of_the_reply_is_the_reward(monkeypatch):
     assert fence("2") in request["messages"][0]["content"] and "1+1?" in request["messages"][0]["content"]
     assert "<|user|>" not in request["messages"][0]["content"], "the question as the row has it"
     assert server.headers[0]["Authorization"] == "Bearer sesame"
-    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2"), log("never seen")]})
-    assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and metrics["num_failed"] == 0.0
+    [metrics] = returned.metrics
+    assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and "spread_of_votes" not in metrics
+    assert environment.global_post_process_and_metrics({})[1]["num_failed"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_server_in_trouble_is_asked_again(script, retries):
     returned, server, environment = ask(script, ["2"], wrap, timeout_s=0.2)
     assert returned.rewards.tolist() == [0.5] and returned.failures == [None]
     assert len(server.requests) == retries + 1
-    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_request_retries"] == retries
 
 
@@ -119,19 +119,17 @@ def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():
     assert returned.rewards.tolist() == [0.4]
     assert [request["temperature"] for request in server.requests] == [0.0, 0.7, 0.7]
     assert len({request["seed"] for request in server.requests}) == 3
-    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_replies_without_score"] == 2.0
     returned, _, _ = ask(["I like it"], ["2"], max_score_retries=1)
     assert "no score from 0 to 10 in 2 replies of the judge, the last of them 'I like it'" in returned.failures[0]
 
 
 def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
-    returned, server, environment = ask(
-        ["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1
-    )
+    returned, server, _ = ask(["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1)
     assert returned.rewards.tolist() == [pytest.approx(0.5)]
     assert len({request["seed"] for request in server.requests}) == 3, "equal seeds would be one vote three times"
-    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2")]})
+    [metrics] = returned.metrics
     assert metrics["spread_of_votes"] == pytest.approx(0.7) and metrics["tokens"] == 21.0
     returned, _, _ = ask(["Score: 2", 400], ["2"], num_votes=2, temperature=1.0, concurrency=1)
     assert returned.failures[0] is not None
@@ -233,7 +231,7 @@ def test_the_default_prompt_and_the_example_can_be_filled():
     assert "instructions" in DEFAULT_TEMPLATE
     for template in (DEFAULT_TEMPLATE, (PROMPTS / "judge_tiny.txt").read_text()):
         assert fence("A") in fill(template, question="Q", answer="A", reference="R")
-    assert (PROMPTS / "judge_tiny.txt").read_text() == judgements.TEMPLATE, "what the tiny judge has learned"
+    assert (PROMPTS / "judge_tiny.txt").read_text() == arithmetic.JUDGE_TEMPLATE, "what the tiny judge has learned"
 
 
 @pytest.mark.parametrize(
@@ -302,13 +300,13 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 def test_demonstrations_of_the_tiny_judge_tell_the_truth():
     rng = random.Random(3)
     seen = set()
-    for question, reply in (judgements.demonstrate(rng, 0.0) for _ in range(300)):
+    for question, reply in (arithmetic.demonstrate_judgement(rng, 0.0) for _ in range(300)):
         truth = re.search(r"=(-?\d+)\n", question["content"])
         said = re.search(r"\\boxed\{(-?\d+)\}", question["content"])
         assert truth is not None
-        want = judgements.NO_ANSWER if said is None else judgements.WRONG
+        want = arithmetic.NO_ANSWER if said is None else arithmetic.WRONG
         if said is not None and said[1] == truth[1]:
-            want = judgements.RIGHT
+            want = arithmetic.RIGHT
         assert find_score(reply["content"], SCORE, 0.0, 10.0) == want / 10
         seen.add(want)
     assert len(seen) == 3
@@ -319,11 +317,11 @@ def test_the_tiny_judge_knows_right_from_wrong():
     cfg = {"model_name": resolve_model("tiny:judge"), "precision": "float32", "max_new_tokens": 24, "batch_size": 64}
     environment = LLMJudgeEnvironment({**cfg, "prompt_file": str(PROMPTS / "judge_tiny.txt")})
     logs, metadata, want = [], [], []
-    for problem, value in judgements.SPACE:
+    for problem, value in arithmetic.arithmetic_space(max_operand=9, operators="+-", split="all"):
         for answer in (value, value + 1):
-            logs.append(log(judgements.boxed(answer), problem))
+            logs.append(log(arithmetic.boxed(answer), problem))
             metadata.append(known(problem, ground_truth=value))
-            want.append(judgements.RIGHT if answer == value else judgements.WRONG)
+            want.append(arithmetic.RIGHT if answer == value else arithmetic.WRONG)
     returned = environment.step(logs, metadata)
     right = [
         failure is None and reward == score / 10

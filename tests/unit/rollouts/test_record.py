@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from nemo_rl.rollouts.records.record import (
+from nemo_rl.rollouts.records import (
     put_aside,
     read_groups,
     read_index,
@@ -31,7 +31,7 @@ def test_what_was_written_comes_back(tmp_path):
     assert tasks == ["math", "chat"] and [g.group_id for g in got] == ["0/1/d:7", "0/0/d:3"]
     for want, found in zip(groups, got, strict=True):
         for a, b in zip(want.samples, found.samples, strict=True):
-            assert a.meta == b.meta and a.messages == b.messages
+            assert a.meta == b.meta and a.messages == b.messages and a.metrics == b.metrics
             for name in ("token_ids", "token_mask", "generation_logprobs"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
             assert a.routed_experts is None and b.routed_experts is None
@@ -58,7 +58,7 @@ def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
                 np.testing.assert_array_equal(a.routed_experts, b.routed_experts, strict=True)
     lines = (tmp_path / "groups.jsonl").read_text().splitlines()
     (tmp_path / "groups.jsonl").write_text(re.sub(r'(?<="routed_experts_bytes": )\d+', "0", "\n".join(lines)))
-    with pytest.raises(ValueError, match="tells of experts of 0 tokens"):
+    with pytest.raises(ValueError, match="describes 0 experts of tokens"):
         read_groups(tmp_path)
 
 
