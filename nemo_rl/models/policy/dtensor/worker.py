@@ -275,8 +275,8 @@ class SwappedReference:
 
 # -- generation: prompts padded on the left, with a KV cache
 #
-# The weights of the model, or this rank's tensor-parallel part, stay gathered while completions are drawn. This needs no
-# traffic per token, and data-parallel ranks need not stay in step.
+# The weights of the model, or this rank's tensor-parallel part, stay gathered while completions are drawn. This needs
+# no traffic per token, and data-parallel ranks need not stay in step.
 
 
 class HfDecoder:
