@@ -22,7 +22,7 @@ from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, Row
+from nemo_rl.models.policy.megatron.mapping import Replicated, Row
 from nemo_rl.models.policy.peft_format import tensor_names
 
 KEY = "policy.megatron_cfg.peft"

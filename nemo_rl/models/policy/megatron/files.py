@@ -125,7 +125,7 @@ def _convert_once(
         logger.info("%s holds no safetensors: converting it into %s (once; it may be deleted)", model_path, kept)
         write_safetensors(_stored(model_path), partial)
         names = json.loads((partial / "model.safetensors.index.json").read_text())["weight_map"]
-        weight_map.check_names(names)
+        weight_map.locate(names)
         (partial / _RECORD).write_text(json.dumps(_record(name, model_path, config) | {"run": run}))
         if kept.exists():
             shutil.rmtree(kept)

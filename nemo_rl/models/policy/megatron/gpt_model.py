@@ -26,7 +26,7 @@ from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, w
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
+from nemo_rl.models.policy.megatron.mapping import Replicated, ParallelRanks
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.weight_loading import StoredModel
 
@@ -217,7 +217,7 @@ def without_score(weights: WeightMap) -> WeightMap:
 def load_scalar_weights(
     parameters: Mapping[str, torch.Tensor],
     weight_map: WeightMap,
-    place: ShardPlace,
+    place: ParallelRanks,
     model_path: str,
     config: PretrainedConfig,
     seed: int,

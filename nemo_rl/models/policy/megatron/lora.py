@@ -132,7 +132,7 @@ class Adapters:
         self.modules = self._insert(stages, parameters, mesh)
         held = self.held(parameters_by_name(stages))
         self._draw(held, mesh, seed)
-        mark_shards(held, self.trained, mesh.shard_place())
+        mark_shards(held, self.trained, mesh.parallel_ranks())
         for stage in stages:
             if config.activation_checkpointing and stage.pre_process:
                 stage.embedding.register_forward_hook(_ask_for_gradient)
@@ -156,7 +156,7 @@ class Adapters:
     @torch.no_grad()
     def _draw(self, held: Mapping[str, torch.Tensor], mesh: MegatronMesh, seed: int) -> None:
         """As `lora.init_adapters`: a layer that both backends know as one has the same values in both."""
-        place = mesh.shard_place()
+        place = mesh.parallel_ranks()
         for layer in self.layers:
             if layer.lora_a.template in held:
                 shape = layer.lora_a.sources[0].shape

@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 
 from nemo_rl.models.policy.layout import MegatronSizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 from nemo_rl.models.policy.megatron.weights import ExportGroups
 
 parallel_state: Any = megatron_state  # whose types say int | None of what is there
@@ -66,9 +66,9 @@ class MegatronMesh:
         """Leave the groups."""
         parallel_state.destroy_model_parallel()
 
-    def shard_place(self) -> ShardPlace:
+    def shard_place(self) -> ParallelRanks:
         """Which part of every parameter this rank holds."""
-        return ShardPlace(
+        return ParallelRanks(
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
             ep_rank=parallel_state.get_expert_model_parallel_rank(),

@@ -30,7 +30,7 @@ from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel, SegmentParams, stage_class
 from nemo_rl.models.policy.megatron.mapping import WeightMap
 from nemo_rl.models.policy.megatron.moe import routers, use_policy_router
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
+from nemo_rl.models.policy.megatron.mapping import Replicated, ParallelRanks
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
 
@@ -237,7 +237,7 @@ def build_stages(
     return stages
 
 
-def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, place: ShardPlace) -> None:
+def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, place: ParallelRanks) -> None:
     """Tell Megatron which parameters are one rank's part: the norm of the gradient counts the others once.
 
     Its layers say so themselves only when they draw their first values.

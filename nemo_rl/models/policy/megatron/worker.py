@@ -255,7 +255,7 @@ class MegatronPolicyWorker(PolicyWorker):
         if config.reward_model_cfg.enabled:
             self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
-        mark_shards(self.parameters, self.weight_map, self.mesh.shard_place())
+        mark_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks())
         self._load_weights()
         self.adapters = None
         if self.megatron.peft.enabled:
@@ -275,7 +275,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.reference = self.adapters or SwappedMegatronReference(self.parameters)
 
     def _load_weights(self) -> None:
-        place, reward = self.mesh.shard_place(), self.config.reward_model_cfg
+        place, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
         path = readable_model(
             self.config.model_name,
             self.settings.model_path,
@@ -356,7 +356,7 @@ class MegatronPolicyWorker(PolicyWorker):
         return checkpoint.MegatronPolicy(
             parameters=self.parameters if self.adapters is None else self.adapters.held(self.parameters),
             weights=self.weight_map if self.adapters is None else self.adapters.trained,
-            place=self.mesh.shard_place(),
+            place=self.mesh.parallel_ranks(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             optimizer_kind=self.megatron.optimizer.optimizer,
@@ -388,7 +388,7 @@ class MegatronPolicyWorker(PolicyWorker):
     def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
         """Shards go straight into the buffers; nothing is gathered."""
         tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
-        shards = held_shards(self._whole_parameters(), self.weight_map, self.mesh.shard_place(), self.device)
+        shards = held_shards(self._whole_parameters(), self.weight_map, self.mesh.parallel_ranks(), self.device)
         return ShardSender(tensors, shards, **settings)
 
     def offload(self) -> None:

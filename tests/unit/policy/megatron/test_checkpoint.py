@@ -25,7 +25,7 @@ from nemo_rl.models.policy.megatron.checkpoint import Boxes, add_boxes
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, checkpoint_shapes, refuse_megatron_checkpoint
 from nemo_rl.models.policy.megatron.mapping import EMBEDDING, HFTensor, MappedTensor
-from nemo_rl.models.policy.megatron.shard_layout import Column, Layout, QueryGroups, Row, ShardPlace, Vocabulary
+from nemo_rl.models.policy.megatron.mapping import Column, Layout, QueryGroups, Row, ParallelRanks, Vocabulary
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
@@ -264,7 +264,7 @@ def test_boxes_of_flat_stretches_make_up_the_tensors(layout: Layout, shapes, cut
         bounds = [0, *(cut for cut in cuts if cut < len(flat)), len(flat)]
         for start, stop in itertools.pairwise(bounds):
             boxes: dict[str, Boxes] = {}
-            place = ShardPlace(tp_rank=rank, tp_size=2)
+            place = ParallelRanks(tp_rank=rank, tp_size=2)
             add_boxes(boxes, entry, place, flat[start:stop], flat=range(start, stop))
             for name, held in boxes.items():
                 for offset, part in held.parts.items():

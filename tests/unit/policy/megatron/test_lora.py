@@ -117,7 +117,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     for row in worker.rows.values():
         outcome.tokens[row.sample_id] = (torch.as_tensor(row.token_ids), torch.as_tensor(row.token_mask))
     outcome.merged = merged_of(worker)
-    shards = held_shards(worker._whole_parameters(), worker.weight_map, worker.mesh.shard_place(), worker.device)
+    shards = held_shards(worker._whole_parameters(), worker.weight_map, worker.mesh.parallel_ranks(), worker.device)
     for shard in shards:
         whole = outcome.merged[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(shard.local(), whole), shard.name

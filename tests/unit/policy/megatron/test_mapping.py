@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig
 
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace, padded_vocabulary
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, padded_vocabulary
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, random_model
 
 IMPLEMENTATIONS = ["local", "transformer_engine"]
@@ -32,14 +32,14 @@ def mapped(name: str, implementation: Any = "local") -> WeightMap:
 
 
 def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
-    return mapping.held(ShardPlace(**place))[name]
+    return mapping.held(ParallelRanks(**place))[name]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_names_and_shapes_are_those_on_disk(stored, name, implementation):
     mapping = mapped(name, implementation)
-    mapping.check_names(stored[name])
+    mapping.locate(stored[name])
     assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
     assert len(mapping.hf_tensors) == len(stored[name])
     names = [entry.template.format(expert=entry.expert) for entry in mapping.entries]
@@ -155,18 +155,18 @@ def test_grouped_experts_need_transformer_engine():
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
     layer = "decoder.layers.0."
-    fused = mapped("qwen3_moe", "transformer_engine").held(ShardPlace())
+    fused = mapped("qwen3_moe", "transformer_engine").held(ParallelRanks())
     assert layer + "self_attention.linear_qkv.layer_norm_weight" in fused
     assert layer + "mlp.linear_fc1.layer_norm_weight" in fused
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in fused  # in front of the router and the experts
-    latent = mapped("deepseek_v3", "transformer_engine").held(ShardPlace())
+    latent = mapped("deepseek_v3", "transformer_engine").held(ParallelRanks())
     assert layer + "input_layernorm.weight" in latent
     assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
     assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
 
 
 def test_a_tied_output_layer_is_the_embedding():
-    held = mapped("qwen2-tied").held(ShardPlace())
+    held = mapped("qwen2-tied").held(ParallelRanks())
     assert held["output_layer.weight"].sources[0].name == "model.embed_tokens.weight"
 
 
@@ -187,15 +187,15 @@ def test_experts_fused_on_disk_are_found(name):
 def test_names_that_do_not_match_are_told_on_either_side(stored):
     names = set(stored["llama"]) - {"model.norm.weight"} | {"model.layers.0.mlp.gate_proj.weight_scale_inv"}
     with pytest.raises(ValueError, match=r"missing are model\.norm\.weight; unknown are .*gate_proj\.weight_scale_inv"):
-        mapped("llama").check_names(names)
+        mapped("llama").locate(names)
 
 
 def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(stored):
-    mapped("qwen2-tied").check_names(name.removeprefix("model.") for name in stored["qwen2-tied"])
-    mapped("qwen2-tied").check_names({*stored["qwen2-tied"], "lm_head.weight"})
-    mapped("deepseek_v3").check_names({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
+    mapped("qwen2-tied").locate(name.removeprefix("model.") for name in stored["qwen2-tied"])
+    mapped("qwen2-tied").locate({*stored["qwen2-tied"], "lm_head.weight"})
+    mapped("deepseek_v3").locate({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
     with pytest.raises(ValueError, match=r"unknown are model\.layers\.2\.eh_proj"):
-        mapped("llama").check_names({*stored["llama"], "model.layers.2.eh_proj.weight"})
+        mapped("llama").locate({*stored["llama"], "model.layers.2.eh_proj.weight"})
 
 
 def test_an_unknown_architecture_is_refused_by_name():
@@ -212,4 +212,4 @@ def test_sizes_that_do_not_divide_are_told():
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
         entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):
-        mapped("mixtral").held(ShardPlace(ep_size=3))
+        mapped("mixtral").held(ParallelRanks(ep_size=3))

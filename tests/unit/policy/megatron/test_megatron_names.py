@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from nemo_rl.models.policy.megatron.mapping import heads_of, is_moe_layer, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace, padded_vocabulary
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, padded_vocabulary
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS
 from tests.worlds import run_world
 
@@ -120,9 +120,9 @@ def start_megatron(tp: int, ep: int, etp: int, pp: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def place_of(rank: int, tp: int, ep: int, etp: int, pp: int) -> ShardPlace:
+def place_of(rank: int, tp: int, ep: int, etp: int, pp: int) -> ParallelRanks:
     inner = rank % (2 // pp)  # both ranks are one stage, or two
-    return ShardPlace(
+    return ParallelRanks(
         tp_rank=inner % tp,
         tp_size=tp,
         ep_rank=inner % ep,

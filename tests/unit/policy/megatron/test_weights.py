@@ -15,14 +15,14 @@ from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights as export_of_transformers
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 from nemo_rl.models.policy.megatron.weights import ExportGroups, export_weights, load_weights
 from nemo_rl.refit.layout import ExportedTensor
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.worlds import run_world
 
-TP2 = [ShardPlace(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
-ETP2 = [ShardPlace(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for rank in range(2)]
+TP2 = [ParallelRanks(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
+ETP2 = [ParallelRanks(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def mapped(directory: Path) -> WeightMap:
     return weight_map(AutoConfig.from_pretrained(directory), implementation="local")
 
 
-def empty_parameters(mapping: WeightMap, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
     parameters = {}
     for name, entry in mapping.held(place).items():
@@ -50,7 +50,7 @@ def empty_parameters(mapping: WeightMap, place: ShardPlace, stage: int | None = 
     return parameters
 
 
-def loaded(directory: Path, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+def loaded(directory: Path, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     mapping = mapped(directory)
     parameters = empty_parameters(mapping, place, stage)
     load_weights(parameters, mapping, place, str(directory))
@@ -61,7 +61,7 @@ def on_disk(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def assert_is_cut_of(directory: Path, place: ShardPlace, parameters: dict[str, torch.Tensor]) -> None:
+def assert_is_cut_of(directory: Path, place: ParallelRanks, parameters: dict[str, torch.Tensor]) -> None:
     tensors, entries = on_disk(directory), mapped(directory).held(place)
     for name, parameter in parameters.items():
         sources = [tensors[source.name] for source in entries[name].sources]
@@ -69,7 +69,7 @@ def assert_is_cut_of(directory: Path, place: ShardPlace, parameters: dict[str, t
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("place", [ShardPlace(), *TP2, *ETP2])
+@pytest.mark.parametrize("place", [ParallelRanks(), *TP2, *ETP2])
 def test_a_rank_reads_its_part(saved, name, place):
     assert_is_cut_of(saved[name], place, loaded(saved[name], place))
 
@@ -109,7 +109,7 @@ def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
     with pytest.raises(
         ValueError, match=r"gate_proj.weight has shape \(48, 32\), the model's config.json says \(32, 32"
     ):
-        loaded(tmp_path, ShardPlace())
+        loaded(tmp_path, ParallelRanks())
 
 
 # -- export
@@ -125,14 +125,14 @@ def gathered(tensors: list[ExportedTensor], dtype: torch.dtype | None = None) ->
     return whole
 
 
-def layouts() -> Iterator[tuple[list[ShardPlace], list[int | None], ExportGroups]]:
+def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None], ExportGroups]]:
     """(places, stages, groups) of both ranks of a world of two."""
     world = dist.new_group([0, 1])
     assert isinstance(world, dist.ProcessGroup)
     yield TP2, [None, None], ExportGroups(tp=world, ep=world)
     yield ETP2, [None, None], ExportGroups(tp=world, etp=world)
-    yield [ShardPlace(), ShardPlace()], [0, 1], ExportGroups(pp=world)
-    alone = [ShardPlace(ep_rank=rank, ep_size=2) for rank in range(2)]
+    yield [ParallelRanks(), ParallelRanks()], [0, 1], ExportGroups(pp=world)
+    alone = [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)]
     yield alone, [None, None], ExportGroups(ep=world)
 
 
@@ -183,7 +183,7 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
         for name, directory in saved.items():
             theirs = export_of_transformers([random_model(name)], mesh, torch.device("cpu"))
             ours = export_weights(
-                loaded(directory, ShardPlace()), mapped(directory), ExportGroups(), torch.device("cpu")
+                loaded(directory, ParallelRanks()), mapped(directory), ExportGroups(), torch.device("cpu")
             )
             assert {t.name: (t.shape, t.dtype, t.keeps_dtype) for t in ours} == {
                 t.name: (t.shape, t.dtype, t.keeps_dtype) for t in theirs
@@ -195,7 +195,7 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
 
 
 def test_what_is_gathered_is_not_the_parameter(saved):
-    parameters = loaded(saved["llama"], ShardPlace())
+    parameters = loaded(saved["llama"], ParallelRanks())
     got = gathered(export_weights(parameters, mapped(saved["llama"]), ExportGroups(), torch.device("cpu")))
     for parameter in parameters.values():
         parameter.zero_()

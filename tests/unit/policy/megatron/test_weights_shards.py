@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 from nemo_rl.models.policy.megatron.weights import held_shards
 from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.shard_sender import ShardSender
@@ -29,7 +29,7 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return directories
 
 
-def sent(directory: Path, rank: int, place: ShardPlace, stage: int | None) -> dict[str, torch.Tensor]:
+def sent(directory: Path, rank: int, place: ParallelRanks, stage: int | None) -> dict[str, torch.Tensor]:
     """What reaches the buffer of this rank, which has one for itself."""
     mapping = weight_map(AutoConfig.from_pretrained(directory), implementation="local")
     sender = ShardSender(
@@ -61,7 +61,7 @@ def assert_sent(directory: Path, got: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, want[name] if keeps else want[name].to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("places", [TP2, ETP2, [ShardPlace(ep_rank=rank, ep_size=2) for rank in range(2)]])
+@pytest.mark.parametrize("places", [TP2, ETP2, [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)]])
 def test_two_ranks(saved, places):
     def on_rank(rank: int, world_size: int) -> None:
         for name in ("qwen2-tied", MOE[0], MOE[-1]):
