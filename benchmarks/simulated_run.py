@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,7 @@ class Outcome:
     metadata: Any = None
     next_stop_strings: None = None
     answer: None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     observation: Mapping[str, str] = None  # type: ignore[assignment]
 
 

@@ -163,6 +163,7 @@ class Sample:
     token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
     generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
     messages: list[dict[str, str]] = field(default_factory=list)  # role and content, for people
+    metrics: dict[str, float] = field(default_factory=dict)  # numbers that the environment gave its last turn, by name
     # Experts that generation chose for the first N of the tokens, uint8 or int16 [N, layers, K], where it said so.
     routed_experts: np.ndarray | None = None
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from nemo_rl.config.rules import NotYet, Rule, value_of
+from nemo_rl.config.rules import NotYet, Rules, value_of, violations
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,37 @@ class StrictModel(BaseModel):
         protected_namespaces=(),
     )
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
-    """Values of this section that do not go together; those of base classes are evaluated too."""
+    rules: ClassVar[Rules] = {}
+    """Values of this section that do not go together; see `nemo_rl.config.rules`. Those of base classes count too."""
 
     not_yet: ClassVar[tuple[NotYet, ...]] = ()
     """Keys that are not supported yet."""
 
     ignored_when_off: ClassVar[bool] = False
-    """While `enabled` of this section is not true, its rules are not evaluated, and unsupported keys, here and below,
-    are dropped in silence."""
+    """Nothing is checked while `enabled` of this section is not true; unsupported keys, here and below, are dropped."""
+
+    checked_by_parent: ClassVar[bool] = False
+    """The section above checks this one too, so that nothing is checked while that is switched off."""
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         """Yield (key relative to this section, message) for problems that have to be computed."""
         yield from ()
 
-    @model_validator(mode="after")
-    def _run_cross_checks(self) -> Self:
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key relative to this section, message) of violated rules and failed checks."""
         if self.ignored_when_off and not value_of(self, "enabled"):
-            return self
-        rules = [rule for base in type(self).__mro__ for rule in vars(base).get("rules", ())]
-        found = [problem for rule in rules if (problem := rule.problem(self)) is not None]
-        problems = list(dict.fromkeys([*found, *self.cross_checks()]))
+            return
+        for base in type(self).__mro__:
+            yield from violations(vars(base).get("rules", {}), self)
+        yield from self.cross_checks()
+        for name, value in self:
+            if isinstance(value, StrictModel) and value.checked_by_parent:
+                for key, message in value.problems():
+                    yield f"{name}.{key}", message.replace("{section}", f"{{section}}.{name}")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [] if self.checked_by_parent else list(dict.fromkeys(self.problems()))
         if problems:
             raise CrossCheckError(problems)
         return self

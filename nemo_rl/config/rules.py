@@ -1,10 +1,21 @@
-"""Rules about keys of one section: which values require or exclude each other, and which are not supported.
+"""Rules about the keys of one section: which values require or exclude each other, and which are not supported.
 
-A configuration model lists its rules in `rules` and unsupported keys in `not_yet`. The loader evaluates both and passes
-in the name of the section, which the texts call `{section}`.
+A configuration model holds a table from rule to message, which the loader evaluates with the name of the section:
 
-A condition compares keys of the section: `enabled`, `not enabled`, `dim > 8`, `optimizer=[sgd, muon]`, `min_lr > {lr}`,
-joined by ` and `. A key alone holds unless its value is null, false, 0 or empty. A comparison of order with null fails.
+    rules = {
+        "use_cispo excludes disable_ppo_ratio": "CISPO is made of the ratio",
+        "min_lr: lr_decay_style != constant requires min_lr < {lr}": "the rate falls to it; give one below {lr}",
+    }
+
+A rule is `[key:] condition [requires|excludes condition]`. It is violated when its condition holds and the required one
+does not, or the excluded one does too. `key`, by default the first of the condition, is the one that is reported.
+
+A condition is a key alone (`enabled`, `not enabled`: any value but null, false, 0 and empty ones) or a comparison
+(`dim > 8`, `optimizer=[sgd, muon]`, `min_lr < {lr}`, `modules has mlp`; null is neither above nor below anything), or
+several, joined by ` and `.
+
+A message gives the reason and, after a semicolon, the remedy; without one, the remedy is to set what is required, or to
+switch off what is excluded. `{key}` stands for the value of a key, `{section}` for the name of the section.
 """
 
 from __future__ import annotations
@@ -12,8 +23,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,7 +32,7 @@ import yaml
 from pydantic import BaseModel
 
 _CLAUSE = re.compile(
-    r"(?P<key>[\w.]+)\s*(?P<operator>!=|<=|>=|=|<|>)\s*(?P<value>.+)|(?P<negation>not )?(?P<alone>[\w.]+)"
+    r"(?P<key>[\w.]+)\s*(?P<operator>!=|<=|>=|=|<|>|has )\s*(?P<value>.+)|(?P<negation>not )?(?P<alone>[\w.]+)"
 )
 _ORDER: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
@@ -31,41 +42,37 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Values of a section that do not go together.
+_RULE = re.compile(r"((?P<key>[\w.{}]+): )?(?P<when>.+?)( (?P<verb>requires|excludes) (?P<other>.+))?")
 
-    The section is refused when `when` holds and `requires` does not, or when `when` and `excludes` both hold. With
-    neither, `when` alone is refused. The message is `because; instead`; `{key}` in it stands for the value of a key.
-    """
+Rules = Mapping[str, str]
+"""Rule -> message."""
 
-    when: str
-    _: KW_ONLY
-    requires: str = ""
-    excludes: str = ""
-    because: str
-    instead: str = ""  # the remedy; by default: set what is required, or switch off what is excluded
-    key: str = ""  # the key that is reported; by default the first of `when`
 
-    def problem(self, section: BaseModel) -> tuple[str, str] | None:
-        """(key, message) if `section` violates this rule."""
-        if not holds(self.when, section) or (self.requires and holds(self.requires, section)):
-            return None
-        if self.excludes and not holds(self.excludes, section):
-            return None
-        message = f"{self.because}; {self.instead or self._remedy(section)}"
-        return filled(self.key or _first_key(self.when), section), filled(message, section)
+def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
+    """(key, message) of every rule that `section` violates. `{section}` is left for the loader."""
+    for rule, message in rules.items():
+        parts = _RULE.fullmatch(rule)
+        assert parts is not None, f"not a rule: {rule!r}"
+        when, verb, other = parts["when"], parts["verb"], parts["other"]
+        if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
+            key = parts["key"] or _first_key(when)
+            if ";" not in message:
+                assert verb is not None, f"the rule {rule!r} needs a remedy"
+                message = f"{message}; {_remedy(when, verb, other, section)}"
+            yield filled(key, section), filled(message, section)
 
-    def _remedy(self, section: BaseModel) -> str:
-        if self.requires:
-            remedy = re.sub(r"\s*([<>])\s*", r" \1 ", self.requires)
-            remedy = remedy.replace(" > ", " above ").replace(" < ", " below ")
-            if _CLAUSE.fullmatch(self.requires)["alone"]:  # type: ignore[index]
-                remedy = f"{remedy.removeprefix('not ')}={written(not remedy.startswith('not '))}"
-            return f"set {{section}}.{remedy}"
-        assert self.excludes, f"a rule for {self.when} needs `instead`"
-        key = _first_key(self.excludes)
-        return f"set {{section}}.{key}={'false' if value_of(section, key) is True else 'null'}"
+
+def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
+    """The remedy of a rule that names none: change `other`, or switch off `when` if it is a switch."""
+    key = _first_key(other)
+    if verb == "excludes":
+        fix = f"{key}={'false' if value_of(section, key) is True else 'null'}"
+    elif other in (key, f"not {key}"):
+        fix = f"{key}={written(other == key)}"
+    else:
+        fix = other.replace(" > ", " above ").replace(" < ", " below ")
+    is_switch = " " not in when and value_of(section, _first_key(when)) is True
+    return f"set {{section}}.{fix}" + (f", or {{section}}.{when}=false" if is_switch else "")
 
 
 def holds(condition: str, section: BaseModel) -> bool:
@@ -82,6 +89,8 @@ def _clause_holds(clause: str, section: BaseModel) -> bool:
     other = value_of(section, text[1:-1]) if text.startswith("{") else _parsed(text)
     if parts["operator"] in _ORDER:
         return value is not None and other is not None and _ORDER[parts["operator"]](value, other)
+    if parts["operator"] == "has ":
+        return other in value
     return (value in other if isinstance(other, list) else value == other) == (parts["operator"] == "=")
 
 

@@ -1,13 +1,20 @@
-"""An environment as many concurrent episodes use it: one awaitable step per conversation, batched on the way."""
+"""Calls of an environment: what it returns is checked and cut into one step for each conversation.
+
+Episodes await `EnvironmentPool.step`, one conversation each. The clients of the pool collect the requests into batches
+for the actors of the environment. `step_each` calls an environment in the same process.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import ray
@@ -15,26 +22,28 @@ import torch
 from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.interfaces import EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.types import LLMMessageLogType
 
 logger = logging.getLogger(__name__)
 
 RESTART_TIMEOUT_S = 120.0
 RESTART_POLL_S = 0.2
-END_TIMEOUT_S = 15.0  # in which Ray ends a process, one that is stopped too
+END_TIMEOUT_S = 15.0  # within this time Ray ends a process, a stopped one included
 MAX_GROUPS_REMEMBERED = 100_000
+MAX_EXCERPT = 120  # characters
 
 
 class EnvironmentFailure(RuntimeError):
-    """The environment raised, died twice, took too long or returned what is no answer. The episode has no reward."""
-
-
-class _Dead(Exception):
-    """The actor's process is gone; Ray starts it again."""
+    """The environment raised, died twice, took too long or returned no valid answer. The episode has no reward."""
 
 
 class StepRefused(Exception):
     """The environment raised, or returned something wrong, for this batch."""
+
+
+class _ActorDied(Exception):
+    """The actor's process is gone; Ray restarts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +56,10 @@ class EnvironmentStep:
     metadata: Any
     next_stop_strings: Sequence[str] | None
     answer: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+Outcome = EnvironmentStep | EnvironmentFailure
 
 
 @dataclass
@@ -56,25 +69,25 @@ class _Request:
     metadata: Any
     result: asyncio.Future[EnvironmentStep]
 
-    def answer(self, step: EnvironmentStep | EnvironmentFailure) -> None:
-        """The episode goes on; a failure is told the sample it belongs to."""
+    def set(self, outcome: Outcome) -> None:
+        """Give the episode its step, or a failure that names the sample."""
         if self.result.done():  # the episode was cancelled
             return
-        if isinstance(step, EnvironmentFailure):
-            failure = EnvironmentFailure(f"{step} (sample {self.sample_id})")
-            failure.__cause__ = step
+        if isinstance(outcome, EnvironmentFailure):
+            failure = EnvironmentFailure(f"{outcome} (sample {self.sample_id})")
+            failure.__cause__ = outcome
             self.result.set_exception(failure)
         else:
-            self.result.set_result(step)
+            self.result.set_result(outcome)
 
 
 class EnvironmentClient:
     """One actor of an environment. Belongs to one event loop.
 
-    While a call to the actor is in flight, requests gather; then they go as one batch.
-    A batch whose actor died is sent once more. A batch the environment refuses (it raises, or returns wrong shapes) is
-    sent again one conversation at a time, so that one bad conversation fails alone. A batch that takes longer than
-    `step_timeout_s` fails as a whole, and the actor is ended and started anew.
+    Requests that arrive during a call to the actor wait, and are sent as one batch after it.
+    A batch whose actor died is sent once more. A batch that the environment refuses (it raises, or returns wrong
+    shapes) is sent again one conversation at a time, so that one bad conversation fails alone. A batch that takes
+    longer than `step_timeout_s` fails as a whole, and the actor is restarted.
     """
 
     def __init__(self, name: str, actor: Any, step_timeout_s: float) -> None:
@@ -99,109 +112,103 @@ class EnvironmentClient:
         return await request.result
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """The metrics of `global_post_process_and_metrics`.
+        """The means of the samples' `metrics`, and the metrics of `global_post_process_and_metrics`.
 
         Raises:
             EnvironmentFailure: when it raises, dies or takes longer than a step may.
         """
         try:
             ref = self.actor.global_post_process_and_metrics.remote(batch)
-            _, metrics = await asyncio.wait_for(_value(ref), self.step_timeout_s)
+            _, metrics = await asyncio.wait_for(ref, self.step_timeout_s)
         except (RayTaskError, RayActorError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
             raise EnvironmentFailure(
                 f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"
             ) from error
-        return dict(metrics)
+        return {**mean_metrics(batch.get("metrics", ())), **metrics}
 
     async def _send(self) -> None:
-        await asyncio.sleep(0)  # let the other episodes that are ready ask as well
+        await asyncio.sleep(0)  # other episodes that are ready join the batch
         while self._waiting:
             batch, self._waiting = self._waiting, []
             await self._answer(batch)
 
     async def _answer(self, batch: list[_Request]) -> None:
         try:
-            steps = await self._call_twice(batch)
+            outcomes = await self._call_twice(batch)
         except StepRefused as refusal:
-            if len(batch) == 1:
-                _fail(batch, EnvironmentFailure(str(refusal)))
+            if len(batch) > 1:
+                for request in batch:
+                    await self._answer([request])
                 return
-            for request in batch:
-                await self._answer([request])
+            outcomes = [EnvironmentFailure(str(refusal))]
         except EnvironmentFailure as failure:
-            _fail(batch, failure)
-        else:
-            for request, step in zip(batch, steps, strict=True):
-                request.answer(step)
+            outcomes = [failure] * len(batch)
+        for request, outcome in zip(batch, outcomes, strict=True):
+            request.set(outcome)
 
-    async def _call_twice(self, batch: list[_Request]) -> list[EnvironmentStep | EnvironmentFailure]:
+    async def _call_twice(self, batch: list[_Request]) -> list[Outcome]:
         try:
             return await self._call(batch)
-        except _Dead as first:
-            logger.warning("environment %s died and is started again; the same %d steps follow", self.name, len(batch))
+        except _ActorDied as first:
+            logger.warning("environment %s died and is restarted; its %d steps are sent again", self.name, len(batch))
             try:
                 await self._restarted()
                 return await self._call(batch)
-            except _Dead as second:
+            except _ActorDied as second:
                 raise EnvironmentFailure(f"environment {self.name!r} died twice in a row: {second}") from first
 
-    def _end(self) -> None:
-        """End the process, which does not answer; Ray starts it again."""
-        ray.kill(self.actor, no_restart=False)
-        self._ended_at = asyncio.get_running_loop().time()
-
-    async def _restarted(self) -> None:
-        """Wait until the actor's new process answers: until then Ray fails every call at once."""
-        loop = asyncio.get_running_loop()
-        limit = max(RESTART_TIMEOUT_S, self.step_timeout_s)
-        deadline = loop.time() + limit
-        while True:
-            try:
-                ready = _value(self.actor.__ray_ready__.remote())
-                await asyncio.wait_for(ready, max(0.0, deadline - loop.time()))
-                self._ended_at = None
-                return
-            except TimeoutError as error:
-                self._end()
-                raise _Dead(f"its new process does not answer within {limit:g} s") from error
-            except RayActorError as error:
-                # What was sent to a process that is about to be ended dies with it, and says nothing of the next one.
-                is_ending = self._ended_at is not None and loop.time() < self._ended_at + END_TIMEOUT_S
-                if not is_ending and not isinstance(error, ActorUnavailableError):
-                    raise _Dead(str(error)) from error  # gone for good, e.g. its constructor raises
-                if loop.time() > deadline:
-                    raise _Dead(f"no new process within {limit:g} s: {error}") from error
-                await asyncio.sleep(RESTART_POLL_S)
-
-    async def _call(self, batch: list[_Request]) -> list[EnvironmentStep | EnvironmentFailure]:
-        if self._ended_at is not None:  # its restart is no part of the time for a step
+    async def _call(self, batch: list[_Request]) -> list[Outcome]:
+        if self._ended_at is not None:  # a restart does not count as time of the step
             await self._restarted()
         logs = [request.messages for request in batch]
         ref = self.actor.step.remote(logs, [request.metadata for request in batch])
         try:
-            returned = await asyncio.wait_for(_value(ref), self.step_timeout_s)
-        except RayTaskError as error:  # first: Ray makes it an instance of what the environment raised as well
+            returned = await asyncio.wait_for(ref, self.step_timeout_s)
+        except RayTaskError as error:  # first: Ray makes it an instance of the environment's exception as well
             raise StepRefused(f"environment {self.name!r} raised {error.cause!r}") from error
         except TimeoutError:
             self._end()
             raise EnvironmentFailure(
                 f"environment {self.name!r} did not answer {len(batch)} conversations within {self.step_timeout_s:g} s "
-                "and is started again"
+                "and is restarted"
             ) from None
         except RayActorError as error:
-            raise _Dead(str(error)) from error
+            raise _ActorDied(str(error)) from error
         return split_return(returned, len(batch), self.name)
 
+    def _end(self) -> None:
+        """End the process, which does not answer; Ray restarts it."""
+        ray.kill(self.actor, no_restart=False)
+        self._ended_at = asyncio.get_running_loop().time()
 
-async def _value(ref: Any) -> Any:
-    return await ref
+    async def _restarted(self) -> None:
+        """Wait until the actor's new process answers: until then every call to it fails immediately."""
+        loop = asyncio.get_running_loop()
+        limit = max(RESTART_TIMEOUT_S, self.step_timeout_s)
+        deadline = loop.time() + limit
+        while True:
+            try:
+                await asyncio.wait_for(self.actor.__ray_ready__.remote(), max(0.0, deadline - loop.time()))
+                self._ended_at = None
+                return
+            except TimeoutError as error:
+                self._end()
+                raise _ActorDied(f"its new process does not answer within {limit:g} s") from error
+            except RayActorError as error:
+                # A call that still reached the ending process fails with it. That says nothing about the next process.
+                is_ending = self._ended_at is not None and loop.time() < self._ended_at + END_TIMEOUT_S
+                if not is_ending and not isinstance(error, ActorUnavailableError):
+                    raise _ActorDied(str(error)) from error  # gone for good, e.g. its constructor raises
+                if loop.time() > deadline:
+                    raise _ActorDied(f"no new process within {limit:g} s: {error}") from error
+                await asyncio.sleep(RESTART_POLL_S)
 
 
 class EnvironmentPool:
-    """The actors of one environment, which take turns with groups of samples; an episode stays on its actor.
+    """The actors of one environment. They take groups of samples in turn; an episode stays on its actor.
 
-    While one actor answers a slow batch, the others go on with theirs.
+    A slow batch delays the episodes of its own actor only.
     """
 
     def __init__(self, name: str, actors: Sequence[Any], step_timeout_s: float) -> None:
@@ -225,19 +232,19 @@ class EnvironmentPool:
         return await client.step(message_log, metadata, sample_id=sample_id)
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
-        """As `EnvironmentClient.metrics`. Every actor is asked about the groups that it answered.
+        """As `EnvironmentClient.metrics`, each actor with the groups that it answered.
 
-        Their metrics are averaged, each weighing as many samples as it saw; those called `num_...` are added up.
+        Their metrics are averaged, weighted by the number of samples of each; those called `num_...` are added up.
         """
         numbers = [self._client_of(group_id) for group_id in batch["group_id"]]
-        parts = {number: [i for i, mine in enumerate(numbers) if mine == number] for number in sorted(set(numbers))}
+        rows = {number: [i for i, mine in enumerate(numbers) if mine == number] for number in sorted(set(numbers))}
         found = await asyncio.gather(
-            *(self.clients[number].metrics(batch.select_indices(rows)) for number, rows in parts.items())
+            *(self.clients[number].metrics(batch.select_indices(of_actor)) for number, of_actor in rows.items())
         )
         joined: dict[str, float] = {}
         for name in dict.fromkeys(name for metrics in found for name in metrics):
-            told = [(metrics, len(rows)) for metrics, rows in zip(found, parts.values(), strict=True)]
-            pairs = [(metrics[name], size) for metrics, size in told if name in metrics]
+            sizes = [(metrics, len(of_actor)) for metrics, of_actor in zip(found, rows.values(), strict=True)]
+            pairs = [(metrics[name], size) for metrics, size in sizes if name in metrics]
             if name.startswith("num_"):
                 joined[name] = sum(value for value, _ in pairs)
             else:
@@ -245,86 +252,79 @@ class EnvironmentPool:
         return joined
 
 
-def _fail(batch: list[_Request], failure: EnvironmentFailure) -> None:
-    for request in batch:
-        request.answer(failure)
+def mean_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each named number over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for metrics in samples:
+        for name, value in metrics.items():
+            found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
-def split_return(returned: Any, size: int, name: str) -> list[EnvironmentStep | EnvironmentFailure]:
-    """An EnvironmentReturn for `size` conversations, checked and cut into one step, or failure, each.
+def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
+    """Check an EnvironmentReturn for `size` conversations and cut it into one step, or failure, each.
 
-    A reward that is no finite number is a failure of its conversation.
+    A reward that is not finite is a failure of its conversation.
 
     Raises:
-        StepRefused: it is none.
+        StepRefused: it is not a valid EnvironmentReturn.
     """
     fields = returned if isinstance(returned, tuple) else ()
-    if len(fields) not in (5, 6, 7):
+    if not 5 <= len(fields) <= len(EnvironmentReturn._fields):
         raise StepRefused(f"environment {name!r} returned a {type(returned).__name__}, not an EnvironmentReturn")
     result = EnvironmentReturn(*fields)
-    answers = result.answers if result.answers is not None else [None] * size
-    failures = result.failures if result.failures is not None else [None] * size
-    lists = {
-        "observations": result.observations,
-        "metadata": result.metadata,
-        "next_stop_strings": result.next_stop_strings,
-        "answers": answers,
-        "failures": failures,
-    }
-    for field, values in lists.items():
+    lists = result._asdict()
+    for field_name in ("answers", "failures", "metrics"):
+        if lists[field_name] is None:
+            lists[field_name] = [None] * size
+    rewards = _numbers(lists.pop("rewards"), "rewards", size, name)
+    terminateds = _numbers(lists.pop("terminateds"), "terminateds", size, name)
+    for field_name, values in lists.items():
         if not isinstance(values, list | tuple) or len(values) != size:
-            raise StepRefused(f"environment {name!r}: {field} must be a list of {size}, got {_describe(values)}")
-    for observation in result.observations:
+            raise StepRefused(f"environment {name!r}: {field_name} must be a list of {size}, got {_describe(values)}")
+    outcomes: list[Outcome] = []
+    for observation, metadata, stop_strings, answer, failure, metrics, reward, terminated in zip(
+        *lists.values(), rewards, terminateds, strict=True
+    ):
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
             raise StepRefused(f"environment {name!r}: an observation needs role and content, got {observation!r}")
-    rewards = _numbers(result.rewards, "rewards", size, name)
-    for i, reward in enumerate(rewards):
-        if failures[i] is None and not math.isfinite(reward):
-            failures = [*failures[:i], f"rewards must be finite, got {reward}", *failures[i + 1 :]]
-    terminateds = _numbers(result.terminateds, "terminateds", size, name)
-    return [
-        EnvironmentStep(
-            observation={"role": str(observation["role"]), "content": _encodable(str(observation["content"]))},
+        metrics = {} if metrics is None else metrics
+        if not isinstance(metrics, Mapping) or not all(isinstance(value, Real) for value in metrics.values()):
+            raise StepRefused(f"environment {name!r}: metrics of a conversation are numbers by name, got {metrics!r}")
+        if failure is None and not math.isfinite(reward):
+            failure = f"rewards must be finite, got {reward}"
+        if failure is not None:
+            outcomes.append(EnvironmentFailure(f"environment {name!r}: {failure}"))
+            continue
+        # Lone surrogates, which no tokenizer accepts, become question marks.
+        content = str(observation["content"]).encode("utf-8", "replace").decode("utf-8")
+        step = EnvironmentStep(
+            observation={"role": str(observation["role"]), "content": content},
             reward=reward,
             terminated=bool(terminated),
             metadata=metadata,
             next_stop_strings=stop_strings,
             answer=answer,
+            metrics={str(key): float(value) for key, value in metrics.items()},
         )
-        if failure is None
-        else EnvironmentFailure(f"environment {name!r}: {failure}")
-        for observation, reward, terminated, metadata, stop_strings, answer, failure in zip(
-            result.observations,
-            rewards,
-            terminateds,
-            result.metadata,
-            result.next_stop_strings,
-            answers,
-            failures,
-            strict=True,
-        )
-    ]
+        outcomes.append(step)
+    return outcomes
 
 
-def _encodable(text: str) -> str:
-    """Without half characters (lone surrogates), which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _numbers(values: Any, field: str, size: int, name: str) -> list[float]:
+def _numbers(values: Any, field_name: str, size: int, name: str) -> list[float]:
     try:
         tensor = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StepRefused(
-            f"environment {name!r}: {field} must be a tensor [{size}], got {_describe(values)}"
+            f"environment {name!r}: {field_name} must be a tensor [{size}], got {_describe(values)}"
         ) from error
     if tensor.shape == (size, 1):
         tensor = tensor[:, 0]
     if tensor.shape != (size,):
-        several = tensor.dim() == 2 and tensor.shape[0] == size and field == "rewards"
+        several = tensor.dim() == 2 and tensor.shape[0] == size and field_name == "rewards"
         raise StepRefused(
-            f"environment {name!r}: {field} must have shape [{size}], got {list(tensor.shape)}"
-            + (": add up what a conversation is judged by, or make each an environment of one with type: composite")
+            f"environment {name!r}: {field_name} must have shape [{size}], got {list(tensor.shape)}"
+            + (": add up the rewards of a conversation, or make each an environment of its own with type: composite")
             * several
         )
     return tensor.tolist()
@@ -332,3 +332,40 @@ def _numbers(values: Any, field: str, size: int, name: str) -> list[float]:
 
 def _describe(values: Any) -> str:
     return f"a list of {len(values)}" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+
+
+def step_each(
+    environment: EnvironmentInterface[Any],
+    logs: Sequence[LLMMessageLogType],
+    metadata: Sequence[Any],
+    *,
+    name: str,
+    executor: Executor,
+) -> list[Outcome]:
+    """The steps of `environment` in this process; a batch that it refuses is tried again one conversation at a time.
+
+    `step` gets copies of the metadata. It runs in `executor`, whose futures hold its exceptions.
+    """
+    if not logs:
+        return []
+    running = executor.submit(environment.step, list(logs), copy.deepcopy(list(metadata)))
+    error = running.exception()
+    if error is None:
+        try:
+            return split_return(running.result(), len(logs), name)
+        except StepRefused as refusal:
+            error = refusal
+    if len(logs) > 1:
+        return [
+            step_each(environment, [log], [known], name=name, executor=executor)[0]
+            for log, known in zip(logs, metadata, strict=True)
+        ]
+    reason = str(error) if isinstance(error, StepRefused) else f"environment {name!r} raised {error!r}"
+    return [EnvironmentFailure(f"{reason} ({excerpt(logs[0])})")]
+
+
+def excerpt(messages: LLMMessageLogType) -> str:
+    """The end of a conversation, which identifies it in an error message."""
+    text = str(messages[-1]["content"])
+    shown = text if len(text) <= MAX_EXCERPT else "..." + text[-MAX_EXCERPT:]
+    return f"in the conversation that ends {shown!r}"

@@ -58,7 +58,7 @@ ENV_REGISTRY: dict[str, dict[str, str]] = {
         "default_processor": "conversation_processor",
     },
     "llm_judge": {
-        "actor_class_fqn": "nemo_rl.environments.judge.environment.LLMJudgeEnvironment",
+        "actor_class_fqn": "nemo_rl.environments.judge.LLMJudgeEnvironment",
         "default_processor": "conversation_processor",
     },
     "remote": {

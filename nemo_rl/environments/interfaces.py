@@ -1,8 +1,9 @@
-"""The contract between an episode and what answers it."""
+"""The contract between an episode and the environment that answers it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -14,19 +15,21 @@ MetadataT = TypeVar("MetadataT")
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
-    """What `step` says about a batch of B conversations; every list has length B."""
+    """The result of `step` for a batch of B conversations; every list has length B."""
 
     observations: list[dict[str, str]]  # {"role": "environment", "content": ...}: the next message of each conversation
-    metadata: list[MetadataT]  # handed back with the next step of the same conversation
+    metadata: list[MetadataT]  # passed to the next step of the same conversation
     next_stop_strings: list[list[str] | None] | list[None]  # for the next turn; None keeps the present ones
     rewards: torch.Tensor  # [B]; the rewards of an episode's turns are summed
     terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
     answers: list[str | None] | None = None  # extracted answers, for majority voting
-    failures: list[str | None] | None = None  # what went wrong where a conversation has no outcome: it gets no reward
+    failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward
+    # Numbers by name for each conversation. Those of its last turn are averaged over the finished samples of a step.
+    metrics: list[Mapping[str, float] | None] | None = None
 
 
 class EnvironmentInterface(ABC, Generic[MetadataT]):
-    """An environment. It runs as a Ray actor, once per section of `env`, and keeps no episode: metadata does.
+    """An environment. It runs as a Ray actor, once per section of `env`, and keeps no episode: the metadata do.
 
     The constructor takes the section's own keys as one dictionary.
     """
@@ -37,11 +40,11 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
     ) -> EnvironmentReturn[MetadataT]:
         """Answer the last turn of each conversation. Messages hold `role` and `content` only.
 
-        Whatever it raises fails the conversations it was called with: they get no reward, and are counted.
+        An exception fails the conversations of the batch: they get no reward, and are counted.
         """
 
     @abstractmethod
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Corrections and metrics over the finished samples of a step."""
+        """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""

@@ -21,7 +21,6 @@ import xxhash
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.sample_values import SampleValues
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils import task_formats as retrieval_tags
 from nemo_rl.utils.files import cache_root, file_lock
@@ -204,19 +203,18 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
         self.index = PassageIndex(
             corpus, k1=self.cfg.k1, b=self.cfg.b, stopwords=self.cfg.stopwords, cache=cache_root() / "retrieval"
         )
-        self.values = SampleValues()
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[RetrievalMetadata]
     ) -> EnvironmentReturn[RetrievalMetadata]:
         """Search, or judge the answer, as the last turn of each conversation asks."""
         turns = [self._turn(log, state) for log, state in zip(message_log_batch, metadata, strict=True)]
-        for log, (_, state, _, _) in zip(message_log_batch, turns, strict=True):
+        metrics = []
+        for _, state, _, _ in turns:
             searches, hits = state.get("searches", 0), state.get("hits", 0)
-            values = {"searches_per_sample": float(searches)}
-            if searches:
-                values["hit_rate"] = hits / searches
-            self.values.remember(log, values)
+            metrics.append(
+                {"searches_per_sample": float(searches)} | ({"hit_rate": hits / searches} if searches else {})
+            )
         answers = [answer for _, _, answer, _ in turns]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": text} for text, _, _, _ in turns],
@@ -225,6 +223,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
             rewards=torch.tensor([reward for _, _, _, reward in turns]),
             terminateds=torch.tensor([answer is not None for answer in answers]),
             answers=answers,
+            metrics=metrics,
         )
 
     def _turn(
@@ -269,7 +268,6 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
         return batch, {
             "correct_rate": (batch["rewards"] >= 1).float().mean().item(),
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
-            **self.values.means(batch["message_log"]),
         }
 
 

@@ -1,7 +1,8 @@
 """Reward functions: `(messages, metadata, **kwargs) -> float`, by name or by import path.
 
-`messages` is the conversation (`role` and `content`), `metadata` what the row's processor handed on, e.g.
+`messages` is the conversation (`role` and `content`). `metadata` comes from the row's processor, e.g.
 `{"ground_truth": "4"}`. A function depends on its arguments alone and may be called from several threads at once.
+The annotations of keyword arguments say which values the configuration accepts.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.environments.math.verification import VERIFIERS, exact_integer
@@ -21,12 +24,56 @@ RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]
 
 
+def _has_group(pattern: str) -> str:
+    if re.compile(_is_pattern(pattern)).groups == 0:
+        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
+    return pattern
+
+
+def _is_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    return pattern
+
+
+def _is_verifier(name: str) -> str:
+    if name not in VERIFIERS:
+        raise ValueError(f"there is no math_verify_impl {name!r}; {did_you_mean(name, VERIFIERS)}")
+    return name
+
+
+Text = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[str, AfterValidator(_is_pattern)]
+PatternWithGroup = Annotated[str, AfterValidator(_has_group)]
+Verifier = Annotated[str, AfterValidator(_is_verifier)]
+
+
 def response_text(messages: Messages) -> str:
-    """What the policy said: the contents of its turns, joined."""
+    """The contents of the policy's turns, joined."""
     return "".join(message["content"] for message in messages if message["role"] == "assistant")
 
 
-def expected(metadata: Any, key: str) -> str:
+def conversation_and_turns(log: Messages, metadata: Any, *, reader: str) -> tuple[list[dict[str, str]], Messages]:
+    """The conversation of the row as the row has it, `metadata["messages"]`, and the turns that follow it in `log`.
+
+    The prompt in `log` has gone through the policy's chat template already.
+
+    Raises:
+        ValueError: the processor gives no messages; `reader` names the environment.
+    """
+    if not metadata or "messages" not in metadata:
+        raise ValueError(
+            f"{reader} reads the conversation of the row, which this dataset's processor does not give; set "
+            "processor: conversation_processor for the dataset (or in data.default)"
+        )
+    said = metadata["messages"]
+    has_task_prompt = log[0]["role"] == "system" and said[0]["role"] != "system"
+    return said, log[len(said) + has_task_prompt :]
+
+
+def _expected(metadata: Any, key: str) -> str:
     """An entry of the metadata as text. ValueError when it is not there."""
     if not isinstance(metadata, Mapping) or key not in metadata:
         found = ", ".join(map(str, metadata)) if isinstance(metadata, Mapping) and metadata else "nothing"
@@ -38,9 +85,9 @@ def format_reward(
     messages: Messages,
     metadata: Any,
     *,
-    pattern: str | None = None,
-    think_tag: str = "think",
-    answer_tag: str = "answer",
+    pattern: Pattern | None = None,
+    think_tag: Text = "think",
+    answer_tag: Text = "answer",
 ) -> float:
     """1 where the response, without white space around it, is `pattern` from end to end; `.` matches line ends too.
 
@@ -50,19 +97,19 @@ def format_reward(
     if pattern is not None:
         return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
     marks = [f"<{think_tag}>", f"</{think_tag}>", f"<{answer_tag}>", f"</{answer_tag}>"]
-    places = [text.find(mark) for mark in marks]
+    positions = [text.find(mark) for mark in marks]
     once = all(text.count(mark) == 1 for mark in marks)
-    between = text[places[1] + len(marks[1]) : places[2]]
+    between = text[positions[1] + len(marks[1]) : positions[2]]
     whole = text.startswith(marks[0]) and text.endswith(marks[3])
-    return float(once and whole and places == sorted(places) and not between.strip())
+    return float(once and whole and positions == sorted(positions) and not between.strip())
 
 
 def exact_answer(
     messages: Messages,
     metadata: Any,
     *,
-    pattern: str | None = None,
-    key: str = "ground_truth",
+    pattern: PatternWithGroup | None = None,
+    key: Text = "ground_truth",
     ignore_case: bool = False,
     alphanumeric: bool = False,
 ) -> float:
@@ -78,12 +125,12 @@ def exact_answer(
             return 0.0
         answer = found[-1][1] or ""
     return float(
-        _plain(answer, ignore_case, alphanumeric) == _plain(expected(metadata, key), ignore_case, alphanumeric)
+        _plain(answer, ignore_case, alphanumeric) == _plain(_expected(metadata, key), ignore_case, alphanumeric)
     )
 
 
 def exact_answer_alphanumeric(
-    messages: Messages, metadata: Any, *, answer_tag: str = "answer", key: str = "ground_truth"
+    messages: Messages, metadata: Any, *, answer_tag: Text = "answer", key: Text = "ground_truth"
 ) -> float:
     """1 where the last `<answer>...</answer>` has the letters and digits of `metadata[key]`, in any case."""
     tag = re.escape(answer_tag)
@@ -103,9 +150,9 @@ def math_expression(
     messages: Messages,
     metadata: Any,
     *,
-    key: str = "ground_truth",
-    math_verify_impl: str = "hf_math_verify",
-    verify_timeout_s: float = 5.0,
+    key: Text = "ground_truth",
+    math_verify_impl: Verifier = "hf_math_verify",
+    verify_timeout_s: Annotated[float, Field(gt=0)] = 5.0,
 ) -> float:
     """1 where the response gives a mathematical expression equal to `metadata[key]`, as the math environment checks it.
 
@@ -115,8 +162,8 @@ def math_expression(
         ValueError: for a `math_verify_impl` that is none.
         RuntimeError: when the verification ended its process twice, so that there is no verdict.
     """
-    _check_math_expression(math_verify_impl=math_verify_impl, verify_timeout_s=verify_timeout_s)
-    response, truth = response_text(messages), expected(metadata, key)
+    _is_verifier(math_verify_impl)
+    response, truth = response_text(messages), _expected(metadata, key)
     certain = exact_integer(response, truth) if math_verify_impl == "hf_math_verify" else None
     if certain is not None:
         return float(certain[0])
@@ -130,16 +177,24 @@ def math_expression(
     return float(result.correct)
 
 
-def length_reward(messages: Messages, metadata: Any, *, soft_limit: int, hard_limit: int) -> float:
+def length_reward(
+    messages: Messages, metadata: Any, *, soft_limit: Annotated[float, Field(ge=0)], hard_limit: float
+) -> float:
     """1 up to `soft_limit` characters of response, 0 from `hard_limit` on, a straight line between."""
-    _check_length(soft_limit=soft_limit, hard_limit=hard_limit)
+    if not soft_limit < hard_limit:
+        raise ValueError(f"length: soft_limit={soft_limit!r} must be below hard_limit={hard_limit!r}")
     size = len(response_text(messages))
     return min(1.0, max(0.0, (hard_limit - size) / (hard_limit - soft_limit)))
 
 
-def contains(messages: Messages, metadata: Any, *, texts: Sequence[str], ignore_case: bool = True) -> float:
+def contains(
+    messages: Messages,
+    metadata: Any,
+    *,
+    texts: Annotated[Sequence[Text], Field(min_length=1)],
+    ignore_case: bool = True,
+) -> float:
     """The fraction of `texts` that occur in the response."""
-    _check_contains(texts=texts)
     response = response_text(messages)
     if ignore_case:
         response, texts = response.casefold(), [text.casefold() for text in texts]
@@ -169,75 +224,19 @@ def find_reward_function(name: str) -> RewardFunction:
 
 
 def check_arguments(name: str, function: RewardFunction, kwargs: Mapping[str, Any]) -> None:
-    """ValueError when the function cannot be called with these `kwargs`; of our own functions, values count too."""
+    """ValueError when the function cannot be called with these `kwargs`; the values of our own functions count too."""
     try:
         inspect.signature(function).bind([], {}, **kwargs)
     except TypeError as error:
         raise ValueError(f"reward function {name!r} cannot be called with kwargs {dict(kwargs)}: {error}") from error
     if REWARD_FUNCTIONS.get(name) is not function:
         return
+    annotations = get_type_hints(function, include_extras=True)
     for key, value in kwargs.items():
-        kind = {"key": str, "think_tag": str, "answer_tag": str, "ignore_case": bool, "alphanumeric": bool}.get(key)
-        if kind is not None and (not isinstance(value, kind) or value == ""):
-            raise ValueError(f"{name}: {key} must be {'true or false' if kind is bool else 'a text'}, got {value!r}")
-    if name in VALUE_CHECKS:
-        VALUE_CHECKS[name](**kwargs)
-
-
-def _check_pattern(pattern: Any, name: str) -> int:
-    """The number of groups of a regular expression; `name` is the function whose it is."""
-    if not isinstance(pattern, str):
-        raise ValueError(f"{name}: pattern must be a regular expression, got {pattern!r}")
-    try:
-        return re.compile(pattern, re.DOTALL).groups
-    except re.error as error:
-        raise ValueError(f"{name}: pattern {pattern!r} is no regular expression: {error}") from error
-
-
-def _check_format(*, pattern: Any = None, **others: Any) -> None:
-    if pattern is not None:
-        _check_pattern(pattern, "format")
-
-
-def _check_exact_answer(*, pattern: Any = None, **others: Any) -> None:
-    if pattern is not None and _check_pattern(pattern, "exact_answer") == 0:
-        raise ValueError(
-            f"exact_answer: pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)"
-        )
-
-
-def _check_math_expression(
-    *, math_verify_impl: Any = "hf_math_verify", verify_timeout_s: Any = 5.0, **others: Any
-) -> None:
-    if math_verify_impl not in VERIFIERS:
-        hint = did_you_mean(str(math_verify_impl), VERIFIERS)
-        raise ValueError(f"math_expression: there is no math_verify_impl {math_verify_impl!r}; {hint}")
-    if not _is_number(verify_timeout_s) or not verify_timeout_s > 0:
-        raise ValueError(f"math_expression: verify_timeout_s must be a number above 0, got {verify_timeout_s!r}")
-
-
-def _check_length(*, soft_limit: Any, hard_limit: Any) -> None:
-    are_numbers = _is_number(soft_limit) and _is_number(hard_limit)
-    if not are_numbers or not 0 <= soft_limit < hard_limit:
-        raise ValueError(
-            f"length: soft_limit={soft_limit!r} must be a number from 0 up and below hard_limit={hard_limit!r}"
-        )
-
-
-def _check_contains(*, texts: Any, **others: Any) -> None:
-    if not isinstance(texts, list | tuple) or not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"contains: texts must be a list of at least one text, none of them empty, got {texts!r}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-VALUE_CHECKS: dict[str, Callable[..., None]] = {
-    "format": _check_format,
-    "exact_answer": _check_exact_answer,
-    "math_expression": _check_math_expression,
-    "length": _check_length,
-    "contains": _check_contains,
-}
-"""Name of a function -> what raises a ValueError for `kwargs` with which it cannot reward anything."""
+        try:
+            TypeAdapter(annotations[key], config=ConfigDict(strict=True)).validate_python(value)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]["msg"]
+            raise ValueError(f"{name}: {key}: {problem} (got {value!r})") from error
+    if function is length_reward:
+        length_reward([], {}, **kwargs)  # its limits depend on each other

@@ -238,6 +238,32 @@ class ExportedTensor:
         return default if self.dtype.is_floating_point and not self.keeps_dtype else self.dtype
 
 
+class GatheredParts:
+    """Several exported tensors that one `gather(dtype)` gives: called for the first, its result dropped after the last.
+
+    At most one such group is held at a time. Ranks gather the parts in order.
+    """
+
+    def __init__(self, count: int, gather: Callable[[torch.dtype | None], list[torch.Tensor]]) -> None:
+        self._count = count
+        self._gather = gather
+        self._parts: list[torch.Tensor] = []
+
+    def part(self, index: int) -> Callable[[torch.dtype | None], torch.Tensor]:
+        """The `gather` of part number `index`."""
+
+        def gather(dtype: torch.dtype | None) -> torch.Tensor:
+            if index == 0:
+                self._parts = self._gather(dtype)
+            assert len(self._parts) == self._count, "parts are gathered in order"
+            part = self._parts[index].contiguous()
+            if index == self._count - 1:
+                self._parts = []
+            return part
+
+        return gather
+
+
 def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
     """The tensor or DTensor that `tensor()` returns at each gather, because parameters move with their module."""
     first = tensor()

@@ -9,7 +9,7 @@ the engine is asked to go on from is the one before, what it sampled, and the to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -44,6 +44,8 @@ class StepResult(Protocol):
     def next_stop_strings(self) -> Sequence[str] | None: ...
     @property
     def answer(self) -> str | None: ...
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
 
 
 class EnvStepFn(Protocol):
@@ -121,7 +123,7 @@ async def run_episode(
     TRUNCATED. So is an episode that reaches `max_turns` or `max_total_tokens` without the environment ending it; an
     observation after which no token could be sampled is left away. Stop strings are those of the environment's last
     word on them, before that those of the datum, before that those of `sampling`; an empty list means none, None
-    changes nothing. The answer of the sample is the one that the environment found in its last turn.
+    changes nothing. The answer and the metrics of the sample are those of its last turn.
     """
     transcript = _Transcript(
         prompt_tokens(datum["message_log"]),
@@ -131,6 +133,7 @@ async def run_episode(
     sampling = _with_stop_strings(sampling, datum.get("stop_strings"))
     metadata, turns, status = datum["extra_env_info"], list[TurnMeta](), SampleStatus.TRUNCATED
     answer: str | None = None
+    metrics: dict[str, float] = {}
     is_out_of_room = hit_turn_limit = False
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
@@ -145,7 +148,7 @@ async def run_episode(
         step = await env_step(transcript.messages, metadata)
         turn = _turn(completion, step.reward, begin, generated)
         turns.append(turn)
-        metadata, answer = step.metadata, step.answer
+        metadata, answer, metrics = step.metadata, step.answer, dict(step.metrics)
         if completion.stop_reason is StopReason.LENGTH:
             is_out_of_room = len(transcript.token_ids) >= limits.max_total_tokens
             break
@@ -178,7 +181,7 @@ async def run_episode(
         hit_total_token_limit=is_out_of_room,
         routed_experts_bytes=experts.nbytes if experts is not None else 0,
     )
-    return _sample(meta, transcript, experts)
+    return _sample(meta, transcript, experts, metrics)
 
 
 def _with_stop_strings(sampling: SamplingParams, stop_strings: Sequence[str] | None) -> SamplingParams:
@@ -215,12 +218,18 @@ def without_reward(datum: DatumSpec, *, sample_id: str, status: SampleStatus, fa
     return _sample(meta, transcript)
 
 
-def _sample(meta: SampleMeta, transcript: _Transcript, experts: np.ndarray | None = None) -> Sample:
+def _sample(
+    meta: SampleMeta,
+    transcript: _Transcript,
+    experts: np.ndarray | None = None,
+    metrics: dict[str, float] | None = None,
+) -> Sample:
     return Sample(
         meta=meta,
         token_ids=np.asarray(transcript.token_ids, dtype=np.int64),
         token_mask=np.asarray(transcript.token_mask, dtype=bool),
         generation_logprobs=np.asarray(transcript.logprobs, dtype=np.float32),
         messages=transcript.messages,
+        metrics=metrics or {},
         routed_experts=experts,
     )

@@ -24,7 +24,7 @@ from nemo_rl.environments.config import (
 )
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
-from nemo_rl.models.policy.megatron.config import device_problems, fp8_problems
+from nemo_rl.models.policy.megatron.config import device_problems
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig, GRPOMasterConfig
@@ -257,18 +257,10 @@ def check_batch_size(
 
 def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "policy") -> Problems:
     """Whether the ranks of a policy can be arranged as asked."""
-    if policy.sequence_packing.enabled and policy.padding_free is False:
-        yield (
-            f"{key}.padding_free",
-            f"packed sequences lie end to end; set it to null, or {key}.sequence_packing.enabled=false and "
-            f"{key}.dynamic_batching.enabled=true",
-        )
     for problem, message in training_problems(policy, cluster.num_workers):
         yield f"{key}.{problem}", message
     if policy.megatron_cfg.enabled:
         for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
-            yield f"{key}.megatron_cfg.{problem}", message
-        for problem, message in fp8_problems(policy.megatron_cfg, policy.precision):
             yield f"{key}.megatron_cfg.{problem}", message
 
 

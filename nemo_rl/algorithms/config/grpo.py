@@ -11,7 +11,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.checks import check_grpo
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, Rule, anything, one_of
+from nemo_rl.config.rules import NotYet, anything, one_of
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -216,43 +216,29 @@ class ClippedPGLossConfig(StrictModel):
 
     not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
 
-    rules: ClassVar = (
-        Rule("length_normalizer", requires="token_level_loss", because="replaces the count of tokens"),
-        Rule(
-            "sequence_level_importance_ratios",
-            requires="not token_level_loss",
-            because="GSPO averages over sequences",
+    rules: ClassVar = {
+        "length_normalizer requires token_level_loss": "replaces the count of tokens",
+        "sequence_level_importance_ratios requires not token_level_loss": "GSPO averages over sequences",
+        "use_cispo excludes disable_ppo_ratio": "CISPO is made of the ratio",
+        "use_cispo excludes sequence_level_importance_ratios": "CISPO weights tokens",
+        "disable_ppo_ratio excludes sequence_level_importance_ratios": "leaves no ratio to take per sequence",
+        "ratio_clip_c excludes use_cispo": "dual clip has no meaning with use_cispo=true; set ratio_clip_c=null",
+        "ratio_clip_c excludes disable_ppo_ratio": (
+            "dual clip has no meaning with disable_ppo_ratio=true; set ratio_clip_c=null"
         ),
-        Rule("use_cispo", excludes="disable_ppo_ratio", because="CISPO is made of the ratio"),
-        Rule("use_cispo", excludes="sequence_level_importance_ratios", because="CISPO weights tokens"),
-        Rule("ratio_clip_c", excludes="use_cispo", because="dual clip has no meaning with use_cispo=true"),
-        Rule("ratio_clip_c", excludes="disable_ppo_ratio", because="dual clip has no meaning without the ratio"),
-        Rule("disable_ppo_ratio", excludes="sequence_level_importance_ratios", because="leaves no ratio per sequence"),
-        Rule(
-            "bounds_correction",
-            requires="use_importance_sampling_correction",
-            because="bounds the correction, which is off",
-            key="truncated_importance_sampling_ratio",
+        "truncated_importance_sampling_ratio: bounds_correction requires use_importance_sampling_correction": (
+            "bounds the correction, which is off"
         ),
-        Rule(
-            "bounds_correction",
-            requires="truncated_importance_sampling_type != null",
-            because="needs truncated_importance_sampling_type",
-            instead="set it to tis, icepop or seq-mask-tis",
-            key="truncated_importance_sampling_ratio",
+        "truncated_importance_sampling_type: bounds_correction excludes truncated_importance_sampling_type=null": (
+            "a bound needs a type; set tis, icepop or seq-mask-tis"
         ),
-        Rule(
-            "truncated_importance_sampling_type=seq-mask-tis and bounds_correction",
-            excludes="sequence_level_importance_ratios",
-            because="seq-mask-tis does not go with GSPO",
-            instead="use tis or icepop",
+        "truncated_importance_sampling_type=seq-mask-tis and bounds_correction excludes "
+        "sequence_level_importance_ratios": "seq-mask-tis does not go with GSPO; use tis or icepop",
+        "truncated_importance_sampling_ratio_min >= {truncated_importance_sampling_ratio}": (
+            "{truncated_importance_sampling_ratio_min} is not below truncated_importance_sampling_ratio="
+            "{truncated_importance_sampling_ratio}; lower it"
         ),
-        Rule(
-            "truncated_importance_sampling_ratio_min >= {truncated_importance_sampling_ratio}",
-            because="{truncated_importance_sampling_ratio_min} is not below the upper bound",
-            instead="set it below truncated_importance_sampling_ratio={truncated_importance_sampling_ratio}",
-        ),
-    )
+    }
 
     @property
     def bounds_correction(self) -> bool:

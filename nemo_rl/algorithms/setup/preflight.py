@@ -34,8 +34,8 @@ from nemo_rl.environments.config import (
     named_sections,
     sections_of,
 )
+from nemo_rl.environments.http_client import bearer
 from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.remote.http_client import bearer
 from nemo_rl.environments.retrieval import check_corpus
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors

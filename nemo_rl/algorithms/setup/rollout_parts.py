@@ -114,6 +114,7 @@ def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any
             "group_id": [group_id for group_id, _ in samples],
             "text": [sample.messages[0]["content"] for _, sample in samples],
             "message_log": [sample.messages for _, sample in samples],
+            "metrics": [sample.metrics for _, sample in samples],
             "rewards": torch.tensor([meta.reward for meta in metas]),
             "is_end": torch.tensor([meta.status is SampleStatus.COMPLETED for meta in metas]),
             "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),

@@ -1,4 +1,4 @@
-"""An environment as an HTTP server, by the protocol of `remote_protocol.py`."""
+"""An environment as an HTTP server, by the protocol of `protocol.py`. `examples/environment_server.py` starts one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from nemo_rl.environments.client import step_each
 from nemo_rl.environments.interfaces import EnvironmentInterface
-from nemo_rl.environments.isolation import step_each
 from nemo_rl.environments.remote import protocol
 
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 256 << 20
 REMEMBERED_S = 1800.0  # how long after its first arrival a request may come again; a client gives up much earlier
-MAX_REMEMBERED_ANSWERS = 20_000  # a bound on memory, beyond what arrives in that time
+MAX_REMEMBERED_ANSWERS = 20_000  # bounds the memory
 Answer = tuple[int, bytes]  # status, JSON
+Request = protocol.StepRequest | protocol.MetricsRequest
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,9 @@ class _Remembered:
 
 
 class EnvironmentServer:
-    """Serves one environment: one call at a time, as an actor would. Conversations that it cannot answer fail alone.
+    """Serves one environment: one call at a time, as an actor does. Conversations that it cannot answer fail alone.
 
-    A request that comes again within `REMEMBERED_S` seconds of `clock` is answered as the first time.
+    A request that comes again within `REMEMBERED_S` seconds of `clock` gets its first answer.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class EnvironmentServer:
         self.name = name
         self.token = token
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="request")
-        self._environment = ThreadPoolExecutor(1, thread_name_prefix="environment")  # the one thread that it knows
+        self._environment = ThreadPoolExecutor(1, thread_name_prefix="environment")  # all its calls are in one thread
         self._clock = clock
         self._answers: dict[str, _Remembered] = {}  # by path and request id, the oldest first
 
@@ -62,8 +64,8 @@ class EnvironmentServer:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[self._check_token])
         app.on_cleanup.append(self._close)
         app.router.add_get("/health", self._health)
-        app.router.add_post("/step", self._post(self._step))
-        app.router.add_post("/metrics", self._post(self._metrics))
+        app.router.add_post("/step", partial(self._post, protocol.StepRequest, self._step))
+        app.router.add_post("/metrics", partial(self._post, protocol.MetricsRequest, self._metrics))
         return app
 
     @web.middleware
@@ -72,33 +74,29 @@ class EnvironmentServer:
     ) -> web.StreamResponse:
         given = request.headers.get("Authorization", "")
         if self.token is not None and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
-            return _error(401, "the token is missing or wrong (Authorization: Bearer ...)")
+            return web.json_response({"error": "the token is missing or wrong (Authorization: Bearer ...)"}, status=401)
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"protocol": protocol.VERSION, "environment": self.name})
 
-    def _post(self, answer: Callable[[dict[str, Any]], bytes]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        async def handler(request: web.Request) -> web.Response:
-            if request.content_type != "application/json":  # a page in a browser cannot send this without being asked
-                return _error(415, f"Content-Type must be application/json, got {request.content_type}")
-            try:
-                message = protocol.check_version(json.loads(await request.read()))
-                request_id = message.get("request_id")
-                if not isinstance(request_id, str) or not request_id:
-                    raise protocol.ProtocolError(f"'request_id' must be a text, got {request_id!r:.100}")
-            except ValueError as error:
-                return _error(400, str(error))
-            # Shielded: when this connection is lost, the answer is still made, for the same request again.
-            status, body = await asyncio.shield(self._once(f"{request.path} {request_id}", answer, message))
-            return web.Response(status=status, body=body, content_type="application/json")
+    async def _post(
+        self, model: type[Request], answer: Callable[[Any], dict[str, Any]], request: web.Request
+    ) -> web.Response:
+        if request.content_type != "application/json":  # a web page cannot send this type without a preflight request
+            problem = f"Content-Type must be application/json, got {request.content_type}"
+            return web.json_response({"error": problem}, status=415)
+        try:
+            message = protocol.read(model, protocol.check_version(json.loads(await request.read())))
+        except ValueError as error:
+            return web.json_response({"error": str(error)}, status=400)
+        key = f"{request.path} {message.request_id}"
+        # Shielded: the answer is made even if this connection breaks, for the same request that comes again.
+        status, body = await asyncio.shield(self._answered_once(key, partial(answer, message)))
+        return web.Response(status=status, body=body, content_type="application/json")
 
-        return handler
-
-    def _once(
-        self, key: str, answer: Callable[[dict[str, Any]], bytes], message: dict[str, Any]
-    ) -> asyncio.Task[Answer]:
-        """The answer to a request id: made once, while it is remembered."""
+    def _answered_once(self, key: str, answer: Callable[[], dict[str, Any]]) -> asyncio.Task[Answer]:
+        """The answer to a request id, made once while it is remembered."""
         now = self._clock()
         while self._answers:
             key_of_oldest, oldest = next(iter(self._answers.items()))
@@ -107,53 +105,40 @@ class EnvironmentServer:
                 break
             del self._answers[key_of_oldest]
         if key not in self._answers:
-            self._answers[key] = _Remembered(now, asyncio.create_task(self._made(answer, message)))
+            self._answers[key] = _Remembered(now, asyncio.create_task(self._answer(answer)))
         return self._answers[key].answer
 
-    async def _made(self, answer: Callable[[dict[str, Any]], bytes], message: dict[str, Any]) -> Answer:
-        running = self._calls.submit(answer, message)
+    async def _answer(self, answer: Callable[[], dict[str, Any]]) -> Answer:
+        running = self._calls.submit(answer)
         await asyncio.wait([asyncio.wrap_future(running)])
         error = running.exception()
         if error is None:
-            return 200, running.result()
-        if not isinstance(error, protocol.ProtocolError):
-            logger.error("a request failed", exc_info=error)
-        return (400 if isinstance(error, protocol.ProtocolError) else 500), _error_body(str(error) or repr(error))
+            return 200, json.dumps(running.result(), allow_nan=False).encode()
+        logger.error("a request failed", exc_info=error)
+        return 500, json.dumps({"error": str(error) or repr(error)}).encode()
 
-    def _step(self, message: dict[str, Any]) -> bytes:
-        logs, metadata = protocol.read_conversations(message)
-        steps = step_each(self.environment, logs, metadata, name=self.name, executor=self._environment)
-        return _json(protocol.write_steps(steps))
+    def _step(self, request: protocol.StepRequest) -> dict[str, Any]:
+        logs: list[Any] = [[said.model_dump() for said in one.messages] for one in request.batch]
+        metadata = [one.metadata for one in request.batch]
+        return protocol.write_steps(
+            step_each(self.environment, logs, metadata, name=self.name, executor=self._environment)
+        )
 
-    def _metrics(self, message: dict[str, Any]) -> bytes:
-        batch = protocol.read_batch(message)
-        running = self._environment.submit(self.environment.global_post_process_and_metrics, batch)
-        _, metrics = running.result()
+    def _metrics(self, request: protocol.MetricsRequest) -> dict[str, Any]:
+        batch = protocol.read_batch(request.batch)
+        _, metrics = self._environment.submit(self.environment.global_post_process_and_metrics, batch).result()
         found = {name: float(value) for name, value in metrics.items()}
-        bad = [name for name, value in found.items() if not math.isfinite(value)]
-        if bad:
+        if bad := [name for name, value in found.items() if not math.isfinite(value)]:
             raise RuntimeError(f"the environment's metrics are not finite: {', '.join(bad)}")
-        return _json({"protocol": protocol.VERSION, "metrics": found})
+        return {"protocol": protocol.VERSION, "metrics": found}
 
     async def _close(self, app: web.Application) -> None:
         self._calls.shutdown(wait=False)
         self._environment.shutdown(wait=False)
 
 
-def _json(message: Any) -> bytes:
-    return json.dumps(message, allow_nan=False).encode()
-
-
-def _error_body(text: str) -> bytes:
-    return _json({"error": text})
-
-
-def _error(status: int, text: str) -> web.Response:
-    return web.Response(status=status, body=_error_body(text), content_type="application/json")
-
-
 def check_address(host: str, token: str | None) -> None:
-    """ValueError for an address that others can reach without a token."""
+    """ValueError for an address that other machines can reach without a token."""
     try:
         is_local = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -176,16 +161,14 @@ async def start(
     """A server that runs until `runner.cleanup()`, and its port; port 0 takes a free one.
 
     Raises:
-        ValueError: for an address that others can reach without a token.
+        ValueError: for an address that other machines can reach without a token.
         OSError: when the port is taken.
     """
     check_address(host, token)
-    server = EnvironmentServer(environment, name, token)
-    runner = web.AppRunner(server.app(), access_log=None)
+    runner = web.AppRunner(EnvironmentServer(environment, name, token).app(), access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
     try:
-        await site.start()
+        await web.TCPSite(runner, host, port).start()
     except OSError:
         await runner.cleanup()
         raise
@@ -201,7 +184,7 @@ async def serve(
     token: str | None = None,
     on_start: Callable[[int], None] = lambda port: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; `on_start` is told the port."""
+    """Serve until SIGINT or SIGTERM; `on_start` gets the port."""
     runner, port = await start(environment, name=name, host=host, port=port, token=token)
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from nemo_rl.models.generation.config import GenerationConfig
+from nemo_rl.refit.transfer import Transport
 from nemo_rl.types import GenerationAnswer
 
 GENERATION = "generation"
@@ -165,3 +167,34 @@ class GenerationInterface(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers and their engines. May be called more than once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Arguments of an engine, the same on each of its nodes."""
+
+    model: str
+    """Directory or hub name of the model. With `load_format="dummy"` only its configuration is read."""
+
+    tokenizer: str
+    """Directory or hub name of the tokenizer."""
+
+    cfg: GenerationConfig
+    """`policy.generation`. Its sampling defaults are not used: each request has its own."""
+
+    device: Literal["cpu", "cuda"]
+
+    seed: int
+    """Seed of the engine. Each request has its own."""
+
+    load_format: Literal["dummy", "auto"] = "dummy"
+    """"dummy": the weights come from the policy. "auto": from `model`."""
+
+    weight_transfer: Transport = "packed_shm"
+    """Transport of the weights, as registered by `weight_loader`."""
+
+    replica: int = 0
+    """Number of this replica, for messages."""
+
+    return_routed_experts: bool = False
+    """Return the experts of every token with completions."""

@@ -1,13 +1,13 @@
-"""Causal attention by cu_seqlens: sequences that lie end to end, or in pieces on several ranks, stay apart.
+"""Causal attention over packed sequences: sequences that lie end to end, or in pieces on several ranks, stay apart.
 
-Importing this module registers the attention function "nemo_rl" in transformers. No mask function goes with it, so a
-model built with `attn_implementation="nemo_rl"` makes no mask at all: `CuSeqlens` says which query sees which key,
-handed to the model's forward as the keyword `cu_seqlens`, and by the layer's own sliding window.
+Importing this module registers the attention function "nemo_rl" in transformers. No mask function belongs to it, so a
+model built with `attn_implementation="nemo_rl"` makes no mask. `CuSeqlens`, the keyword `cu_seqlens` of the model's
+forward, and the layer's sliding window decide which query sees which key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
@@ -19,44 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig, PreTrainedModel
-
-# -- Sequences cut over ranks: what is refused, and how their logprobs come together again.
-#
-# The cutting is `RowLayout`'s, the exchange of keys and values the attention function's.
-
-
-def check_context_parallel(config: PretrainedConfig, size: int) -> None:
-    """ValueError when tokens of this architecture meet other than in attention that can be cut over `size` ranks."""
-    reason = unpackable_reason(config)
-    if size > 1 and reason is not None:
-        raise ValueError(
-            f"policy.dtensor_cfg.context_parallel_size={size}: sequences of a {config.model_type!r} model cannot be "
-            f"cut over ranks, because {reason}; set it to 1 and use tensor_parallel_size or activation_checkpointing "
-            "for long sequences"
-        )
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        total = partial.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def context_sum(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of `partial` [B, S] over `group`, on each of its ranks.
-
-    In backward the identity: every rank computes the same loss of the sum, so the gradient it has is already whole.
-    """
-    total = _Sum.apply(partial, group)
-    assert isinstance(total, torch.Tensor)
-    return total
-
 
 ATTENTION = "nemo_rl"
 """Name of the function in transformers."""
@@ -71,35 +33,73 @@ PACKABLE_ARCHITECTURES = frozenset({
     "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
 })
 # fmt: on
-"""`model_type` of the architectures of transformers whose tokens meet in the attention function only."""
+"""`model_type` of the architectures of transformers in which attention alone mixes tokens."""
 
 _WITH_SINKS = frozenset({"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"})
 
 
+def unpackable_reason(config: PretrainedConfig) -> str | None:
+    """Why sequences of this architecture cannot be packed or cut over ranks; None if they can.
+
+    An unknown architecture gets a reason: a leak from one sequence into another would raise no error.
+    """
+    text = config.get_text_config()
+    model = _model_class(config)
+    settings = text.to_dict()
+    foreign = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if foreign:
+        return f"it has layers of type {', '.join(foreign)}"
+    if settings.get("attn_logit_softcapping") is not None:
+        return "its attention scores are soft-capped (attn_logit_softcapping)"
+    if settings.get("use_bidirectional_attention"):
+        return "its attention is not causal (use_bidirectional_attention)"
+    if text.model_type in _WITH_SINKS:
+        return "its attention has sinks"
+    if model._is_stateful:
+        return f"{model.__name__} carries a state from token to token"
+    if not model._supports_attention_backend:
+        return f"{model.__name__} accepts no attention function (_supports_attention_backend)"
+    if text.model_type not in PACKABLE_ARCHITECTURES:
+        return "it is none of the architectures known to keep sequences apart"
+    return None
+
+
+def attention_implementation(config: PretrainedConfig) -> str:
+    """The `attn_implementation` to build the model with: ours, or the fastest exact one of transformers."""
+    if unpackable_reason(config) is None:
+        return ATTENTION
+    is_soft_capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None  # ignored by "sdpa"
+    return "sdpa" if _model_class(config)._supports_sdpa and not is_soft_capped else "eager"
+
+
+def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+# -- which query sees which key
+
+
 @dataclass(frozen=True, kw_only=True)
 class ContextKeys:
-    """Where this rank's cu_seqlens find their keys when sequences are spread over ranks."""
+    """Where the keys of this rank's queries lie when sequences are spread over the ranks of `group`."""
 
     group: dist.ProcessGroup
-    index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, one rank after the other
-
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> ContextKeys:
-        return replace(self, index=self.index.to(device, non_blocking=non_blocking))
+    index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, concatenated in rank order
 
 
 @dataclass(frozen=True, kw_only=True)
 class CuSeqlens:
-    """Consecutive spans of queries, each attending causally to its own span of keys.
+    """Lengths of the packed segments of a batch: each segment of queries attends causally to its own segment of keys.
 
-    The spans cover the R x W tokens of a batch, flattened. The last query of a span stands on its last key
-    (bottom-right aligned): query i of q sees the keys up to i + k - q of k. Lengths are known on the host, so that no
-    call waits for the device.
+    The segments cover the R x W tokens of a batch, flattened. Causality is bottom-right aligned: query i of q sees the
+    keys up to i + k - q of k, so the last query sees the last key. Lengths are kept on the host too, so that no call
+    waits for the device.
 
     Attributes:
         query_lengths, key_lengths: tokens per segment, G numbers each.
-        cu_seqlens_q, cu_seqlens_k: int32 [G + 1], their running sums from 0.
-        max_seqlen_q, max_seqlen_k: the largest of the lengths, for `torch.compile` numbers instead of G constants.
-        context: None when the keys are the batch's own tokens in order.
+        cu_seqlens_q, cu_seqlens_k: int32 [G + 1], their cumulative sums from 0.
+        max_seqlen_q, max_seqlen_k: the largest lengths; fields, so that `torch.compile` sees two numbers, not G.
+        context: None if the keys are the batch's own tokens in order.
     """
 
     query_lengths: tuple[int, ...]
@@ -112,46 +112,49 @@ class CuSeqlens:
 
     @classmethod
     def of(
-        cls,
-        query_lengths: Sequence[int],
-        key_lengths: Sequence[int] | None = None,
-        context: ContextKeys | None = None,
+        cls, query_lengths: Sequence[int], key_lengths: Sequence[int] | None = None, context: ContextKeys | None = None
     ) -> CuSeqlens:
-        """On the host. Without `key_lengths` every segment attends to itself."""
+        """Build on the host. Without `key_lengths`, every segment attends to itself."""
         queries = tuple(query_lengths)
         keys = queries if key_lengths is None else tuple(key_lengths)
         assert len(queries) == len(keys) and all(0 < q <= k for q, k in zip(queries, keys, strict=True))
         return cls(
             query_lengths=queries,
             key_lengths=keys,
-            cu_seqlens_q=_offsets(queries),
-            cu_seqlens_k=_offsets(keys),
+            cu_seqlens_q=_cumulative(queries),
+            cu_seqlens_k=_cumulative(keys),
             max_seqlen_q=max(queries),
             max_seqlen_k=max(keys),
             context=context,
         )
 
     def to(self, device: torch.device, *, non_blocking: bool = False) -> CuSeqlens:
-        return replace(
-            self,
-            cu_seqlens_q=self.cu_seqlens_q.to(device, non_blocking=non_blocking),
-            cu_seqlens_k=self.cu_seqlens_k.to(device, non_blocking=non_blocking),
-            context=None if self.context is None else self.context.to(device, non_blocking=non_blocking),
-        )
+        """A copy on `device`."""
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> CuSeqlens:
         """A copy in pinned memory, from which `to` need not wait."""
-        context = self.context
+        return self._moved(lambda tensor: tensor.pin_memory())
+
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> CuSeqlens:
+        context = None if self.context is None else replace(self.context, index=move(self.context.index))
         return replace(
-            self,
-            cu_seqlens_q=self.cu_seqlens_q.pin_memory(),
-            cu_seqlens_k=self.cu_seqlens_k.pin_memory(),
-            context=None if context is None else replace(context, index=context.index.pin_memory()),
+            self, cu_seqlens_q=move(self.cu_seqlens_q), cu_seqlens_k=move(self.cu_seqlens_k), context=context
         )
 
 
-def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+def _cumulative(lengths: Sequence[int]) -> torch.Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(torch.int32)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [queries, keys], True where a query sees a key; bottom-right aligned."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
+
+
+# -- attention
 
 
 def attention(
@@ -169,11 +172,18 @@ def attention(
     seen: torch.Tensor | None = None,
     **others: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of transformers, by cu_seqlens.
+    """Attention as transformers calls it, over packed sequences.
 
-    `query` [R, heads, W, D], `key` and `value` [R, key heads, W, D] -> [R, W, heads, D]. Without `cu_seqlens` every row
-    is one segment; padding on the right is seen by no token. A query sees at most the last `sliding_window` keys, its
-    own among them. `seen`, bool [R, 1, W, keys], in place of cu_seqlens: which keys of a cache each query sees.
+    Without `cu_seqlens` every row is one segment; no token sees the padding on its right.
+
+    Args:
+        query: [R, heads, W, D].
+        key, value: [R, key heads, W, D].
+        sliding_window: a query sees at most this many keys, the last of which is its own.
+        seen: bool [R, 1, W, keys], in place of `cu_seqlens`: which keys of a cache each query sees.
+
+    Returns:
+        ([R, W, heads, D], None).
     """
     assert attention_mask is None, "the model made a mask: was it built with attn_implementation='nemo_rl'?"
     assert dropout == 0.0, "dropout would give the same tokens other logprobs in every pass"
@@ -184,7 +194,8 @@ def attention(
     if cu_seqlens is None:
         if not (sliding_window is not None and sliding_window < width and _has_flash(query, value)):
             return _sdpa(query, key, value, scaling, sliding_window).transpose(1, 2).contiguous(), None
-        # A window as a mask would be W x W numbers and keep the fast kernels away.
+        # Rows become segments here: a window as a mask would take W x W numbers and rule out the fast kernels.
+        # Made on the device, unlike `CuSeqlens.of`, whose copy from the host would wait.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
         cu_seqlens = CuSeqlens(
             query_lengths=(width,) * rows,
@@ -206,7 +217,7 @@ AttentionInterface.register(ATTENTION, attention)
 
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether the varlen kernel takes these: half precision on an Ampere or later GPU."""
+    """Whether the varlen kernel takes these tensors: half precision on an Ampere or later GPU."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -230,8 +241,10 @@ def _flash(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One kernel for all cu_seqlens. [T, heads, D] -> [T, heads, D of values]."""
-    narrower = query.shape[-1] - value.shape[-1]  # latent attention: the kernel knows one width only
+    """One kernel for all segments. [T, heads, D] -> [T, heads, D of values]."""
+    # Multi-head latent attention has narrower values than queries; the kernel takes one width only. The padding adds
+    # columns of zeros to the output, which are cut off again.
+    narrower = query.shape[-1] - value.shape[-1]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = varlen_attn(
         query,
@@ -258,12 +271,10 @@ def _attend_by_length(
     scaling: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """One SDPA per run of cu_seqlens of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
-    runs = [
-        (len(list(equal)), *lengths)
-        for lengths, equal in groupby(zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True))
-    ]
-    # split, not slices: the backward of N slices would be N tensors of the full size
+    """One SDPA call per run of segments of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
+    pairs = zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True)
+    runs = [(len(list(equal)), *lengths) for lengths, equal in groupby(pairs)]
+    # split, not slices: the backward of N slices would allocate N tensors of the full size
     queries = query.split([count * q for count, q, _ in runs])
     keys, values = (states.split([count * k for count, _, k in runs]) for states in (key, value))
     outs = []
@@ -285,15 +296,16 @@ def _sdpa(
 ) -> torch.Tensor:
     """Causal, bottom-right aligned. [B, heads, q, D], [B, key heads, k, D] -> [B, heads, q, D of values].
 
-    `seen`, bool [B, 1, q, k], takes the place of causality; the window holds beside it.
+    `seen`, bool [B, 1, q, k], replaces causality; the window applies as well.
     """
     q, k, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    # PyTorch's `is_causal` is top-left aligned, which is the same only if q == k; otherwise a mask is needed.
     is_plain = seen is None and q == k and (window is None or k <= window)
     mask = seen
     if not is_plain and (seen is None or window is not None):
         causal = causal_mask(q, k, window, query.device)
         mask = causal if seen is None else seen & causal
-    if groups > 1 and query.is_cuda:  # there, shared key heads leave only the kernel that writes all scores to memory
+    if groups > 1 and query.is_cuda:  # there, grouped heads rule out all kernels that do not store every score
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         groups = 1
     return F.scaled_dot_product_attention(
@@ -301,15 +313,22 @@ def _sdpa(
     )
 
 
-def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [queries, keys], True where a query sees a key; the last query stands on the last key."""
-    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
-    seen = distance >= 0
-    return seen if window is None else seen & (distance < window)
+# -- context parallelism: each rank has some of the tokens of every sequence (see `RowLayout`)
+
+
+def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of this rank's segments, in order. One collective for both."""
+    gathered = _GatherByIndex.apply(torch.cat([key, value], dim=-1), context.index, context.group)
+    assert isinstance(gathered, torch.Tensor)
+    keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
+    return keys, values
 
 
 class _GatherByIndex(torch.autograd.Function):
-    """Rows `index` of the rows of all ranks of a group; in backward every rank gets the sum of its rows' gradients."""
+    """Rows `index` of the concatenated rows of all ranks. In backward, each rank gets the summed gradient of its rows.
+
+    The sum is a reduce-scatter: every rank's queries contribute a gradient to the keys that they saw on other ranks.
+    """
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, index: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -329,48 +348,24 @@ class _GatherByIndex(torch.autograd.Function):
         return local, None, None
 
 
-def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of this rank's cu_seqlens, in order. One collective for both."""
-    both = torch.cat([key, value], dim=-1)
-    gathered = _GatherByIndex.apply(both, context.index, context.group)
-    assert isinstance(gathered, torch.Tensor)
-    keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
-    return keys, values
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = partial.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
 
 
-def unpackable_reason(config: PretrainedConfig) -> str | None:
-    """None when attention by cu_seqlens is all through which tokens of this architecture meet, else the reason.
+def context_sum(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of `partial` [B, S] over the ranks of `group`, on each of them.
 
-    An architecture that is not known is refused: a leak from one sequence into another shows in no error.
+    The backward pass is the identity, not an all-reduce: every rank computes the same loss from the sum, so the
+    gradient that a rank has is already complete, and a second sum would count it once per rank.
     """
-    text = config.get_text_config()
-    model = _model_class(config)
-    settings = text.to_dict()
-    foreign = sorted(set(settings.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    if foreign:
-        return f"it has layers of type {', '.join(foreign)}"
-    if settings.get("attn_logit_softcapping") is not None:
-        return "its attention scores are soft-capped (attn_logit_softcapping)"
-    if settings.get("use_bidirectional_attention"):
-        return "its attention is not causal (use_bidirectional_attention)"
-    if text.model_type in _WITH_SINKS:
-        return "its attention has sinks"
-    if model._is_stateful:
-        return f"{model.__name__} carries a state from token to token"
-    if not model._supports_attention_backend:
-        return f"{model.__name__} calls no attention function from outside (_supports_attention_backend)"
-    if text.model_type not in PACKABLE_ARCHITECTURES:
-        return "it is none of the architectures known to keep sequences apart"
-    return None
-
-
-def attention_implementation(config: PretrainedConfig) -> str:
-    """What to build the model with (`attn_implementation`): ours, or the fastest exact one of transformers."""
-    if unpackable_reason(config) is None:
-        return ATTENTION
-    is_soft_capped = config.get_text_config().to_dict().get("attn_logit_softcapping") is not None  # ignored by "sdpa"
-    return "sdpa" if _model_class(config)._supports_sdpa and not is_soft_capped else "eager"
-
-
-def _model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
-    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+    total = _Sum.apply(partial, group)
+    assert isinstance(total, torch.Tensor)
+    return total

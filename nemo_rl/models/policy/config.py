@@ -13,32 +13,13 @@ from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
-# -- Configuration of routing replay: `policy.router_replay`.
-
 
 class RouterReplayConfig(StrictModel):
     """Training a mixture-of-experts model with the experts that generation chose for the same tokens."""
 
     enabled: bool = False
-    """Have the engine return the experts of every token, and take these in logprob and training passes. With
+    """The engine returns the experts of every token, and logprob and training passes use them. Needs
     `policy.megatron_cfg`."""
-
-
-# -- How `policy.optimizer` is written for Megatron Core.
-
-_SECTION = "policy.megatron_cfg.optimizer"
-_NAMES = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps", "momentum": "sgd_momentum"}
-
-
-def carried_over(kwargs: Mapping[str, Any]) -> str:
-    """`, and say policy.megatron_cfg.optimizer.lr=0.0003 ... instead`, for arguments that Megatron has too."""
-    values = {new: kwargs[old] for old, new in _NAMES.items() if old in kwargs}
-    betas = kwargs.get("betas")
-    if isinstance(betas, list | tuple) and len(betas) == 2:
-        values |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
-    if not values:
-        return f", and use {_SECTION}"
-    return ", and carry its values over: " + " ".join(f"{_SECTION}.{name}={value}" for name, value in values.items())
 
 
 def _as_list(value: Any) -> Any:
@@ -91,9 +72,10 @@ class SchedulerConfig(StrictModel):
     milestones: list[int] | None = None
     """In an item of its own: the scheduler steps at which the next scheduler takes over."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if (self.name is None) == (self.milestones is None):
-            yield "name", "a scheduler item has either a name (and kwargs) or milestones"
+    rules: ClassVar = {
+        "name=null excludes milestones=null": "a scheduler item has either a name (and kwargs) or milestones; give one",
+        "name != null excludes milestones": "a scheduler item has either a name (and kwargs) or milestones; give one",
+    }
 
 
 class LoRAConfig(StrictModel):
@@ -138,16 +120,17 @@ class LoRAConfig(StrictModel):
         NotYet("use_triton", one_of(True, False, None), harmless=True),
     )
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.adapter_path is not None and not self.enabled:
-            yield "adapter_path", "is an adapter to begin with; set enabled=true to train it, or adapter_path=null"
-        if self.enabled and self.match_all_linear and self.target_modules:
-            yield "target_modules", "all linear layers are adapted; set match_all_linear=false to name some"
-        if self.enabled and not self.match_all_linear and not self.target_modules:
-            yield (
-                "target_modules",
-                "names no layer; name some, for example [q_proj, v_proj], or set match_all_linear=true",
-            )
+    rules: ClassVar = {
+        "adapter_path requires enabled": (
+            "is an adapter to begin with; set enabled=true to train it, or adapter_path=null"
+        ),
+        "target_modules: enabled and match_all_linear excludes target_modules": (
+            "all linear layers are adapted; set match_all_linear=false to name some"
+        ),
+        "target_modules: enabled and not match_all_linear requires target_modules": (
+            "names no layer; name some, for example [q_proj, v_proj], or set match_all_linear=true"
+        ),
+    }
 
 
 class PipelineConfig(StrictModel):
@@ -159,9 +142,12 @@ class PipelineConfig(StrictModel):
     stages_per_rank: int = Field(default=1, ge=1)
     """Pieces of the model that each rank holds; above 1 for `interleaved_1f1b` only."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if (self.schedule == "interleaved_1f1b") != (self.stages_per_rank > 1):
-            yield "stages_per_rank", "is above 1 exactly when schedule is interleaved_1f1b; 2 is usual there"
+    rules: ClassVar = {
+        "stages_per_rank: schedule=interleaved_1f1b requires stages_per_rank > 1": (
+            "interleaved_1f1b needs more than one stage per rank; 2 is usual there"
+        ),
+        "stages_per_rank > 1 requires schedule=interleaved_1f1b": "several stages per rank are interleaved",
+    }
 
 
 class DTensorConfig(StrictModel):
@@ -222,6 +208,14 @@ class DTensorConfig(StrictModel):
         NotYet("automodel_kwargs", one_of({}, None)),
     )
 
+    rules: ClassVar = {
+        "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks",
+        "custom_parallel_plan requires tensor_parallel_size > 1": "is a plan for tensor-parallel ranks",
+        "defer_fsdp_grad_sync: pipeline_parallel_size > 1 excludes defer_fsdp_grad_sync=false": (
+            "a pipeline reduces gradients once per optimizer step; set it to null"
+        ),
+    }
+
     @property
     def model_parallel_size(self) -> int:
         """Ranks that work on the same samples."""
@@ -231,17 +225,6 @@ class DTensorConfig(StrictModel):
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches of an optimizer step is a multiple of this."""
         return self.pipeline_parallel_size if self.pipeline.schedule == "interleaved_1f1b" else 1
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.sequence_parallel and self.tensor_parallel_size == 1:
-            yield (
-                "sequence_parallel",
-                "splits over tensor-parallel ranks; set tensor_parallel_size above 1 or switch it off",
-            )
-        if self.pipeline_parallel_size > 1 and self.defer_fsdp_grad_sync is False:
-            yield "defer_fsdp_grad_sync", "a pipeline reduces gradients once per optimizer step; set it to null"
-        if self.custom_parallel_plan is not None and self.tensor_parallel_size == 1:
-            yield "custom_parallel_plan", "is a plan for tensor-parallel ranks; set tensor_parallel_size above 1"
 
 
 PackingAlgorithm = Literal[
@@ -392,6 +375,59 @@ class PolicyConfig(StrictModel):
         NotYet("activation_checkpointing_enabled", one_of(False, None)),
     )
 
+    rules: ClassVar = {
+        "dynamic_batching.enabled excludes sequence_packing.enabled": (
+            "excludes {section}.sequence_packing.enabled: both fill micro-batches by tokens; switch one of them off"
+        ),
+        "padding_free=false excludes sequence_packing.enabled": (
+            "packed sequences lie end to end; set it to null, or {section}.sequence_packing.enabled=false and "
+            "{section}.dynamic_batching.enabled=true"
+        ),
+        # backends
+        "megatron_cfg.enabled excludes dtensor_cfg.enabled": "excludes {section}.dtensor_cfg.enabled=true",
+        "dtensor_cfg.enabled: not megatron_cfg.enabled requires dtensor_cfg.enabled": (
+            "no training backend is left; set it or {section}.megatron_cfg.enabled to true"
+        ),
+        "optimizer=null requires megatron_cfg.enabled": (
+            "null leaves training with PyTorch without an optimizer; give a name and kwargs"
+        ),
+        "router_replay.enabled requires megatron_cfg.enabled": (
+            "needs {section}.megatron_cfg.enabled=true; set it to false"
+        ),
+        "scheduler excludes megatron_cfg.enabled": (
+            "is for training with PyTorch; use {section}.megatron_cfg.scheduler and set this to null"
+        ),
+        "padding_free=false excludes megatron_cfg.enabled": (
+            "Megatron always trains on sequences laid end to end; set it to null"
+        ),
+        # data types and numbers that both `policy` and `megatron_cfg` state
+        "master_precision != float32 excludes megatron_cfg.enabled": (
+            "with Megatron, {section}.megatron_cfg.optimizer.use_precision_aware_optimizer and its dtypes decide how "
+            "optimizer state is kept; set it to float32"
+        ),
+        "megatron_cfg.optimizer.bf16=true and megatron_cfg.enabled requires precision=bfloat16": (
+            "does not fit {section}.precision={precision}; set it to null"
+        ),
+        "megatron_cfg.optimizer.bf16=false and megatron_cfg.enabled excludes precision=bfloat16": (
+            "does not fit {section}.precision={precision}; set it to null"
+        ),
+        "megatron_cfg.pipeline_dtype and megatron_cfg.enabled requires megatron_cfg.pipeline_dtype={precision}": (
+            "must be {section}.precision={precision}; set it to null"
+        ),
+        "megatron_cfg.optimizer.clip_grad and megatron_cfg.enabled requires "
+        "megatron_cfg.optimizer.clip_grad={max_grad_norm}": (
+            "is not {section}.max_grad_norm={max_grad_norm}; set it to null"
+        ),
+        "megatron_cfg.linear_ce_fusion_chunk_size and logprob_chunk_size and megatron_cfg.enabled requires "
+        "megatron_cfg.linear_ce_fusion_chunk_size={logprob_chunk_size}": (
+            "{megatron_cfg.linear_ce_fusion_chunk_size} is not {section}.logprob_chunk_size={logprob_chunk_size}, "
+            "which it repeats; set it to null"
+        ),
+        "megatron_cfg.fp8_cfg.enabled and megatron_cfg.enabled requires precision=bfloat16": (
+            "FP8 is for weights in bfloat16, and {section}.precision is {precision}; set that to bfloat16"
+        ),
+    }
+
     @property
     def backend_cfg(self) -> DTensorConfig | MegatronConfig:
         """The section of the backend that trains."""
@@ -409,64 +445,18 @@ class PolicyConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         yield from self._check_scheduler()
-        yield from self._check_backend()
-        if self.dynamic_batching.enabled and self.sequence_packing.enabled:
-            yield (
-                "dynamic_batching.enabled",
-                "excludes policy.sequence_packing.enabled: both fill micro-batches by tokens",
-            )
-
-    def _check_backend(self) -> Iterator[tuple[str, str]]:
         megatron = self.megatron_cfg
-        if megatron.enabled and self.dtensor_cfg.enabled:
-            yield (
-                "megatron_cfg.enabled",
-                "excludes policy.dtensor_cfg.enabled=true; set one of them to false",
-            )
-        if not megatron.enabled and not self.dtensor_cfg.enabled:
-            yield "dtensor_cfg.enabled", "no training backend is left; set it or policy.megatron_cfg.enabled to true"
-        if not megatron.enabled and self.optimizer is None:
-            yield "optimizer", "null leaves training with PyTorch without an optimizer; give a name and kwargs"
         if not megatron.enabled:
-            if self.router_replay.enabled:
-                yield "router_replay.enabled", "needs policy.megatron_cfg.enabled=true; set it to false"
             return
         yield from self._check_context(2 * megatron.context_parallel_size)
-        if self.master_precision != "float32":
-            yield (
-                "master_precision",
-                "with Megatron, policy.megatron_cfg.optimizer.use_precision_aware_optimizer and its dtypes say in what "
-                "optimizer state is kept; set it to float32",
-            )
-        bf16 = megatron.optimizer.bf16
-        if bf16 is not None and bf16 != (self.precision == "bfloat16"):
-            yield (
-                "megatron_cfg.optimizer.bf16",
-                f"does not fit policy.precision={self.precision}; set it to null",
-            )
-        if megatron.pipeline_dtype not in (None, self.precision):
-            yield "megatron_cfg.pipeline_dtype", f"must be policy.precision={self.precision}; set it to null"
-        clip = megatron.optimizer.clip_grad
-        if clip is not None and clip != self.max_grad_norm:
-            yield (
-                "megatron_cfg.optimizer.clip_grad",
-                f"is not policy.max_grad_norm={self.max_grad_norm}; set it to null",
-            )
         if self.optimizer is not None and self.optimizer != OptimizerConfig():
-            yield "optimizer", f"is for training with PyTorch; set it to null{carried_over(self.optimizer.kwargs)}"
-        if self.scheduler:
-            yield "scheduler", "is for training with PyTorch; use policy.megatron_cfg.scheduler and set this to null"
-        chunk = megatron.linear_ce_fusion_chunk_size
-        if chunk is not None and self.logprob_chunk_size not in (None, chunk):
-            yield (
-                "megatron_cfg.linear_ce_fusion_chunk_size",
-                f"{chunk} is not policy.logprob_chunk_size={self.logprob_chunk_size}, which it repeats; set it to null",
-            )
-        if self.padding_free is False:
-            yield "padding_free", "Megatron always trains on sequences laid end to end; set it to null"
+            yield "optimizer", f"is for training with PyTorch; set it to null{_as_megatron(self.optimizer.kwargs)}"
 
     def _check_context(self, chunks: int) -> Iterator[tuple[str, str]]:
-        """Every sequence is cut into as many equal chunks; shorter ones than the longest are padded to that."""
+        """Context parallelism cuts every sequence into `chunks` equal parts; shorter ones than the longest are padded.
+
+        Two chunks are those of one rank, which cuts nothing.
+        """
         longest = self.max_total_sequence_length
         if chunks == 2 or longest % chunks == 0:
             return
@@ -474,7 +464,7 @@ class PolicyConfig(StrictModel):
         yield (
             "megatron_cfg.context_parallel_size",
             f"{chunks // 2} ranks hold {chunks} equal chunks of every sequence, and "
-            f"policy.max_total_sequence_length={longest} is no multiple of that; "
+            f"{{section}}.max_total_sequence_length={longest} is no multiple of that; "
             f"{f'{below} and {above} are' if below else f'{above} is'}",
         )
 
@@ -494,28 +484,33 @@ class PolicyConfig(StrictModel):
                 yield "scheduler", f"milestones must increase (got {values})"
 
 
+def _as_megatron(kwargs: Mapping[str, Any]) -> str:
+    """The arguments of a PyTorch optimizer as keys of Megatron's, for an error message."""
+    section = "{section}.megatron_cfg.optimizer"
+    names = {"lr": "lr", "weight_decay": "weight_decay", "eps": "adam_eps", "momentum": "sgd_momentum"}
+    values = {new: kwargs[old] for old, new in names.items() if old in kwargs}
+    match kwargs.get("betas"):
+        case (beta1, beta2):
+            values |= {"adam_beta1": beta1, "adam_beta2": beta2}
+    if not values:
+        return f", and use {section}"
+    return ", and carry its values over: " + " ".join(f"{section}.{name}={value}" for name, value in values.items())
+
+
 class RolloutPolicyConfig(PolicyConfig):
     """Policy: model, tokenizer, batch sizes, optimizer, sharding, generation."""
 
     generation: GenerationConfig
     """Generation: sampling parameters and the vLLM engine."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        if self.reward_model_cfg.enabled:
-            yield (
-                "reward_model_cfg.enabled",
-                "a policy that generates needs the head of a language model; set it to false",
-            )
-        if self.generation.vllm_cfg.max_model_len > self.max_total_sequence_length:
-            yield (
-                "generation.vllm_cfg.max_model_len",
-                f"{self.generation.vllm_cfg.max_model_len} is more than policy.max_total_sequence_length="
-                f"{self.max_total_sequence_length}: training could not take such samples; use at most that",
-            )
-        if self.generation.max_new_tokens > self.max_total_sequence_length:
-            yield (
-                "generation.max_new_tokens",
-                f"{self.generation.max_new_tokens} is more than policy.max_total_sequence_length="
-                f"{self.max_total_sequence_length}, which counts the prompt too",
-            )
+    rules: ClassVar = {
+        "reward_model_cfg.enabled": "a policy that generates needs the head of a language model; set it to false",
+        "generation.vllm_cfg.max_model_len > {max_total_sequence_length}": (
+            "{generation.vllm_cfg.max_model_len} is more than {section}.max_total_sequence_length="
+            "{max_total_sequence_length}: training could not take such samples; use at most that"
+        ),
+        "generation.max_new_tokens > {max_total_sequence_length}": (
+            "{generation.max_new_tokens} is more than {section}.max_total_sequence_length={max_total_sequence_length}, "
+            "which counts the prompt too; use at most that"
+        ),
+    }

@@ -11,7 +11,7 @@ its numbers by rounding at most.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,30 +20,11 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.models.policy.head.token_filter import smallest_kept
+from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 _BLOCK = 256  # tokens whose probabilities are added up first when one is drawn
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
-    """What completions end at, and how many are drawn at a time."""
-
-    max_model_len: int
-    """Tokens of the longest sequence, prompt included."""
-
-    max_batch_size: int
-    """Completions that one rank draws at a time."""
-
-    end_token_id: int
-    """Ends a completion, beside the stop tokens of its request."""
-
-    special_token_ids: frozenset[int]
-    """Have no text: stop strings are looked for in what is left without them."""
-
-    decode: Callable[[list[int]], str]
-    """Tokens to text, for stop strings."""
 
 
 class Sequences(Protocol):

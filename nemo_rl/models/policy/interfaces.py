@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
@@ -125,3 +126,38 @@ class PolicyInterface(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWorkerSettings:
+    """What a worker is built from, beside the user's `policy` section."""
+
+    model_path: str
+    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
+    use_gpu: bool
+    workers_per_node: int
+    init_reference_model: bool
+    init_optimizer: bool
+    seed: int
+    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
+    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """What completions end at, and how many are drawn at a time."""
+
+    max_model_len: int
+    """Tokens of the longest sequence, prompt included."""
+
+    max_batch_size: int
+    """Completions that one rank draws at a time."""
+
+    end_token_id: int
+    """Ends a completion, beside the stop tokens of its request."""
+
+    special_token_ids: frozenset[int]
+    """Have no text: stop strings are looked for in what is left without them."""
+
+    decode: Callable[[list[int]], str]
+    """Tokens to text, for stop strings."""

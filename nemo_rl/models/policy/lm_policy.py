@@ -15,11 +15,9 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import peak_flops
-from nemo_rl.models.policy.generate import GenerationSettings
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import (
     BatchPlan,

@@ -13,7 +13,6 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +36,7 @@ from nemo_rl.models.policy.batch.microbatches import (
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
+from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.transfer import Sender, WeightSender
 from nemo_rl.types import (
@@ -47,7 +47,6 @@ from nemo_rl.types import (
     PolicyGradientInputs,
     RankPlan,
     RolloutGroup,
-    SamplingParams,
     TokenAdvantages,
     TrainResult,
 )
@@ -59,21 +58,6 @@ class ReferencePolicy(Protocol):
     """While `active()` lasts, the model computes with the weights the run started from."""
 
     def active(self) -> contextlib.AbstractContextManager[None]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyWorkerSettings:
-    """What a worker is built from, beside the user's `policy` section."""
-
-    model_path: str
-    sampling: SamplingParams  # temperature, top-p and top-k are applied again when logprobs are recomputed
-    use_gpu: bool
-    workers_per_node: int
-    init_reference_model: bool
-    init_optimizer: bool
-    seed: int
-    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
-    pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
 
 
 class WorkerPlace(Protocol):

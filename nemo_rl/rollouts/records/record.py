@@ -45,7 +45,11 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
                 "group_id": group.group_id,
                 "prompt_id": group.prompt_id,
                 "task_name": task_name,
-                "samples": [{"meta": asdict(sample.meta), "messages": sample.messages} for sample in group.samples],
+                "samples": [
+                    {"meta": asdict(sample.meta), "messages": sample.messages}
+                    | ({"metrics": sample.metrics} if sample.metrics else {})
+                    for sample in group.samples
+                ],
             }
             lines.write(json.dumps(record, allow_nan=False) + "\n")
     samples = [sample for group in groups for sample in group.samples]
@@ -80,7 +84,8 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
             count = meta.routed_experts_bytes // bytes_per_token
             chosen = experts[first : first + count] if count else None
             first += count
-            samples.append(Sample(meta=meta, messages=stored["messages"], routed_experts=chosen, **tokens))
+            said = {"messages": stored["messages"], "metrics": stored.get("metrics", {})}
+            samples.append(Sample(meta=meta, routed_experts=chosen, **said, **tokens))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     if start != len(columns["token_ids"]):
         raise ValueError(f"{folder}: {GROUPS} tells of {start} tokens, {TOKENS} holds {len(columns['token_ids'])}")

@@ -95,12 +95,12 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("policy.dtensor_cfg.sequence_parallel=true",),
             "policy.dtensor_cfg.sequence_parallel",
-            "set tensor_parallel_size above 1 or switch it off",
+            "set policy.dtensor_cfg.tensor_parallel_size above 1, or policy.dtensor_cfg.sequence_parallel=false",
         ),
         (
             ("policy.dtensor_cfg.custom_parallel_plan=my.plans:plan",),
             "policy.dtensor_cfg.custom_parallel_plan",
-            "set tensor_parallel_size above 1",
+            "set policy.dtensor_cfg.tensor_parallel_size above 1",
         ),
         (
             ("policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b}",),

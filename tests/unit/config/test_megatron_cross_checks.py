@@ -57,7 +57,7 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
         ),
         (
             (f"{KEY}.num_layers_in_last_pipeline_stage=2",),
-            f"{KEY}.num_layers_in_first_pipeline_stage",
+            f"{KEY}.num_layers_in_last_pipeline_stage",
             "there is one stage",
         ),
         (

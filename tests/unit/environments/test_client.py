@@ -21,6 +21,7 @@ from nemo_rl.environments.client import (
     EnvironmentFailure,
     EnvironmentPool,
     EnvironmentStep,
+    StepRefused,
     split_return,
 )
 from nemo_rl.environments.config import RewardModelEnvironmentConfig, environment_gpus
@@ -211,9 +212,10 @@ def test_each_of_several_actors_tells_the_metrics_of_its_groups():
         for group in ("a", "b"):
             await pool.step(said("x"), "a", sample_id=f"{group}/0")
         batch = BatchedDataDict({"group_id": ["b", "a", "a", "a"], "rewards": torch.tensor([1.0, 0.0, 0.0, 1.0])})
+        batch["metrics"] = [{"score": 1.0}, {"score": 0.0}, {}, {"score": 1.0, "moves": 3.0}]
         return await pool.metrics(batch)
 
-    assert asyncio.run(run()) == {"rate": pytest.approx(0.5), "num_seen": 2}
+    assert asyncio.run(run()) == {"rate": pytest.approx(0.5), "num_seen": 2, "score": 0.625, "moves": 3.0}
 
 
 def test_a_dead_actor_is_asked_once_more_and_no_more():
@@ -529,3 +531,12 @@ def test_half_characters_of_an_observation_are_replaced():
     )
     [step] = split_return(returned, 1, "mine")
     assert isinstance(step, EnvironmentStep) and step.observation["content"] == "a?b"
+
+
+def test_metrics_are_numbers_by_name():
+    parts = [{"role": "tool", "content": ""}], [None], [None], torch.ones(1), torch.ones(1)
+    [step] = split_return(EnvironmentReturn(*parts, metrics=[{"score": 1}]), 1, "mine")
+    assert isinstance(step, EnvironmentStep) and step.metrics == {"score": 1.0}
+    for wrong in ([{"score": "high"}], ["score"], [{}, {}]):
+        with pytest.raises(StepRefused, match="metrics"):
+            split_return(EnvironmentReturn(*parts, metrics=wrong), 1, "mine")

@@ -20,8 +20,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
-from nemo_rl.environments.judge.environment import LLMJudgeEnvironment
-from nemo_rl.environments.judge.judge import JudgeFailure, ModelJudge, Question, Reply
+from nemo_rl.environments.judge import JudgeFailure, LLMJudgeEnvironment, ModelJudge, Question, Reply
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fence, fill, find_score
 from tests.unit.environments.http_servers import Scripted, served
 
@@ -62,8 +61,9 @@ def test_the_score_of_the_reply_is_the_reward(monkeypatch):
     assert fence("2") in request["messages"][0]["content"] and "1+1?" in request["messages"][0]["content"]
     assert "<|user|>" not in request["messages"][0]["content"], "the question as the row has it"
     assert server.headers[0]["Authorization"] == "Bearer sesame"
-    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2"), log("never seen")]})
-    assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and metrics["num_failed"] == 0.0
+    [metrics] = returned.metrics
+    assert metrics["score"] == 0.7 and metrics["tokens"] == 7.0 and "spread_of_votes" not in metrics
+    assert environment.global_post_process_and_metrics({})[1]["num_failed"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_server_in_trouble_is_asked_again(script, retries):
     returned, server, environment = ask(script, ["2"], wrap, timeout_s=0.2)
     assert returned.rewards.tolist() == [0.5] and returned.failures == [None]
     assert len(server.requests) == retries + 1
-    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_request_retries"] == retries
 
 
@@ -119,19 +119,17 @@ def test_a_reply_without_a_score_is_asked_for_again_hotter_and_then_fails():
     assert returned.rewards.tolist() == [0.4]
     assert [request["temperature"] for request in server.requests] == [0.0, 0.7, 0.7]
     assert len({request["seed"] for request in server.requests}) == 3
-    _, metrics = environment.global_post_process_and_metrics({"message_log": []})
+    _, metrics = environment.global_post_process_and_metrics({})
     assert metrics["num_replies_without_score"] == 2.0
     returned, _, _ = ask(["I like it"], ["2"], max_score_retries=1)
     assert "no score from 0 to 10 in 2 replies of the judge, the last of them 'I like it'" in returned.failures[0]
 
 
 def test_votes_are_averaged_and_one_that_fails_fails_the_sample():
-    returned, server, environment = ask(
-        ["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1
-    )
+    returned, server, _ = ask(["Score: 2", "Score: 4", "Score: 9"], ["2"], num_votes=3, temperature=1.0, concurrency=1)
     assert returned.rewards.tolist() == [pytest.approx(0.5)]
     assert len({request["seed"] for request in server.requests}) == 3, "equal seeds would be one vote three times"
-    _, metrics = environment.global_post_process_and_metrics({"message_log": [log("2")]})
+    [metrics] = returned.metrics
     assert metrics["spread_of_votes"] == pytest.approx(0.7) and metrics["tokens"] == 21.0
     returned, _, _ = ask(["Score: 2", 400], ["2"], num_votes=2, temperature=1.0, concurrency=1)
     assert returned.failures[0] is not None

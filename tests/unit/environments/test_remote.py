@@ -62,6 +62,7 @@ class Counting(EnvironmentInterface[Any]):
             rewards=rewards,
             terminateds=torch.tensor([state["turn"] >= 2 for state in metadata]),
             answers=[text if text.isdigit() else None for text in said],
+            metrics=[{"length": float(len(text))} for text in said],
         )
 
     def global_post_process_and_metrics(self, batch: BatchedDataDict[Any]) -> tuple[BatchedDataDict[Any], Any]:
@@ -111,6 +112,7 @@ def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
         assert first.metadata == [{"turn": 1}, {"turn": 2}]
         assert first.terminateds.tolist() == [False, True]
         assert first.next_stop_strings == [["</a>"], None]
+        assert first.metrics == [{"length": 2.0}, {"length": 1.0}]
         assert first.answers == ["12", None] and first.rewards.tolist() == [2.0, 1.0]
         assert first.observations[0] == {"role": "tool", "content": "12"}
         assert remote.step([log("x")], first.metadata[:1]).terminateds.tolist() == [True]
@@ -284,6 +286,7 @@ GOOD = {
         ({"observations": ["ok"]}, "observation 'ok'"),
         ({"next_stop_strings": ["x"]}, "next_stop_strings 'x'"),
         ({"answers": [3]}, "answer 3"),
+        ({"metrics": [{"score": "high"}]}, "metrics.score 'high'"),
         ({"protocol": 3}, "protocol 3"),
         ({"failures": ["fell over"]}, "fell over"),
     ],
@@ -324,6 +327,7 @@ json_values = st.recursive(
             st.booleans(),
             st.none() | st.lists(st.text()),
             st.none() | st.text(),
+            st.dictionaries(st.text(), st.floats(-1e9, 1e9), max_size=2),
         ),
         min_size=1,
         max_size=4,
@@ -339,20 +343,14 @@ def test_what_is_written_is_read_again(rows, failed):
             terminated=ended,
             next_stop_strings=stops,
             answer=answer,
+            metrics=metrics,
         )
-        for said, metadata, reward, ended, stops, answer in rows
+        for said, metadata, reward, ended, stops, answer, metrics in rows
     ]
     steps[failed % len(steps)] = EnvironmentFailure("why")
     read = protocol.read_steps(json.loads(json.dumps(protocol.write_steps(steps), allow_nan=False)), len(steps))
-    assert read.failures is not None and read.answers is not None
-    for number, step in enumerate(steps):
-        if isinstance(step, EnvironmentFailure):
-            assert read.failures[number] == "why"
-            continue
-        assert read.failures[number] is None
-        assert read.observations[number] == step.observation and read.metadata[number] == step.metadata
-        assert read.rewards[number].item() == step.reward and bool(read.terminateds[number]) == step.terminated
-        assert read.next_stop_strings[number] == step.next_stop_strings and read.answers[number] == step.answer
+    for step, found in zip(steps, read, strict=True):
+        assert str(found) == "why" if isinstance(step, EnvironmentFailure) else found == step
 
 
 @settings(max_examples=60, deadline=None)

@@ -158,7 +158,7 @@ def environment(**changes):
 
 
 def play(env, turns, truth):
-    """What happens after each turn of one conversation: (observation, reward, ended), and the whole log."""
+    """What happens after each turn of one conversation: (observation, reward, ended), and the metrics of the last."""
     log, state, told = [{"role": "user", "content": "?"}], {"ground_truth": truth}, []
     for turn in turns:
         log.append({"role": "assistant", "content": turn})
@@ -166,16 +166,15 @@ def play(env, turns, truth):
         assert returned.next_stop_strings == [STOP_STRINGS]
         state = returned.metadata[0]
         told.append((returned.observations[0]["content"], returned.rewards.item(), bool(returned.terminateds[0])))
-        finished = list(log)
         log = [*log, returned.observations[0]]
-    return told, finished
+    return told, returned.metrics[0]
 
 
 def test_an_episode_searches_reads_and_answers():
     env = environment()
     code = lookup.code_of("Lima", lookup.DEFAULT_SEED)
     turns = ["<retrieve>code Lima</retrieve>", "<retrieve>Atlantis</retrieve>", "hm", "<retrieve>Oslo</retrieve>"]
-    told, log = play(env, [*turns, f"<answer>{code}.</answer>"], code)
+    told, searched = play(env, [*turns, f"<answer>{code}.</answer>"], code)
     accra = lookup.fact("Accra", lookup.code_of("Accra", lookup.DEFAULT_SEED))
     assert told == [
         (f"[1] The code of Lima is {code}.\n[2] {accra}", 0.0, False),
@@ -184,16 +183,12 @@ def test_an_episode_searches_reads_and_answers():
         (NO_SEARCHES_LEFT, 0.0, False),
         ("right", 1.0, True),
     ]
-    silent, other = play(env, ["<answer>1</answer>"], ["2", "3"])
+    silent, not_searched = play(env, ["<answer>1</answer>"], ["2", "3"])
     assert silent == [("not right", 0.0, True)]
-    batch = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2), "message_log": [log, other]})
+    batch = BatchedDataDict({"rewards": torch.tensor([1.0, 0.0]), "is_end": torch.ones(2)})
     _, metrics = env.global_post_process_and_metrics(batch)
-    assert metrics == {
-        "correct_rate": 0.5,
-        "fraction_of_samples_properly_ended": 1.0,
-        "searches_per_sample": 1.0,
-        "hit_rate": 0.5,
-    }
+    assert metrics == {"correct_rate": 0.5, "fraction_of_samples_properly_ended": 1.0}
+    assert (searched, not_searched) == ({"searches_per_sample": 2.0, "hit_rate": 0.5}, {"searches_per_sample": 0.0})
 
 
 def test_what_is_shown_is_bounded():

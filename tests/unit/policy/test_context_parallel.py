@@ -21,10 +21,13 @@ from transformers import (
     Qwen3Config,
 )
 
-from nemo_rl.models.policy.attention import ATTENTION, check_context_parallel, context_sum
+from nemo_rl.models.policy.attention import ATTENTION, context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.layout import ParallelSizes
+from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
 
 VOCAB = 61
@@ -164,7 +167,7 @@ def test_the_sum_is_on_every_rank_and_its_gradient_is_not_summed_again():
 
 
 def test_an_attention_that_cannot_be_cut_is_refused_by_name():
-    check_context_parallel(Qwen2Config(), 8)
-    check_context_parallel(Gemma2Config(), 1)
+    check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=8)), Qwen2Config())
+    check_layout(policy_config(), Gemma2Config())
     with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.context_parallel_size=2.*'gemma2'.*soft-capped"):
-        check_context_parallel(Gemma2Config(), 2)
+        check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())

@@ -44,6 +44,7 @@ def sample(
         token_mask=np.array([False, False] + [True] * generated),
         generation_logprobs=np.array([0.0, 0.0] + [0.0 - 2.0 * n for n in range(generated)], dtype=np.float32),
         messages=[{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": f"answer of {sample_id}"}],
+        metrics={"score": reward} if status is SampleStatus.COMPLETED else {},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class Outcome:
     metadata: Any = None
     next_stop_strings: Sequence[str] | None = None
     answer: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
     observation: dict[str, str] = field(default_factory=lambda: {"role": "environment", "content": "go on"})
 
 
@@ -117,10 +118,14 @@ def test_turns_alternate_and_only_the_models_tokens_carry_loss():
     assert (sample.meta.reward, sample.meta.num_turns, sample.meta.weight_version) == (0.75, 2, 4)
 
 
-def test_the_answer_found_in_the_last_turn_is_that_of_the_sample():
+def test_a_sample_has_the_answer_and_the_metrics_of_its_last_turn():
     engine = FakeEngine([([10], StopReason.STOP), ([20], StopReason.STOP)])
-    env = FakeEnvironment([Outcome(0.0, False, answer="first"), Outcome(1.0, True, answer="last")])
-    assert play(engine, env).meta.answer == "last"
+    outcomes = [
+        Outcome(0.0, False, answer="first", metrics={"searches": 1.0}),
+        Outcome(1.0, True, answer="last", metrics={"searches": 2.0}),
+    ]
+    sample = play(engine, FakeEnvironment(outcomes))
+    assert (sample.meta.answer, sample.metrics) == ("last", {"searches": 2.0})
     assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([Outcome(1.0, True)])).meta.answer is None
 
 

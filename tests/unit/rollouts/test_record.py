@@ -31,7 +31,7 @@ def test_what_was_written_comes_back(tmp_path):
     assert tasks == ["math", "chat"] and [g.group_id for g in got] == ["0/1/d:7", "0/0/d:3"]
     for want, found in zip(groups, got, strict=True):
         for a, b in zip(want.samples, found.samples, strict=True):
-            assert a.meta == b.meta and a.messages == b.messages
+            assert a.meta == b.meta and a.messages == b.messages and a.metrics == b.metrics
             for name in ("token_ids", "token_mask", "generation_logprobs"):
                 np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
             assert a.routed_experts is None and b.routed_experts is None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ class Outcome:
     metadata: Any = None
     next_stop_strings: None = None
     answer: None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def observation(self) -> dict[str, str]:

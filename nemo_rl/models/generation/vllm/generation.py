@@ -12,8 +12,7 @@ from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
-from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, GenerationInterface
-from nemo_rl.models.generation.vllm.worker import EngineSettings
+from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.refit.layout import Transport
 from nemo_rl.utils.venvs import python_executable_for

@@ -13,15 +13,14 @@ import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from nemo_rl.distributed.collectives import own_address, release_port
-from nemo_rl.models.generation.config import GenerationConfig, engine_settings
-from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, prompt_problem
+from nemo_rl.models.generation.config import engine_settings
+from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import cpu_environment
-from nemo_rl.refit.layout import Transport
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -39,37 +38,6 @@ _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if 
 _GATHER_S = 0.001
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
 _SLEEP_TAGS = ("weights", "kv_cache")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """Arguments of an engine, the same on each of its nodes."""
-
-    model: str
-    """Directory or hub name of the model. With `load_format="dummy"` only its configuration is read."""
-
-    tokenizer: str
-    """Directory or hub name of the tokenizer."""
-
-    cfg: GenerationConfig
-    """`policy.generation`. Its sampling defaults are not used: each request has its own."""
-
-    device: Literal["cpu", "cuda"]
-
-    seed: int
-    """Seed of the engine. Each request has its own."""
-
-    load_format: Literal["dummy", "auto"] = "dummy"
-    """"dummy": the weights come from the policy. "auto": from `model`."""
-
-    weight_transfer: Transport = "packed_shm"
-    """Transport of the weights, as registered by `weight_loader`."""
-
-    replica: int = 0
-    """Number of this replica, for messages."""
-
-    return_routed_experts: bool = False
-    """Return the experts of every token with completions."""
 
 
 @dataclass(frozen=True, kw_only=True)

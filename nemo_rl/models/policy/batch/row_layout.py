@@ -1,4 +1,4 @@
-"""Sequences -> the physical rows of a micro-batch: padded or end to end, whole or one rank's part of each."""
+"""Sequences -> one micro-batch as the model sees it: padded or packed rows, whole or one rank's part of each."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ import torch.distributed as dist
 
 from nemo_rl.models.policy.attention import ContextKeys, CuSeqlens
 
-# -- One micro-batch as the model sees it: which tokens, at which positions, attending to which, scored where.
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelBatch:
-    """Input of `LogprobModel`. R x W is the physical layout, B x S that of the losses (right-padded, S the longest).
+    """Input of `LogprobModel`. R x W is the physical layout, B x S the losses' (right-padded, S the longest sequence).
 
-    Padded layout: R = B, `cu_seqlens` None. Padding-free layout: R = 1 and the sequences lie end to end, kept apart by
-    `cu_seqlens`. With context parallelism the positions of this rank only. N are the scored tokens of this rank.
+    Padded layout: R = B and `cu_seqlens` is None. Padding-free layout: R = 1, the sequences lie end to end, and
+    `cu_seqlens` keeps them apart. With context parallelism, only this rank's positions. N is the number of this rank's
+    scored tokens.
     """
 
     input_ids: torch.Tensor  # int64 [R, W]
     position_ids: torch.Tensor  # int64 [R, W]; begins at 0 for every sequence
     is_token: torch.Tensor  # bool [R, W]; False on padding
     cu_seqlens: CuSeqlens | None
-    states: torch.Tensor  # int64 [N]; flat position in R x W of the hidden state that the token is judged from
+    states: torch.Tensor  # int64 [N]; flat position in R x W of the hidden state that scores the token
     targets: torch.Tensor  # int64 [N]; the token
-    rows: torch.Tensor  # int64 [N]; where its logprob stands in B x S
-    positions: torch.Tensor  # int64 [N]
+    rows: torch.Tensor  # int64 [N]; row of its logprob in B x S
+    positions: torch.Tensor  # int64 [N]; column of its logprob in B x S
     shape: tuple[int, int]  # B, S
     columns: dict[str, torch.Tensor] = field(default_factory=dict)  # [N, ...]; what a head needs of each scored token
-    routed_experts: torch.Tensor | None = None  # int16 [R, W, layers, K]; those to take, -1 where the router chooses
+    routed_experts: torch.Tensor | None = None  # int16 [R, W, layers, K]; experts to use, -1 where the router chooses
 
     def to(self, device: torch.device) -> ModelBatch:
-        """A copy on `device`; from pinned memory it does not wait."""
+        """A copy on `device`; from pinned memory the call does not wait."""
         return self._moved(lambda tensors: tensors.to(device, non_blocking=True))
 
     def pin_memory(self) -> ModelBatch:
-        """A copy in page-locked memory, from where `to` does not wait."""
+        """A copy in page-locked memory, from which `to` does not wait."""
         return self._moved(lambda tensors: tensors.pin_memory())
 
     def _moved(self, move: Callable[[Any], Any]) -> ModelBatch:
@@ -55,13 +54,14 @@ class RowLayout:
     """How micro-batches lie in memory.
 
     With context parallelism every sequence is cut into 2 * context_size equal chunks, and rank c holds chunks c and
-    2 * context_size - 1 - c: early tokens have few keys and late ones many, so together each rank has the same work.
+    2 * context_size - 1 - c. Under causal attention early tokens have few keys and late tokens have many, so an early
+    and a late chunk together give every rank the same work.
 
     Attributes:
-        padding_free: sequences end to end in one row, instead of one right-padded row each.
+        padding_free: sequences lie end to end in one row, instead of one right-padded row each.
         divisible_by: the physical width W is a multiple of it.
-        context_group: needed when context_size is above 1.
-        own_states: a scored token is judged from its own state, not from that of the token before (reward models).
+        context_group: required if context_size is above 1.
+        own_states: a token is scored from its own state (reward models), not from the state of the token before it.
     """
 
     padding_free: bool
@@ -76,7 +76,7 @@ class RowLayout:
         return 2 * self.context_size if self.context_size > 1 else 1
 
     def local_length(self, length: int) -> int:
-        """Tokens of a row that a sequence of `length` takes on each rank."""
+        """Tokens that a sequence of `length` takes on each rank, the padding of its last chunk included."""
         return -(-length // self._chunks) * self._chunks // self.context_size
 
     def width(self, lengths: Sequence[int]) -> int:
@@ -92,12 +92,15 @@ class RowLayout:
         columns: Mapping[str, Sequence[torch.Tensor]] | None = None,
         routed_experts: Sequence[torch.Tensor | None] | None = None,
     ) -> ModelBatch:
-        """The batch of sequences (ids int64 [T], mask bool [T]), on the CPU. Cost is linear in the tokens.
+        """Build the batch on the CPU. The cost is linear in the number of tokens.
 
-        Scored are the tokens where the mask is True, except, unless `own_states`, a sequence's first, which nothing
-        predicts; of these, the ones whose state is on this rank. `columns` are what the head needs of each token, by
-        name one tensor [T, ...] per sequence. `routed_experts`: of each sequence the experts of its first tokens,
-        integers [at most T, layers, K], or None.
+        The scored tokens are those where the mask is True. Unless `own_states`, a sequence's first token is not scored,
+        because nothing predicts it. Each rank scores the tokens whose states it has.
+
+        Args:
+            sequences: (ids int64 [T], mask bool [T]) each.
+            columns: what the head needs of each token; by name, one tensor [T, ...] per sequence.
+            routed_experts: per sequence the experts of its first tokens, integers [at most T, layers, K], or None.
         """
         assert sequences and all(len(ids) == len(mask) > 0 for ids, mask in sequences)
         lengths = [len(ids) for ids, _ in sequences]
@@ -108,17 +111,18 @@ class RowLayout:
         mask = torch.cat([mask for _, mask in sequences])
         number = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
         position = _ranges(torch.tensor(lengths))
-        owner, place = spans.locate(number, position)
+        owner, slot = spans.locate(number, position)
         is_here = owner == self.context_rank
         input_ids = torch.zeros(rows * width, dtype=torch.int64)
-        input_ids[place[is_here]] = ids[is_here]
+        input_ids[slot[is_here]] = ids[is_here]
         is_token = torch.zeros(rows * width, dtype=torch.bool)
-        is_token[place[is_here]] = True
+        is_token[slot[is_here]] = True
         experts = _experts_of_tokens(routed_experts, lengths)
         if experts is not None:
             held = torch.full((rows * width, *experts.shape[1:]), -1, dtype=torch.int16)
-            held[place[is_here]] = experts[is_here]
+            held[slot[is_here]] = experts[is_here]
             experts = held.view(rows, width, *experts.shape[1:])
+        # The state that scores a token may lie on another rank than the token: at the border of two chunks.
         back = 0 if self.own_states else 1
         scored = (mask & (position >= back)).nonzero()[:, 0]
         scored = scored[is_here[scored - back]]
@@ -127,7 +131,7 @@ class RowLayout:
             position_ids=spans.positions().view(rows, width),
             is_token=is_token.view(rows, width),
             cu_seqlens=spans.cu_seqlens(),
-            states=place[scored - back],
+            states=slot[scored - back],
             targets=ids[scored],
             rows=number[scored],
             positions=position[scored],
@@ -143,7 +147,7 @@ class _Spans:
 
     layout: RowLayout
     chunk: torch.Tensor  # tokens per chunk
-    start: torch.Tensor  # first place in the flattened rows; the same on every rank
+    start: torch.Tensor  # first slot in the flattened rows; equal on all ranks
     tokens: int  # R * W
 
     @classmethod
@@ -160,15 +164,15 @@ class _Spans:
         )
 
     def locate(self, number: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rank, place in its flattened rows) of tokens, given their sequence and the position in it."""
+        """(rank, slot in its flattened rows) of tokens, given their sequence and the position in it."""
         size, chunk = self.layout.context_size, self.chunk[number]
         piece = position // chunk
-        is_late = piece >= size
+        is_late = piece >= size  # the second of the two chunks that a rank has of each sequence
         owner = torch.where(is_late, 2 * size - 1 - piece, piece)
         return owner, self.start[number] + position % chunk + chunk * is_late
 
     def _pieces(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequence, tokens and first position of what lies one after the other on this rank."""
+        """Sequence, tokens and first position of the chunks on this rank, in the order in which they lie."""
         size, rank = self.layout.context_size, self.layout.context_rank
         held = torch.tensor([0] if size == 1 else [rank, 2 * size - 1 - rank])
         number = torch.arange(len(self.chunk)).repeat_interleave(len(held))
@@ -176,34 +180,34 @@ class _Spans:
         return number, length, length * held.repeat(len(self.chunk))
 
     def positions(self) -> torch.Tensor:
-        """int64 [R * W]. Padding at the end of a padding-free row counts from 0."""
+        """int64 [R * W]. The padding at the end of a padding-free row counts from 0."""
         _, length, first = self._pieces()
-        taken = _ranges(length) + first.repeat_interleave(length)
-        return torch.cat([taken, torch.arange(self.tokens - len(taken))])
+        used = _ranges(length) + first.repeat_interleave(length)
+        return torch.cat([used, torch.arange(self.tokens - len(used))])
 
     def cu_seqlens(self) -> CuSeqlens | None:
-        """Padding at the end of a padding-free row is a segment of its own: attention is defined there too."""
+        """The padding at the end of a padding-free row is a segment of its own: the kernels need every token in one."""
         layout = self.layout
         if layout.context_size == 1 and not layout.padding_free:
             return None
         number, length, first = self._pieces()
-        keys = first + length
-        taken = int(length.sum())
-        tail = [self.tokens - taken] if self.tokens > taken else []
+        keys = first + length  # a chunk sees every token of its sequence up to its own end
+        used = int(length.sum())
+        tail = [self.tokens - used] if self.tokens > used else []
         queries = length.tolist() + tail
         if layout.context_size == 1:
             return CuSeqlens.of(queries)
-        owner, place = self.locate(number.repeat_interleave(keys), _ranges(keys))
-        own_tail = layout.context_rank * self.tokens + torch.arange(taken, self.tokens)
+        owner, slot = self.locate(number.repeat_interleave(keys), _ranges(keys))
+        own_tail = layout.context_rank * self.tokens + torch.arange(used, self.tokens)
         assert layout.context_group is not None
-        index = torch.cat([owner * self.tokens + place, own_tail])
+        index = torch.cat([owner * self.tokens + slot, own_tail])
         return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
 
 
 def _experts_of_tokens(
     routed_experts: Sequence[torch.Tensor | None] | None, lengths: Sequence[int]
 ) -> torch.Tensor | None:
-    """Experts of all tokens of the sequences, int16 [sum of T, layers, K], -1 without a record; None: of no token."""
+    """Experts of all tokens, int16 [sum of T, layers, K], -1 without a record; None if no token has a record."""
     known = [experts for experts in routed_experts or () if experts is not None]
     if not known:
         return None

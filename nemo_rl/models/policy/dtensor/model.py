@@ -1,4 +1,8 @@
-"""Whether a model can be cut the way `policy.dtensor_cfg` says, found on the driver before any worker loads it."""
+"""From a model directory to the parts of the model that a rank trains, and from these back to whole weights.
+
+meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel -> recomputation -> compile -> FSDP2
+-> memory for the local shards -> weights, slice by slice -> ... -> `export_weights` for generation and checkpoints
+"""
 
 from __future__ import annotations
 
@@ -19,25 +23,67 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy import attention, peft_format
-from nemo_rl.models.policy import attention as context_parallel
+from nemo_rl.models.policy import peft_format
+from nemo_rl.models.policy.attention import unpackable_reason
 from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.moe import apply_expert_parallel
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
-from nemo_rl.models.policy.peft_format import load_peft
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, exported, gathered
+from nemo_rl.refit.layout import ExportedTensor, GatheredParts, exported, gathered
 from nemo_rl.types import SamplingParams
 
-# -- From a model directory to the parts of the model a rank trains: cut, sharded, filled.
-
 logger = logging.getLogger(__name__)
+
+
+def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
+    """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
+    settings = config.dtensor_cfg
+    model = copy.deepcopy(model)  # building a model writes into its configuration
+    if not is_scalar(model):
+        logit_transform(model)
+    if settings.tensor_parallel_size > 1:
+        tensor_parallel.check_tensor_parallel(
+            model,
+            settings.tensor_parallel_size,
+            sequence_parallel=settings.sequence_parallel,
+            custom_plan=settings.custom_parallel_plan,
+        )
+    reason = unpackable_reason(model)
+    if settings.context_parallel_size > 1 and reason is not None:
+        raise ValueError(
+            f"policy.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
+            f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
+            "tensor_parallel_size or activation_checkpointing for long sequences"
+        )
+    pipeline.check_pipeline(model, settings)
+    moe.check_experts(model, settings.expert_parallel_size)
+    if settings.lora_cfg.enabled:
+        lora.check_lora(model, settings.lora_cfg)
+        if settings.lora_cfg.adapter_path is not None:
+            directory = Path(settings.lora_cfg.adapter_path)
+            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
+    if reason is None:
+        return
+    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
+    if config.padding_free:
+        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
+    if config.sequence_packing.enabled:
+        raise ValueError(
+            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
+            "policy.dynamic_batching.enabled=true"
+        )
+
+
+# -- building
 
 
 def build_stages(
@@ -51,13 +97,14 @@ def build_stages(
 ) -> list[LogprobModel]:
     """The parts of the model on this rank, ready to train: one, or several with an interleaved pipeline. Collective.
 
-    `hf_config`: of a reward or value model as `scalar_config` gives it.
+    `hf_config`: for a reward or value model, the result of `scalar_config`.
     """
     assert is_scalar(hf_config) == config.reward_model_cfg.enabled
+    lora_cfg = config.dtensor_cfg.lora_cfg
     whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
-    if config.dtensor_cfg.lora_cfg.enabled:
-        lora.apply_lora(whole, config.dtensor_cfg.lora_cfg)
+    if lora_cfg.enabled:
+        lora.apply_lora(whole, lora_cfg)
         lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
@@ -68,19 +115,14 @@ def build_stages(
         host = torch.device("cpu")
         materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
         drawn = _fill(stage, config, model_path, seed)
-        # One of the ranks that have the head tells it.
+        # Of the ranks that have the head, one logs it.
         if drawn and mesh.data_rank == mesh.context_rank == mesh.world["tensor_parallel"].get_local_rank() == 0:
             logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, ", ".join(drawn), seed)
         stages.append(stage)
-    if config.dtensor_cfg.lora_cfg.adapter_path is not None:
-        group = mesh.pipeline.get_group() if mesh.pipeline is not None else None
-        load_peft(
-            [stage.hf for stage in stages],
-            config.dtensor_cfg.lora_cfg,
-            Path(config.dtensor_cfg.lora_cfg.adapter_path),
-            config.model_name,
-            pipeline=group,
-        )
+    if lora_cfg.adapter_path is not None:
+        parts = [stage.hf for stage in stages]
+        directory = Path(lora_cfg.adapter_path)
+        peft_format.load_peft(parts, lora_cfg, directory, config.model_name, pipeline=mesh.pipeline_group)
     return stages
 
 
@@ -93,7 +135,7 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
             sequence_parallel=settings.sequence_parallel,
             custom_plan=settings.custom_parallel_plan,
         )
-    apply_expert_parallel(hf, mesh)
+    moe.apply_expert_parallel(hf, mesh)
     recompute_activations(hf, settings.activation_checkpointing)
     layers = decoder_layers(hf)
     if settings.torch_compile:
@@ -114,7 +156,7 @@ def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling
 
 
 def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int) -> list[str]:
-    """Returns the names of what the checkpoint does not have and was drawn: the head of a new reward model."""
+    """Read the weights. Returns the names that the checkpoint lacks and that were drawn: a new reward model's head."""
     tensors = {name: tensor for name, tensor in named_tensors(stage.hf) if not lora.is_adapter(name)}
     names = ExpertNames(stage.hf.config.get_text_config().model_type)
     draw = functools.partial(draw_head, config=stage.hf.config, seed=seed)
@@ -130,7 +172,7 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     settings = config.dtensor_cfg
     is_padding_free = config.padding_free
     if is_padding_free is None:
-        is_padding_free = attention.unpackable_reason(hf_config) is None
+        is_padding_free = unpackable_reason(hf_config) is None
     reward = config.reward_model_cfg
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
@@ -147,70 +189,14 @@ def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: Parallel
     )
 
 
-def trainable(stages: Sequence[LogprobModel]) -> list[torch.nn.Parameter]:
-    """The parameters that an optimizer is to have, in the model's order."""
+def trainable(stages: Sequence[LogprobModel]) -> list[nn.Parameter]:
+    """The parameters that the optimizer gets, in the model's order."""
     return [parameter for stage in stages for parameter in stage.parameters() if parameter.requires_grad]
 
 
-def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
-    """Raises ValueError naming the key to change and what would work.
+# -- recomputation, FSDP2, memory
 
-    Nothing is allocated: where layers have to be looked at, the model is built without weights.
-    """
-    settings = config.dtensor_cfg
-    model = copy.deepcopy(model)  # building a model writes into its configuration
-    if not is_scalar(model):
-        logit_transform(model)
-    if settings.tensor_parallel_size > 1:
-        tensor_parallel.check_tensor_parallel(
-            model,
-            settings.tensor_parallel_size,
-            sequence_parallel=settings.sequence_parallel,
-            custom_plan=settings.custom_parallel_plan,
-        )
-    if settings.context_parallel_size > 1:
-        context_parallel.check_context_parallel(model, settings.context_parallel_size)
-    pipeline.check_pipeline(model, settings)
-    if settings.expert_parallel_size > 1:
-        moe.check_experts(model, settings.expert_parallel_size)
-    if settings.lora_cfg.enabled:
-        lora.check_lora(model, settings.lora_cfg)
-        if settings.lora_cfg.adapter_path is not None:
-            directory = Path(settings.lora_cfg.adapter_path)
-            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
-    reason = attention.unpackable_reason(model)
-    if reason is None:
-        return
-    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
-    if config.padding_free:
-        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
-    if config.sequence_packing.enabled:
-        raise ValueError(
-            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
-            "policy.dynamic_batching.enabled=true"
-        )
-
-
-def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
-    """Wrap the transformer blocks so that activations are computed again in the backward pass.
-
-    `full` (or True) keeps nothing but each block's input; `selective` keeps the results of matrix products and
-    attention, which cost the most to compute again. False changes nothing.
-    """
-    if mode is False:
-        return
-    wrap = checkpoint_wrapper
-    if mode == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_products)
-        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
-    blocks = {id(layer) for layer in decoder_layers(model)}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in blocks:
-                parent.register_module(name, wrap(child))
-
-
-_PRODUCTS = frozenset(
+_EXPENSIVE = frozenset(
     {
         torch.ops.aten.mm.default,
         torch.ops.aten.addmm.default,
@@ -225,17 +211,31 @@ _PRODUCTS = frozenset(
 )
 
 
-def _keep_products(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
+    """Wrap the transformer blocks so that the backward pass computes their activations again.
+
+    `full` (or True) keeps only each block's input. `selective` also keeps the results of matrix products and attention,
+    which cost the most to compute again. False changes nothing.
+    """
+    if mode is False:
+        return
+    wrap = checkpoint_wrapper
+    if mode == "selective":
+        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+        wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
+    blocks = {id(layer) for layer in decoder_layers(model)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in blocks:
+                parent.register_module(name, wrap(child))
+
+
+def _keep_expensive(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def shard(
-    root: nn.Module,
-    layers: list[nn.Module],
-    mesh: ParallelMesh,
-    compute_dtype: torch.dtype,
-    *,
-    cpu_offload: bool,
+    root: nn.Module, layers: list[nn.Module], mesh: ParallelMesh, compute_dtype: torch.dtype, *, cpu_offload: bool
 ) -> None:
     """Apply FSDP2 in place: one group per transformer block, one for its experts, one for embeddings, norm and head.
 
@@ -246,7 +246,7 @@ def shard(
     moe.shard_experts(root, mesh, mp_policy=policy, offload_policy=offload)
     for layer in layers:
         fully_shard(layer, mesh=mesh.fsdp, mp_policy=policy, offload_policy=offload)
-    # The root stays gathered between forward and backward: the head is used again when logits are recomputed.
+    # The root stays gathered between forward and backward: the backward pass computes logits from the head again.
     fully_shard(root, mesh=mesh.fsdp, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
     for module in root.modules():
         if isinstance(module, FSDPModule):
@@ -255,9 +255,9 @@ def shard(
 
 
 def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.device | None = None) -> None:
-    """Allocate the local shards on `device`; buffers keep their values, on `buffer_device` (None: `device`).
+    """Allocate the local shards on `device`. Buffers keep their values, on `buffer_device` (None: `device`).
 
-    FSDP brings parameters that live on the host to the device that computes with them, but no buffers.
+    With CPU offload FSDP moves parameters to the device that computes with them, but not buffers.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
@@ -266,53 +266,51 @@ def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.
         model.get_submodule(module)._buffers[attribute] = buffers[name].to(buffer_device or device)
 
 
+# -- whole weights, for generation and checkpoints
+
+
 def export_weights(
     stages: Sequence[PreTrainedModel], mesh: ParallelMesh, device: torch.device, *, merged: bool = True
 ) -> list[ExportedTensor]:
-    """Every weight of the model whose parts on this rank are `stages`. Collective over pipeline ranks.
+    """Every weight of the model whose parts on this rank are `stages`: whole, under its name on disk.
 
-    Adapters are part of the weights they belong to, or, unless `merged`, tensors of their own behind the base weights
-    (`ExportedTensor.adapts`), with alpha / r multiplied into B.
+    Every rank lists the same tensors in the same order. Collective over pipeline ranks.
+
+    Adapters are merged into their weights. Unless `merged`, they are tensors of their own after all base weights
+    (`ExportedTensor.adapts`), with B multiplied by alpha / r.
     """
-    own = [tensor for stage in stages for tensor in _of_module(stage, merged)]
+    own = [tensor for stage in stages for tensor in _exported_of(stage, merged)]
     everywhere = own if mesh.pipeline is None else _over_pipeline(own, mesh, device)
     return sorted(everywhere, key=lambda tensor: tensor.adapts is not None)
 
 
-def _of_module(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
+def _exported_of(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
     names = ExpertNames(root.config.get_text_config().model_type)
     seen: set[int] = set()
     for prefix, module in root.named_modules(remove_duplicate=True):
-        for attribute, tensor in _own_tensors(module):
-            if id(tensor) in seen:  # tied
+        own = list(module._parameters.items())
+        own += [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
+        for attribute, tensor in own:
+            if tensor is None or id(tensor) in seen:  # tied
                 continue
             seen.add(id(tensor))
             name = hf_name(f"{prefix}.{attribute}" if prefix else attribute)
             if isinstance(module, lora.LoRALinear) and (lora.is_adapter(attribute) or attribute == "weight"):
-                yield from _of_adapted(name, module, attribute, names, merged)
+                yield from _adapted(name, module, attribute, names, merged)
             else:
-                yield from _of_tensor(name, module, attribute, names)
+                yield from _plain(name, module, attribute, names)
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for attribute, parameter in module._parameters.items():
-        if parameter is not None:
-            yield attribute, parameter
-    for attribute, buffer in module._buffers.items():
-        if buffer is not None and attribute not in module._non_persistent_buffers_set:
-            yield attribute, buffer
-
-
-def _of_adapted(
+def _adapted(
     name: str, module: lora.LoRALinear, attribute: str, names: ExpertNames, merged: bool
 ) -> Iterator[ExportedTensor]:
-    """The weight of an adapted layer with its adapter in it, or W, A or (alpha / r) B by itself."""
+    """The weight of an adapted layer with its adapter merged in, or W, A or (alpha / r) B alone."""
     weight = names.stored_name(f"{name.rpartition('.')[0]}.weight")
     is_adapter = lora.is_adapter(attribute)
     if merged and is_adapter:
         return
 
-    def values() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+    def values() -> torch.Tensor:  # looked up at every gather: moving a module between devices replaces parameters
         if not is_adapter:
             return lora.merged_weight(module) if merged else module.weight.detach()
         return module.lora_B.detach() * module.scale if attribute == "lora_B" else module.lora_A.detach()
@@ -327,74 +325,51 @@ def _of_adapted(
     )
 
 
-def _of_tensor(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
-    def current() -> torch.Tensor:  # looked up anew: parameters move between devices with their module
+def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> Iterator[ExportedTensor]:
+    def current() -> torch.Tensor:  # looked up at every gather: moving a module between devices replaces parameters
         tensor = module._parameters.get(attribute, module._buffers.get(attribute))
         assert tensor is not None
         return tensor
 
-    # Models in bfloat16 keep some in float32: the bias that chooses experts moves by less than bfloat16 can tell.
+    # bfloat16 models keep some buffers in float32: updates of the bias that chooses experts are below bfloat16's step.
     is_buffer = attribute in module._buffers
     pieces = names.split_meta(name, current().shape)
     if len(pieces) == 1:
         yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
         return
-    whole = _GatheredOnce(current, lambda tensor: names.split(name, tensor))
+    whole = GatheredParts(
+        len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
+    )
     for index, (piece_name, shape) in enumerate(pieces):
         yield ExportedTensor(
             name=piece_name,
             shape=shape,
             dtype=current().dtype,
-            gather=whole.piece(index, len(pieces)),
+            gather=whole.part(index),
             keeps_dtype=is_buffer,
         )
-
-
-class _GatheredOnce:
-    """A fused tensor gathered for its first piece, taken apart, and let go with its last."""
-
-    def __init__(
-        self,
-        tensor: Callable[[], torch.Tensor],
-        split: Callable[[torch.Tensor], list[tuple[str, torch.Tensor]]],
-    ) -> None:
-        self._tensor = tensor
-        self._split = split
-        self._pieces: list[tuple[str, torch.Tensor]] = []
-
-    def piece(self, index: int, count: int) -> Callable[[torch.dtype | None], torch.Tensor]:
-        def gather(dtype: torch.dtype | None) -> torch.Tensor:
-            if index == 0:
-                self._pieces = self._split(gathered(self._tensor().detach(), dtype))
-            assert len(self._pieces) == count, "pieces are gathered in order"
-            part = self._pieces[index][1].contiguous()
-            if index == count - 1:
-                self._pieces = []
-            return part
-
-        return gather
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
     assert mesh.pipeline is not None
     group = mesh.pipeline.get_group()
     described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
-    dist.all_gather_object(described, [replace(tensor, gather=_nothing) for tensor in own], group=group)
+    dist.all_gather_object(described, [replace(tensor, gather=_elsewhere) for tensor in own], group=group)
     mine = {tensor.name: tensor for tensor in own}
     tensors = []
     for stage, theirs in enumerate(described):
         source = dist.get_global_rank(group, stage)
         for tensor in theirs:
-            gather = _sent_gather(mine.get(tensor.name), tensor, source, group, device)
+            gather = _broadcasting(mine.get(tensor.name), tensor, source, group, device)
             tensors.append(replace(tensor, gather=gather))
     return tensors
 
 
-def _nothing(dtype: torch.dtype | None) -> torch.Tensor:
+def _elsewhere(dtype: torch.dtype | None) -> torch.Tensor:
     raise AssertionError("held by another pipeline stage")
 
 
-def _sent_gather(
+def _broadcasting(
     own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
 ) -> Callable[[torch.dtype | None], torch.Tensor]:
     def gather(dtype: torch.dtype | None) -> torch.Tensor:

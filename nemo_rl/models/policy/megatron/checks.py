@@ -23,7 +23,7 @@ from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
 from nemo_rl.models.policy.layout import divisor_list, stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
-from nemo_rl.models.policy.megatron.config import MegatronConfig, engine_switches
+from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
 from nemo_rl.models.policy.megatron.files import check_checkpoint, check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
     OUTPUT_LAYER,
@@ -96,7 +96,7 @@ def check_engine(settings: MegatronConfig, *, is_installed: bool, capability: tu
 
     A driver may have no GPU where its workers have one, which look again.
     """
-    for key, value, neutral in () if is_installed else engine_switches(settings):
+    for key, value, neutral in () if is_installed else switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
         raise ValueError(
             f"{KEY}.{key}={value} needs Transformer Engine, which is not installed; start the run with "
             f"`uv run --extra mcore --extra te ...`, or set it to {neutral}"

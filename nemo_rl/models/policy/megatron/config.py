@@ -1,6 +1,6 @@
-"""What of `policy.megatron_cfg` needs GPUs, or Transformer Engine on them. Free of torch.
+"""Configuration of training with Megatron Core: `policy.megatron_cfg`. Free of torch and Megatron.
 
-Whether Transformer Engine is installed, and what the GPUs can do, is asked where a run starts (`megatron_checks`).
+`checks.py` compares it with the model, with what is installed and with the GPUs when a run starts.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of
-
-# -- Configuration of training with Megatron Core: `policy.megatron_cfg`.
+from nemo_rl.config.rules import NotYet, anything, holds, not_yet, one_of, value_of, written
 
 Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
@@ -86,45 +84,39 @@ class MegatronOptimizerConfig(StrictModel):
     optimizer_offload_fraction: float = Field(default=0.0, ge=0, le=1)
     """Part of the parameters whose optimizer state is on the host."""
 
+    checked_by_parent: ClassVar = True
+
+    rules: ClassVar = {
+        "fp16": "float16 is not supported; set it to false and policy.precision=bfloat16",
+        "params_dtype != float32": "steps of a small learning rate are lost in bfloat16; set it to float32",
+        "min_lr > {lr}": "{min_lr} is above lr={lr}; use at most that",
+        "use_distributed_optimizer requires optimizer=adam": (
+            "SGD has next to no state to shard, and Muon updates whole matrices ({section}.optimizer={optimizer}); set "
+            "it to null or false"
+        ),
+        "use_precision_aware_optimizer excludes use_distributed_optimizer=false": (
+            "is part of use_distributed_optimizer; set that to true too"
+        ),
+        "use_precision_aware_optimizer requires optimizer=adam": "is Adam's, not that of {optimizer}; set it to false",
+        "use_precision_aware_optimizer: optimizer_cpu_offload requires use_precision_aware_optimizer": (
+            "main parameters stay on the GPU without it, even with optimizer_cpu_offload=true; set it to true"
+        ),
+        "optimizer_cpu_offload requires exp_avg_dtype=float32 and exp_avg_sq_dtype=float32": (
+            "moments on the host are float32; set exp_avg_dtype and exp_avg_sq_dtype to it"
+        ),
+        "optimizer_offload_fraction: optimizer_cpu_offload requires optimizer_offload_fraction > 0": (
+            "0 offloads nothing; use a fraction up to 1.0"
+        ),
+        "use_precision_aware_optimizer=false requires exp_avg_dtype=float32 and exp_avg_sq_dtype=float32": (
+            "only this optimizer keeps moments in other dtypes; set it to true"
+        ),
+    }
+
     @property
     def shards_optimizer(self) -> bool:
         """Whether the state lies over data-parallel ranks."""
         chosen = self.use_distributed_optimizer
         return self.optimizer == "adam" if chosen is None else chosen
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """(key, message) of values that do not go together, for a section that is switched on."""
-        if self.fp16:
-            yield "fp16", "float16 is not supported; set fp16=false and policy.precision=bfloat16"
-        if self.params_dtype != "float32":
-            yield "params_dtype", "steps of a small learning rate are lost in bfloat16; set it to float32"
-        if self.min_lr is not None and self.min_lr > self.lr:
-            yield "min_lr", f"{self.min_lr} is above lr={self.lr}; use at most that"
-        if self.use_precision_aware_optimizer and self.use_distributed_optimizer is False:
-            yield "use_precision_aware_optimizer", "is part of use_distributed_optimizer; set that to true too"
-        if self.optimizer != "adam" and self.use_distributed_optimizer:
-            sgd = self.optimizer == "sgd"
-            why = "SGD has next to no state to shard" if sgd else "Muon updates whole matrices"
-            yield (
-                "use_distributed_optimizer",
-                f"{why} (policy.megatron_cfg.optimizer.optimizer={self.optimizer}); set it to null or false",
-            )
-        if self.use_precision_aware_optimizer and self.optimizer != "adam":
-            yield "use_precision_aware_optimizer", f"is Adam's, not that of {self.optimizer}; set it to false"
-        if self.optimizer_cpu_offload and not self.use_precision_aware_optimizer:
-            yield (
-                "use_precision_aware_optimizer",
-                "without it main parameters stay on the GPU, whatever optimizer_cpu_offload says; set it to true",
-            )
-        if self.optimizer_cpu_offload and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
-            yield (
-                "optimizer_cpu_offload",
-                "moments on the host are float32; set exp_avg_dtype and exp_avg_sq_dtype so",
-            )
-        if self.optimizer_cpu_offload and self.optimizer_offload_fraction == 0.0:
-            yield "optimizer_offload_fraction", "0 offloads nothing; use a fraction up to 1.0"
-        if not self.use_precision_aware_optimizer and {self.exp_avg_dtype, self.exp_avg_sq_dtype} != {"float32"}:
-            yield "use_precision_aware_optimizer", "is what keeps moments in other dtypes; set it to true"
 
 
 class MegatronSchedulerConfig(StrictModel):
@@ -157,18 +149,21 @@ class MegatronSchedulerConfig(StrictModel):
     lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
     """How it falls in these steps."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """(key, message) of values that do not go together, for a section that is switched on."""
-        if self.lr_warmup_iters >= self.lr_decay_iters:
-            yield "lr_warmup_iters", f"{self.lr_warmup_iters} must be below lr_decay_iters={self.lr_decay_iters}"
-        if self.weight_decay_incr_style == "constant" and self.start_weight_decay != self.end_weight_decay:
-            yield "weight_decay_incr_style", "constant needs equal start_weight_decay and end_weight_decay; or linear"
-        stable = self.lr_decay_iters - self.lr_warmup_iters
-        if self.lr_decay_style == "WSD" and (self.lr_wsd_decay_iters is None or self.lr_wsd_decay_iters > stable):
-            yield (
-                "lr_wsd_decay_iters",
-                f"WSD needs the number of steps at the end in which the learning rate falls; set 1 to {stable}",
-            )
+    checked_by_parent: ClassVar = True
+
+    rules: ClassVar = {
+        "lr_warmup_iters >= {lr_decay_iters}": "must be below lr_decay_iters={lr_decay_iters}; lower it",
+        "lr_wsd_decay_iters: lr_decay_style=WSD requires lr_wsd_decay_iters <= {steps_after_warmup}": (
+            "WSD needs the number of steps at the end in which the learning rate falls; set 1 to {steps_after_warmup}"
+        ),
+        "weight_decay_incr_style=constant requires start_weight_decay={end_weight_decay}": (
+            "constant needs equal start_weight_decay and end_weight_decay; set them equal, or this to linear"
+        ),
+    }
+
+    @property
+    def steps_after_warmup(self) -> int:
+        return self.lr_decay_iters - self.lr_warmup_iters
 
 
 class MegatronDDPConfig(StrictModel):
@@ -186,16 +181,15 @@ class MegatronDDPConfig(StrictModel):
     bucket_size: int | None = Field(default=None, ge=1)
     """Parameters of one bucket; null: Megatron's choice."""
 
+    checked_by_parent: ClassVar = True
+
+    rules: ClassVar = {"overlap_param_gather requires overlap_grad_reduce": "comes with overlapped reduction"}
+
     not_yet: ClassVar = (
         NotYet("use_custom_fsdp", one_of(False, None)),
         NotYet("data_parallel_sharding_strategy", anything, harmless=True),
         NotYet("average_in_collective", anything, harmless=True),
     )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        """(key, message) of values that do not go together, for a section that is switched on."""
-        if self.overlap_param_gather and not self.overlap_grad_reduce:
-            yield "overlap_param_gather", "comes with overlapped reduction; set overlap_grad_reduce=true too"
 
 
 class MegatronPeftConfig(StrictModel):
@@ -369,27 +363,94 @@ class MegatronConfig(StrictModel):
 
     ignored_when_off: ClassVar = True
 
+    rules: ClassVar = {
+        "sequence_parallel requires tensor_model_parallel_size > 1": "splits over tensor-parallel ranks",
+        "virtual_pipeline_model_parallel_size: stages_per_rank > 1 requires pipeline_model_parallel_size > 1": (
+            "needs pipeline_model_parallel_size above 1; set it to null"
+        ),
+        "num_layers_in_first_pipeline_stage requires pipeline_model_parallel_size > 1": "there is one stage; set null",
+        "num_layers_in_last_pipeline_stage requires pipeline_model_parallel_size > 1": "there is one stage; set null",
+        "distributed_data_parallel_config.overlap_param_gather requires optimizer.shards_optimizer": (
+            "gathers the shares that the distributed optimizer updates; set it to false, or "
+            "optimizer.use_distributed_optimizer=true"
+        ),
+        # learning rate
+        "optimizer.min_lr: scheduler.lr_decay_style != constant requires optimizer.min_lr < {optimizer.lr}": (
+            "scheduler.lr_decay_style={scheduler.lr_decay_style} falls from lr to it; give one below lr={optimizer.lr}"
+        ),
+        "scheduler.lr_warmup_init > {optimizer.lr}": (
+            "{scheduler.lr_warmup_init} is above optimizer.lr={optimizer.lr}; lower it"
+        ),
+        # layers
+        "activation_checkpointing: recompute_granularity requires activation_checkpointing": (
+            "recompute_granularity is for recomputation; set this to true too"
+        ),
+        "recompute_modules: recompute_granularity=selective requires recompute_modules": (
+            "names nothing to compute again; use [core_attn], or recompute_granularity=full"
+        ),
+        "recompute_modules has moe_act requires moe_grouped_gemm": (
+            "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
+        ),
+        "attention_backend=local requires transformer_impl=local": (
+            "local is for transformer_impl=local; set that, or this to auto"
+        ),
+        "not use_linear_ce_fusion_loss": "logprobs always come from hidden states in tiles here; set it to true",
+        # experts
+        "moe_token_dispatcher_type=flex": "not supported yet: flex, which needs DeepEP; set it to alltoall",
+        "moe_token_dispatcher_type=allgather and expert_model_parallel_size > 1": (
+            "allgather needs micro-batches of one width, and those of ranks that share experts "
+            "(expert_model_parallel_size={expert_model_parallel_size}) differ; set it to alltoall"
+        ),
+        "moe_token_dispatcher_type=allgather and expert_tensor_parallel_size > {tensor_model_parallel_size}": (
+            "allgather needs micro-batches of one width, and those of ranks that share an expert "
+            "(expert_tensor_parallel_size={expert_tensor_parallel_size}, more than tensor_model_parallel_size) differ; "
+            "set it to alltoall"
+        ),
+        "moe_token_dispatcher_type=allgather and fp8_cfg.enabled": (
+            "allgather cannot pad the tokens of an expert, which products in FP8 need; set it to alltoall"
+        ),
+        "moe_token_dispatcher_type: moe_shared_expert_overlap requires moe_token_dispatcher_type=alltoall": (
+            "moe_shared_expert_overlap=true needs alltoall"
+        ),
+        "moe_router_load_balancing_type: moe_aux_loss_coeff > 0 excludes "
+        "moe_router_load_balancing_type=[none, sinkhorn]": (
+            "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
+        ),
+        "freeze_moe_router: moe_router_bias_update_rate > 0 excludes freeze_moe_router": (
+            "moe_router_bias_update_rate changes the routers; set this to false"
+        ),
+        # FP8
+        "fp8_cfg.fp8_param and fp8_cfg.enabled": (
+            "not supported yet: weights that are FP8 themselves; set it to false, which still multiplies in FP8"
+        ),
+        "fp8_cfg.fp8_recipe=delayed and fp8_cfg.enabled excludes recomputes_quantized": (
+            "delayed scales do not go with recomputing layernorm and moe_act; leave these out of recompute_modules, or "
+            "set tensorwise or blockwise"
+        ),
+    }
+
     not_yet: ClassVar = (
-        NotYet("converter_type", anything, harmless=True),
-        NotYet("train_iters", anything, harmless=True),
-        NotYet("defer_fp32_logits", anything, harmless=True),
+        *not_yet(
+            *("converter_type", "train_iters", "defer_fp32_logits", "fused_linear_logprobs_chunk_size"),
+            *("use_gloo_process_groups", "overlap_cpu_optimizer_d2h_h2d"),
+            neutral=anything,
+            harmless=True,
+        ),
+        *not_yet(
+            *("mtp_loss_scaling_factor", "mtp_detach_heads", "cuda_graph_modules", "cuda_graph_warmup_steps"),
+            neutral=anything,
+        ),
+        *not_yet(
+            *("moe_enable_deepep", "mtp_use_repeated_layer", "use_fused_weighted_squared_relu"),
+            "fine_grained_activation_offloading",
+            neutral=one_of(False, None),
+        ),
         NotYet("use_fused_linear_logprobs", one_of(True, False, None), harmless=True),
-        NotYet("fused_linear_logprobs_chunk_size", anything, harmless=True),
-        NotYet("moe_enable_deepep", one_of(False, None)),
         NotYet("mtp_num_layers", one_of(None, 0)),
-        NotYet("mtp_loss_scaling_factor", anything),
-        NotYet("mtp_use_repeated_layer", one_of(False, None)),
-        NotYet("mtp_detach_heads", anything),
-        NotYet("use_fused_weighted_squared_relu", one_of(False, None)),
         NotYet("model_overrides", one_of({}, None)),
         NotYet("cuda_graph_impl", one_of(None, "none")),
-        NotYet("cuda_graph_modules", anything),
-        NotYet("cuda_graph_warmup_steps", anything),
         NotYet("checkpoint", one_of({}, None), harmless=True),
-        NotYet("fine_grained_activation_offloading", one_of(False, None)),
         NotYet("offload_modules", one_of([], None)),
-        NotYet("use_gloo_process_groups", anything, harmless=True),
-        NotYet("overlap_cpu_optimizer_d2h_h2d", anything, harmless=True),
     )
 
     @property
@@ -402,171 +463,58 @@ class MegatronConfig(StrictModel):
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
+    def recomputes_quantized(self) -> bool:
+        """Whether selective recomputation repeats products whose FP8 scales come from past steps."""
+        is_selective = self.activation_checkpointing and self.recompute_granularity == "selective"
+        return is_selective and not {"layernorm", "moe_act"}.isdisjoint(self.recompute_modules)
+
+    @property
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches of an optimizer step is a multiple of this."""
         return self.pipeline_model_parallel_size if self.stages_per_rank > 1 else 1
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if not self.enabled:
-            return
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            yield (
-                "sequence_parallel",
-                "splits over tensor-parallel ranks; set tensor_model_parallel_size above 1 or switch it off",
-            )
-        if self.stages_per_rank > 1 and self.pipeline_model_parallel_size == 1:
-            yield "virtual_pipeline_model_parallel_size", "needs pipeline_model_parallel_size above 1; set it to null"
-        uneven = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
-        if self.pipeline_model_parallel_size == 1 and uneven != (None, None):
-            yield "num_layers_in_first_pipeline_stage", "there is one stage; set both stage sizes to null"
-        if self.recompute_granularity is not None and not self.activation_checkpointing:
-            yield "activation_checkpointing", "recompute_granularity is for recomputation; set this to true too"
-        if self.recompute_granularity == "selective" and not self.recompute_modules:
-            yield "recompute_modules", "names nothing to compute again; use [core_attn], or recompute_granularity=full"
-        if "moe_act" in self.recompute_modules and not self.moe_grouped_gemm:
-            yield "recompute_modules", "moe_act is a part of grouped experts; leave it out or set moe_grouped_gemm=true"
-        yield from self._check_dispatcher()
-        if self.attention_backend == "local" and self.transformer_impl != "local":
-            yield "attention_backend", "local is for transformer_impl=local; set that, or this to auto"
-        if not self.use_linear_ce_fusion_loss:
-            yield "use_linear_ce_fusion_loss", "logprobs always come from hidden states in tiles here; set it to true"
-        decay, rates = self.scheduler.lr_decay_style, self.optimizer
-        if decay != "constant" and (rates.min_lr is None or rates.min_lr == rates.lr):
-            yield (
-                "optimizer.min_lr",
-                f"scheduler.lr_decay_style={decay} falls from lr to it; give one below lr={rates.lr}",
-            )
-        if self.scheduler.lr_warmup_init > rates.lr:
-            yield "scheduler.lr_warmup_init", f"{self.scheduler.lr_warmup_init} is above optimizer.lr={rates.lr}"
         ends = (self.scheduler.start_weight_decay, self.scheduler.end_weight_decay)
-        start, end = (rates.weight_decay if value is None else value for value in ends)
+        start, end = (self.optimizer.weight_decay if value is None else value for value in ends)
         if start > end:
-            yield (
-                "scheduler.end_weight_decay",
-                f"{end} is below {start}, where it begins; it can only grow",
-            )
-        if self.moe_aux_loss_coeff > 0 and "aux_loss" not in self.moe_router_load_balancing_type:
-            yield "moe_router_load_balancing_type", "moe_aux_loss_coeff is for aux_loss types; use one, or set it to 0"
-        if self.moe_router_bias_update_rate > 0 and self.freeze_moe_router:
-            yield "freeze_moe_router", "moe_router_bias_update_rate changes the routers; set this to false"
-        nested = {
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "distributed_data_parallel_config": self.distributed_data_parallel_config,
-        }
-        for section, values in nested.items():
-            for key, message in values.problems():
-                yield f"{section}.{key}", message
-        if self.distributed_data_parallel_config.overlap_param_gather and not rates.shards_optimizer:
-            yield (
-                "distributed_data_parallel_config.overlap_param_gather",
-                "gathers what the distributed optimizer updates in shares; set it to false, or "
-                "optimizer.use_distributed_optimizer=true",
-            )
-
-    def _check_dispatcher(self) -> Iterator[tuple[str, str]]:
-        """Whether tokens can travel to their experts as asked."""
-        key, chosen = "moe_token_dispatcher_type", self.moe_token_dispatcher_type
-        if chosen == "flex":
-            yield key, "not supported yet: flex, which needs DeepEP; set it to alltoall"
-        elif chosen == "allgather" and self.expert_model_parallel_size > 1:
-            yield (
-                key,
-                "allgather needs micro-batches of one width, and those of ranks that share experts "
-                f"(expert_model_parallel_size={self.expert_model_parallel_size}) differ; set it to alltoall",
-            )
-        elif chosen == "allgather" and self.expert_tensor_parallel_size > self.tensor_model_parallel_size:
-            yield (
-                key,
-                "allgather needs micro-batches of one width, and those of ranks that share an expert "
-                f"(expert_tensor_parallel_size={self.expert_tensor_parallel_size}, more than "
-                "tensor_model_parallel_size) differ; set it to alltoall",
-            )
-        if self.moe_shared_expert_overlap and chosen != "alltoall":
-            yield key, "moe_shared_expert_overlap=true needs alltoall"
+            yield "scheduler.end_weight_decay", f"{end} is below {start}, where it begins; it can only grow"
 
 
-# -- What `policy.megatron_cfg.fp8_cfg` cannot be combined with. Free of torch, Megatron and Transformer Engine.
-#
-# What the machine can do is asked elsewhere: whether there are GPUs (`megatron_device`), Transformer Engine and the
-# GPUs' compute capability (`megatron_checks`).
+NEEDS_TRANSFORMER_ENGINE = {
+    "transformer_impl=transformer_engine": "local",
+    "fp8_cfg.enabled": "false",
+    "optimizer.use_precision_aware_optimizer": "false",
+    "attention_backend=[flash, fused, unfused]": "auto",
+    "apply_rope_fusion": "false",
+    "gradient_accumulation_fusion": "false",
+    "moe_grouped_gemm": "false",
+    "moe_permute_fusion": "false",
+}
+"""Settings that need Transformer Engine, and the values that do without."""
 
-_RECOMPUTED_IN_FP8 = ("layernorm", "moe_act")
-
-
-def fp8_problems(settings: MegatronConfig, precision: str) -> Iterator[tuple[str, str]]:
-    """(key of `policy.megatron_cfg`, what would work) for training in FP8. `precision`: `policy.precision`."""
-    fp8 = settings.fp8_cfg
-    if not fp8.enabled:
-        return
-    if precision != "bfloat16":
-        yield (
-            "fp8_cfg.enabled",
-            f"FP8 is for weights in bfloat16, and policy.precision is {precision}; set that to bfloat16",
-        )
-    if fp8.fp8_param:
-        yield (
-            "fp8_cfg.fp8_param",
-            "not supported yet: weights that are FP8 themselves; set it to false, which still multiplies in FP8",
-        )
-    is_selective = settings.activation_checkpointing and settings.recompute_granularity == "selective"
-    recomputed = [name for name in settings.recompute_modules if name in _RECOMPUTED_IN_FP8] if is_selective else []
-    if fp8.fp8_recipe == "delayed" and recomputed:
-        yield (
-            "fp8_cfg.fp8_recipe",
-            f"delayed scales do not go with recomputing {' and '.join(recomputed)}; leave that out of "
-            "recompute_modules, or set tensorwise or blockwise",
-        )
-    if settings.moe_token_dispatcher_type == "allgather":
-        yield (
-            "moe_token_dispatcher_type",
-            "allgather cannot pad the tokens of an expert, which products in FP8 need; set it to alltoall",
-        )
+NEEDS_GPUS = NEEDS_TRANSFORMER_ENGINE | {
+    "optimizer.optimizer_cpu_offload": "false",
+    "bias_activation_fusion": "false",
+    "moe_shared_expert_overlap": "false",
+}
+"""Settings that need GPUs, and the values that do without."""
 
 
-Problems = Iterator[tuple[str, str]]
+def switched_on(settings: MegatronConfig, conditions: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """(key, value, value that does without) of every condition that holds."""
+    for condition, neutral in conditions.items():
+        if holds(condition, settings):
+            key = condition.partition("=")[0]
+            yield key, written(value_of(settings, key)), neutral
 
-_CPU = "cluster.gpus_per_node is 0"
 
-
-def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Problems:
-    """(key of `policy.megatron_cfg`, what would work) for what the kind of devices rules out."""
-    needs_engine = list(engine_switches(settings))
+def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Iterator[tuple[str, str]]:
+    """(key of `policy.megatron_cfg`, what would work) for settings that the kind of devices rules out."""
     if not use_gpus:
-        for key, value, neutral in (*needs_engine, *_gpu_switches(settings)):
-            yield key, f"{value} runs on GPUs only, and {_CPU}; set it to {neutral}, or cluster.gpus_per_node above 0"
+        for key, value, neutral in switched_on(settings, NEEDS_GPUS):
+            fix = f"set it to {neutral}, or cluster.gpus_per_node above 0"
+            yield key, f"{value} runs on GPUs only, and cluster.gpus_per_node is 0; {fix}"
     elif settings.transformer_impl == "local":
-        for key, value, neutral in needs_engine:
-            yield (
-                key,
-                f"{value} is Transformer Engine's, and policy.megatron_cfg.transformer_impl is local; set it to "
-                f"{neutral}, or that to transformer_engine",
-            )
-
-
-def engine_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
-    """(key, value, value that does without) of everything that asks for Transformer Engine."""
-    if settings.transformer_impl == "transformer_engine":
-        yield "transformer_impl", "transformer_engine", "local"
-    if settings.fp8_cfg.enabled:
-        yield "fp8_cfg.enabled", "true", "false"
-    if settings.optimizer.use_precision_aware_optimizer:
-        yield "optimizer.use_precision_aware_optimizer", "true", "false"
-    if settings.attention_backend in ("flash", "fused", "unfused"):
-        yield "attention_backend", settings.attention_backend, "auto"
-    switches = {
-        "apply_rope_fusion": settings.apply_rope_fusion,
-        "gradient_accumulation_fusion": settings.gradient_accumulation_fusion,
-        "moe_grouped_gemm": settings.moe_grouped_gemm,
-        "moe_permute_fusion": settings.moe_permute_fusion,
-    }
-    yield from ((key, "true", "false") for key, is_on in switches.items() if is_on)
-
-
-def _gpu_switches(settings: MegatronConfig) -> Iterator[tuple[str, str, str]]:
-    switches = {
-        "optimizer.optimizer_cpu_offload": settings.optimizer.optimizer_cpu_offload,
-        "bias_activation_fusion": settings.bias_activation_fusion,
-        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
-    }
-    yield from ((key, "true", "false") for key, is_on in switches.items() if is_on)
+        for key, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
+            fix = f"set it to {neutral}, or that to transformer_engine"
+            yield key, f"{value} needs Transformer Engine, and transformer_impl is local; {fix}"

@@ -323,7 +323,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
 def test_torch_layers_have_no_kernels_of_transformer_engine() -> None:
     settings = MegatronConfig(enabled=True, transformer_impl="local", apply_rope_fusion=True)
     assert dict(device_problems(settings, use_gpus=True)) == {
-        "apply_rope_fusion": f"true is Transformer Engine's, and {KEY}.transformer_impl is local; set it to false, or "
+        "apply_rope_fusion": "true needs Transformer Engine, and transformer_impl is local; set it to false, or "
         "that to transformer_engine"
     }
 

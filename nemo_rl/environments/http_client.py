@@ -1,0 +1,122 @@
+"""JSON over HTTP with time limits and retries, for environments that call a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+MAX_ANSWER_BYTES = 256 << 20
+MAX_BACKOFF_S = 30.0
+MAX_QUOTED = 300  # characters
+BUSY = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses after which the same request may be sent again: the server did not take it, or not in time."""
+
+
+class HttpFailure(RuntimeError):
+    """No answer after all attempts, or an error that a retry cannot fix (`is_final`)."""
+
+    def __init__(self, problem: str, *, is_final: bool) -> None:
+        super().__init__(problem)
+        self.is_final = is_final
+
+
+class _TryAgain(Exception):
+    def __init__(self, problem: str, wait_s: float = 0.0) -> None:
+        super().__init__(problem)
+        self.wait_s = wait_s
+
+
+def bearer(variable: str | None, key: str) -> dict[str, str]:
+    """The header with the token of an environment variable; no header without a variable.
+
+    Raises:
+        ValueError: when the variable, which `key` of the configuration names, is empty or not set.
+    """
+    if variable is None:
+        return {}
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"{key}: the environment variable {variable} is not set; export it before the run starts")
+    return {"Authorization": f"Bearer {token}"}
+
+
+@dataclass(kw_only=True)
+class JsonClient:
+    """How requests are sent: the token, the time limit of an attempt, the number of retries, the pause between them."""
+
+    token_variable: str | None  # environment variable
+    token_key: str  # of the configuration, for error messages
+    timeout_s: float
+    max_retries: int
+    backoff_s: float  # before the second attempt; doubled each time up to MAX_BACKOFF_S, with 50% of jitter
+    retry_statuses: frozenset[int] = BUSY
+    headers: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.headers = bearer(self.token_variable, self.token_key)
+
+    async def request(self, session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> tuple[Any, int]:
+        """The server's answer, and the number of retries. `body` is JSON; None sends none.
+
+        The request is sent again if there is no connection, it breaks, no answer comes in time, the answer is not JSON,
+        or its status is one of `retry_statuses`. Any other status than 200 fails immediately. Redirects are not
+        followed: they would carry the token elsewhere.
+
+        Raises:
+            HttpFailure: naming the URL and the last problem.
+        """
+        data = None if body is None else json.dumps(body, allow_nan=False).encode()
+        attempt = 0
+        while True:
+            try:
+                return await self._attempt(session, method, url, data), attempt
+            except _TryAgain as error:
+                if attempt == self.max_retries:
+                    times = "once" if attempt == 0 else f"{attempt + 1} times"
+                    raise HttpFailure(f"{method} {url}: {error} (tried {times})", is_final=False) from error
+                pause = min(MAX_BACKOFF_S, self.backoff_s * 2**attempt) * random.uniform(0.5, 1.5)
+                await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, error.wait_s)))
+            attempt += 1
+
+    async def _attempt(self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None) -> Any:
+        headers = self.headers | ({"Content-Type": "application/json"} if data is not None else {})
+        limit = aiohttp.ClientTimeout(total=self.timeout_s)
+        raw = bytearray()
+        try:
+            async with session.request(
+                method, url, data=data, headers=headers, timeout=limit, allow_redirects=False
+            ) as response:
+                async for part in response.content.iter_chunked(1 << 16):
+                    raw += part
+                    if len(raw) > MAX_ANSWER_BYTES:
+                        raise HttpFailure(
+                            f"{url}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB", is_final=True
+                        )
+                status, wait = response.status, response.headers.get("Retry-After", "")
+        except TimeoutError:
+            raise _TryAgain(f"no answer within {self.timeout_s:g} s") from None
+        except aiohttp.InvalidURL as error:
+            raise HttpFailure(f"{method} {url}: this is no URL", is_final=True) from error
+        except aiohttp.ClientError as error:
+            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+        if status == 200:
+            try:
+                return json.loads(raw)
+            except ValueError as error:
+                raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}") from error
+        problem = f"status {status}: {self._quoted(raw)}"
+        if status in self.retry_statuses:
+            raise _TryAgain(problem, float(wait) if wait.isdecimal() else 0.0)
+        raise HttpFailure(f"{method} {url}: {problem}", is_final=True)
+
+    def _quoted(self, raw: bytearray) -> str:
+        """The beginning of an answer for an error message, without the token, which some servers repeat."""
+        text = raw.decode(errors="replace")
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        return repr((text.replace(token, "***") if token else text)[:MAX_QUOTED])
