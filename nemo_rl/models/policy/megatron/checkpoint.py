@@ -1,8 +1,8 @@
 """Checkpoints of a Megatron policy, saved on one layout and loaded on any other. The files: see `files.py`.
 
-Every rank writes chunks of Hugging Face tensors, without gathering: its shards of parameters and, of main parameters and
-moments, the elements it updates, which with the distributed optimizer are a range of a flat parameter. Only torch's own
-.metadata is pickled, and it is read with a list of allowed names.
+Every rank writes chunks of Hugging Face tensors, without gathering: its shards of parameters and the elements of main
+parameters and moments that it updates, which with the distributed optimizer are a range of a flat parameter. Only
+torch's own .metadata is pickled, and it is read with a list of allowed names.
 """
 
 from __future__ import annotations

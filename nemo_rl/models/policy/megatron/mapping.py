@@ -433,7 +433,9 @@ class _Tables:
         both = CheckpointTensor(fused + "gate_up_proj", (count, 2 * width, hidden), expert)
         shape = (width, hidden)
         first = (HFTensor(gate, shape, both), HFTensor(up, shape, replace(both, first_row=width)))
-        second = (HFTensor(down, (hidden, width), CheckpointTensor(fused + "down_proj", (count, hidden, width), expert)),)
+        second = (
+            HFTensor(down, (hidden, width), CheckpointTensor(fused + "down_proj", (count, hidden, width), expert)),
+        )
         for number, layout, sources in ((1, Column(), first), (2, Row(), second)):
             yield MappedTensor(
                 template=ours + template.format(number),

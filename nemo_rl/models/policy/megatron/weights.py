@@ -1,8 +1,8 @@
 """Megatron parameters on a rank <-> Hugging Face tensors.
 
 `load_weights` fills them from a checkpoint: each rank reads the slices it owns straight from safetensors, so no rank
-ever holds the whole model. `export_weights` gathers whole tensors for checkpoints in Hugging Face format, `local_shards`
-lists the shards of a rank for a refit, which gathers nothing.
+ever holds the whole model. `export_weights` gathers whole tensors for checkpoints in Hugging Face format.
+`local_shards` lists a rank's shards for a refit, which gathers nothing.
 """
 
 from __future__ import annotations

@@ -14,8 +14,7 @@ from transformers import AutoConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights as export_of_transformers
 from nemo_rl.models.policy.layout import ParallelSizes
-from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
-from nemo_rl.models.policy.megatron.mapping import ParallelRanks
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, weight_map
 from nemo_rl.models.policy.megatron.weights import ExportGroups, export_weights, load_weights
 from nemo_rl.refit.layout import ExportedTensor
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
@@ -41,7 +40,7 @@ def mapped(directory: Path) -> WeightMap:
 def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
     parameters = {}
-    for name, entry in mapping.held(place).items():
+    for name, entry in mapping.on_rank(place).items():
         is_last = name.startswith(("decoder.layers.1", "decoder.final", "output"))
         if stage is None and name == "output_layer.weight" and mapping.is_tied:
             continue
@@ -62,10 +61,10 @@ def on_disk(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_is_cut_of(directory: Path, place: ParallelRanks, parameters: dict[str, torch.Tensor]) -> None:
-    tensors, entries = on_disk(directory), mapped(directory).held(place)
+    tensors, entries = on_disk(directory), mapped(directory).on_rank(place)
     for name, parameter in parameters.items():
         sources = [tensors[source.name] for source in entries[name].sources]
-        assert torch.equal(parameter, entries[name].cut(sources, *entries[name].rank_and_size(place))), name
+        assert torch.equal(parameter, entries[name].shard(sources, *entries[name].rank_and_size(place))), name
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))

@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.megatron.mapping import ParallelRanks
-from nemo_rl.models.policy.megatron.weights import held_shards
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, weight_map
+from nemo_rl.models.policy.megatron.weights import local_shards
 from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.shard_sender import ShardSender
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
@@ -34,7 +33,7 @@ def sent(directory: Path, rank: int, place: ParallelRanks, stage: int | None) ->
     mapping = weight_map(AutoConfig.from_pretrained(directory), implementation="local")
     sender = ShardSender(
         [(tensor.name, tensor.shape) for tensor in mapping.hf_tensors],
-        held_shards(loaded(directory, place, stage), mapping, place, CPU),
+        local_shards(loaded(directory, place, stage), mapping, place, CPU),
         device=CPU,
         rank=rank,
         local_rank=0,
