@@ -98,7 +98,7 @@ class PolicyGPTModel(GPTModel):
         self.top_p = top_p
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S] or [B, S, C]."""
+        """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S(, C)]."""
         hidden = super().forward(
             batch.input_ids,
             batch.position_ids,

@@ -46,7 +46,7 @@ from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.mapping import WeightMap
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
-from nemo_rl.models.policy.megatron.weights import export_weights
+from nemo_rl.models.policy.megatron.weights import export_weights, local_shards
 from nemo_rl.models.policy.peft_format import write_peft
 from nemo_rl.refit.layout import merge
 
@@ -179,19 +179,27 @@ class Adapters:
             for module in self.modules:
                 module.is_active = True
 
-    def merged(self, parameters: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
-        """`parameters`, by Megatron name, with adapted weights as W + (alpha / r) B A on `device`.
+    @torch.no_grad()
+    def merged(self, parameters: Mapping[str, torch.Tensor], device: torch.device, name: str) -> torch.Tensor:
+        """`parameters[name]`; for the weight of an adapted layer W + (alpha / r) B A, in float32, on `device`.
 
-        Each lookup computes one, in float32, without communication: a shard of W needs this rank's shards of A and B.
+        This needs no communication: a shard of W takes this rank's shards of A and B.
         """
-        return _Merged(parameters, self._by_weight, self.peft.alpha / self.peft.dim, device)
+        weight = parameters[name]
+        if name not in self._by_weight:
+            return weight
+        layer = self._by_weight[name]
+        parts = (weight, parameters[layer.lora_a.template], parameters[layer.lora_b.template])
+        return merge(*(part.detach().to(device) for part in parts), self.peft.alpha / self.peft.dim)
 
     def save(
         self, parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh, directory: Path, base_model_name: str
     ) -> None:
         """Write the adapters to `directory` in PEFT's format. Collective; rank 0 writes."""
-        device = next(iter(self.trained_of(parameters).values())).device
-        exported = export_weights(parameters, self.trained_map, mesh.export_groups(), device)
+        trained = self.trained_of(parameters)
+        device = next(iter(trained.values())).device
+        shards = local_shards(trained, self.trained_map, mesh.parallel_ranks(), device)
+        exported = export_weights(shards, self.trained_map, device)
         whole = {tensor.name: tensor.gather(None).cpu() for tensor in exported}
         if dist.get_rank() == 0:
             write_peft(
@@ -204,35 +212,6 @@ class Adapters:
                 heads=[HEAD] if trained_head(self.weights) else None,
             )
         dist.barrier()
-
-
-class _Merged(Mapping[str, torch.Tensor]):
-    """See `Adapters.merged`."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        layers: Mapping[str, AdaptedLayer],
-        scale: float,
-        device: torch.device,
-    ) -> None:
-        self._parameters, self._layers, self._scale, self._device = parameters, layers, scale, device
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._parameters[name]
-        if name not in self._layers:
-            return weight
-        layer = self._layers[name]
-        parts = (weight, self._parameters[layer.lora_a.template], self._parameters[layer.lora_b.template])
-        on_device = [part.detach().to(self._device) for part in parts]
-        return merge(*on_device, self._scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 def _require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from megatron.core import tensor_parallel
 from nemo_rl.models.policy.layout import MegatronSizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks
-from nemo_rl.models.policy.megatron.weights import ExportGroups
 
 _TIMEOUT_MINUTES = 60
 
@@ -68,7 +67,7 @@ class MegatronMesh:
         """Destroy the groups."""
         parallel_state.destroy_model_parallel()
 
-    def shard_place(self) -> ParallelRanks:
+    def parallel_ranks(self) -> ParallelRanks:
         """This rank's coordinates in what splits single parameters."""
         return ParallelRanks(
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
@@ -77,15 +76,6 @@ class MegatronMesh:
             ep_size=parallel_state.get_expert_model_parallel_world_size(),
             etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
             etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
-        )
-
-    def export_groups(self) -> ExportGroups:
-        """The groups over which whole tensors are gathered."""
-        return ExportGroups(
-            tp=self.tensor_group,
-            ep=_unless_single(parallel_state.get_expert_model_parallel_group()),
-            etp=_unless_single(parallel_state.get_expert_tensor_parallel_group()),
-            pp=self.pipeline_group,
         )
 
 

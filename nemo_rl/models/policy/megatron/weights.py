@@ -1,8 +1,8 @@
 """Megatron parameters on a rank <-> Hugging Face tensors.
 
 `load_weights` fills them from a checkpoint: each rank reads the slices it owns straight from safetensors, so no rank
-ever holds the whole model. `export_weights` gathers whole tensors for checkpoints in Hugging Face format.
-`local_shards` lists a rank's shards for a refit, which gathers nothing.
+ever holds the whole model. `local_shards` lists a rank's shards for a refit, which gathers nothing. `export_weights`
+gathers whole tensors for checkpoints in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,15 +22,13 @@ from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.megatron.mapping import (
     CheckpointTensor,
     HFTensor,
-    MappedTensor,
     ParallelRanks,
-    Replicated,
     ShardSlice,
     Vocabulary,
     WeightMap,
 )
 from nemo_rl.models.policy.weight_loading import StoredModel
-from nemo_rl.refit.layout import ExportedTensor, GatheredParts
+from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard
 
 logger = logging.getLogger(__name__)
@@ -123,118 +120,27 @@ def _broadcast_from_rank_zero(weight_map: WeightMap, model_path: str) -> Iterato
         yield name, tensor
 
 
-# -- whole tensors
-#
-#     shard --(expert ranks)--> --(pipeline stages)--> --(tensor ranks)--> all shards --> Hugging Face tensors
-#
-# Every rank walks the same list, made from the mapping, so every rank takes part in the same collectives.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportGroups:
-    """The groups of this rank that tensors are sharded over; None for a group of one rank.
-
-    A rank has the same rank in `tp`, `ep` and `etp` as the other ranks of its `pp` group.
-    """
-
-    tp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
-    etp: dist.ProcessGroup | None = None
-    pp: dist.ProcessGroup | None = None
-
-
-def export_weights(
-    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, groups: ExportGroups, device: torch.device
-) -> list[ExportedTensor]:
-    """Every Hugging Face tensor of the model, in its order, under its name on disk. Collective over `groups.pp`.
-
-    `parameters` as for `load_weights`; each gather looks them up anew. `gather(dtype)` is a collective over all ranks,
-    to be called in the order of the list: the tensors in one Megatron tensor are gathered with the first of them, and
-    one Megatron tensor at a time. A tied output layer is left out.
-    """
-    own = {name: tensor.dtype for name, tensor in parameters.items()}
-    stages: list[dict[str, torch.dtype]] = [own] * _size(groups.pp)
-    if groups.pp is not None:
-        dist.all_gather_object(stages, own, group=groups.pp)
-    exported = []
-    for entry in weight_map.entries:
-        name = entry.name(_size(groups.ep))
-        stage = next((index for index, names in enumerate(stages) if name in names), None)
-        assert stage is not None, f"no rank holds {name}"
-        dtype = stages[stage][name]
-        parts = GatheredParts(
-            len(entry.sources), partial(_gather, parameters, entry, groups, device, stage=stage, dtype=dtype)
-        )
-        for index, source in enumerate(entry.sources):
-            exported.append(
-                ExportedTensor(
-                    name=source.name,
-                    shape=source.shape,
-                    dtype=dtype,
-                    gather=parts.part(index),
-                    keeps_dtype=entry.is_buffer,
-                )
-            )
-    return exported
-
-
-def _gather(
-    parameters: Mapping[str, torch.Tensor],
-    entry: MappedTensor,
-    groups: ExportGroups,
-    device: torch.device,
-    wanted: torch.dtype | None,
-    *,
-    stage: int,
-    dtype: torch.dtype,
-) -> list[torch.Tensor]:
-    """The whole Hugging Face tensors of `entry`, which `stage` holds in `dtype`, as `wanted` (None: in `dtype`)."""
-    wanted = dtype if wanted is None else wanted
-    sent = wanted if wanted.itemsize < dtype.itemsize else dtype  # cast first if that reduces the bytes to send
-    sharded_over = groups.tp if entry.expert is None else groups.etp
-    if isinstance(entry.layout, Replicated):
-        sharded_over = None
-    owner = entry.ep_owner(_size(groups.ep))
-    in_stage = stage == _rank(groups.pp)
-    if in_stage and owner in (None, _rank(groups.ep)):
-        shard = parameters[entry.name(_size(groups.ep))].detach().to(sent).to(device).contiguous()
-    else:
-        shard = torch.empty(entry.shard_shape(_size(sharded_over)), dtype=sent, device=device)
-    if owner is not None and in_stage:
-        _broadcast(shard, owner, groups.ep)
-    _broadcast(shard, stage, groups.pp)
-    shards = [shard]
-    if sharded_over is not None:
-        shards = [torch.empty_like(shard) for _ in range(sharded_over.size())]
-        dist.all_gather(shards, shard, group=sharded_over)
-    return entry.unshard([shard.to(wanted) for shard in shards])
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
-
-
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
-
-
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
-
-
-# -- this rank's shards
+# -- this rank's shards, and whole tensors gathered from the shards of all ranks
 
 
 def local_shards(
-    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks, device: torch.device
+    parameters: Mapping[str, torch.Tensor],
+    weight_map: WeightMap,
+    ranks: ParallelRanks,
+    device: torch.device,
+    value: Callable[[str], torch.Tensor] | None = None,
 ) -> list[ExportedShard]:
     """This rank's shard of every Hugging Face tensor that it holds a part of, in the order of the model.
 
-    `parameters` as for `load_weights`; every sync looks them up anew and moves them to `device`. A shard is a view of
-    its parameter, except for queries, keys and values, which are interleaved and therefore copied. The last stage's
-    copy of a tied embedding is left out.
+    A shard is a view of its parameter, except for queries, keys and values, which are interleaved and therefore copied.
+    The last stage's copy of a tied embedding is left out.
+
+    Args:
+        parameters: as for `load_weights`.
+        device: every sync moves the shards to it.
+        value: name -> the values to send, looked up anew at every sync. Default: `parameters`.
     """
+    value = value or parameters.__getitem__
     shards = []
     for entry in weight_map.entries:
         name = entry.name(ranks.ep_size)
@@ -254,19 +160,61 @@ def local_shards(
                     dim=parts[0].dim,
                     start=parts[0].start,
                     stop=parts[-1].stop,
-                    local=_local_values(parameters, name, parts, device),
+                    local=partial(_joined, partial(value, name), parts, device),
                     keeps_dtype=entry.is_buffer,
                 )
             )
     return shards
 
 
-def _local_values(
-    parameters: Mapping[str, torch.Tensor], name: str, parts: Sequence[ShardSlice], device: torch.device
-) -> Callable[[], torch.Tensor]:
-    def local() -> torch.Tensor:
-        parameter = parameters[name].detach()
-        views = [parameter.narrow(part.dim, part.at, part.length) for part in parts]
-        return (views[0] if len(views) == 1 else torch.cat(views, dim=parts[0].dim)).to(device)
+def _joined(value: Callable[[], torch.Tensor], parts: Sequence[ShardSlice], device: torch.device) -> torch.Tensor:
+    parameter = value().detach()
+    views = [parameter.narrow(part.dim, part.at, part.length) for part in parts]
+    return (views[0] if len(views) == 1 else torch.cat(views, dim=parts[0].dim)).to(device)
 
-    return local
+
+def export_weights(
+    shards: Sequence[ExportedShard], weight_map: WeightMap, device: torch.device
+) -> list[ExportedTensor]:
+    """Every Hugging Face tensor of the model, in its order, under its name on disk. A collective over all ranks.
+
+    `shards` are this rank's `local_shards`. Each gather broadcasts every distinct shard from the first rank that holds
+    it, and holds one tensor at a time.
+    """
+    own = [(shard.name, shard.dtype, shard.keeps_dtype, shard.dim, shard.start, shard.stop) for shard in shards]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    dtypes: dict[str, tuple[torch.dtype, bool]] = {}
+    holders: dict[str, dict[tuple[int, int, int], int]] = defaultdict(dict)  # name -> (dim, start, stop) -> rank
+    for rank, held in enumerate(of_ranks):
+        for name, dtype, keeps_dtype, *extent in held:
+            dtypes[name] = (dtype, keeps_dtype)
+            holders[name].setdefault(tuple(extent), rank)
+    local = {shard.name: shard.local for shard in shards}
+
+    def gather(source: HFTensor, wanted: torch.dtype | None) -> torch.Tensor:
+        dtype, _ = dtypes[source.name]
+        wanted = dtype if wanted is None else wanted
+        sent = wanted if wanted.itemsize < dtype.itemsize else dtype  # cast first if that reduces the bytes to send
+        whole = torch.empty(source.shape, dtype=wanted, device=device)
+        for (dim, start, stop), rank in holders[source.name].items():
+            target = whole.narrow(dim, start, stop - start)
+            shard = torch.empty(target.shape, dtype=sent, device=device)
+            if rank == dist.get_rank():
+                shard.copy_(local[source.name]())
+            dist.broadcast(shard, src=rank)
+            target.copy_(shard)
+        return whole
+
+    missing = [source.name for source in weight_map.hf_tensors if source.name not in dtypes]
+    assert not missing, f"no rank holds {missing}"
+    return [
+        ExportedTensor(
+            name=source.name,
+            shape=source.shape,
+            dtype=dtypes[source.name][0],
+            gather=partial(gather, source),
+            keeps_dtype=dtypes[source.name][1],
+        )
+        for source in weight_map.hf_tensors
+    ]

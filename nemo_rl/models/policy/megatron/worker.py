@@ -11,6 +11,7 @@ import importlib.util
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ from nemo_rl.models.policy.megatron.weights import export_weights, load_weights,
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.refit.shard_sender import ShardSender
+from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
@@ -225,17 +226,17 @@ class MegatronPolicyWorker(PolicyWorker):
     # -- refit and residency
 
     def _export(self) -> list[ExportedTensor]:
-        return export_weights(self._whole_parameters(), self.weight_map, self.mesh.export_groups(), self.device)
+        return export_weights(self._shards(), self.weight_map, self.device)
 
-    def _whole_parameters(self) -> Mapping[str, torch.Tensor]:
-        """The parameters, with adapters merged into the weights they adapt."""
-        return self.parameters if self.adapters is None else self.adapters.merged(self.parameters, self.device)
+    def _shards(self) -> list[ExportedShard]:
+        """This rank's shards of all weights, with adapters merged into the weights they adapt."""
+        merged = None if self.adapters is None else partial(self.adapters.merged, self.parameters, self.device)
+        return local_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks(), self.device, merged)
 
     def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
         """Shards go straight into the buffers; no tensor is gathered."""
         tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
-        shards = local_shards(self._whole_parameters(), self.weight_map, self.mesh.parallel_ranks(), self.device)
-        return ShardSender(tensors, shards, **settings)
+        return ShardSender(tensors, self._shards(), **settings)
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory, which frees the device for generation."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -15,7 +14,7 @@ from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights as export_of_transformers
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, weight_map
-from nemo_rl.models.policy.megatron.weights import ExportGroups, export_weights, load_weights
+from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.refit.layout import ExportedTensor
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.worlds import run_world
@@ -124,23 +123,27 @@ def gathered(tensors: list[ExportedTensor], dtype: torch.dtype | None = None) ->
     return whole
 
 
-def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None], ExportGroups]]:
-    """(places, stages, groups) of both ranks of a world of two."""
-    world = dist.new_group([0, 1])
-    assert isinstance(world, dist.ProcessGroup)
-    yield TP2, [None, None], ExportGroups(tp=world, ep=world)
-    yield ETP2, [None, None], ExportGroups(tp=world, etp=world)
-    yield [ParallelRanks(), ParallelRanks()], [0, 1], ExportGroups(pp=world)
-    alone = [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)]
-    yield alone, [None, None], ExportGroups(ep=world)
+def exported(
+    parameters: dict[str, torch.Tensor], directory: Path, place: ParallelRanks | None = None
+) -> list[ExportedTensor]:
+    shards = local_shards(parameters, mapped(directory), place or ParallelRanks(), torch.device("cpu"))
+    return export_weights(shards, mapped(directory), torch.device("cpu"))
+
+
+def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None]]]:
+    """(places, stages) of both ranks of a world of two."""
+    yield TP2, [None, None]
+    yield ETP2, [None, None]
+    yield [ParallelRanks(), ParallelRanks()], [0, 1]
+    yield [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)], [None, None]
 
 
 def test_exported_tensors_are_those_on_disk_whatever_the_layout(saved):
     def on_rank(rank: int, world_size: int) -> None:
-        for places, stages, groups in layouts():
+        for places, stages in layouts():
             for directory in saved.values():
                 parameters = loaded(directory, places[rank], stages[rank])
-                tensors = export_weights(parameters, mapped(directory), groups, torch.device("cpu"))
+                tensors = exported(parameters, directory, places[rank])
                 want = on_disk(directory)
                 for dtype in (None, torch.bfloat16):
                     got = gathered(tensors, dtype)
@@ -157,18 +160,10 @@ def test_exported_tensors_of_two_stages_of_two_ranks(saved):
     """The ranks of a stage share the experts, or each expert."""
 
     def on_rank(rank: int, world_size: int) -> None:
-        stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        across, along = stages[rank // 2], pipelines[rank % 2]
-        assert isinstance(across, dist.ProcessGroup)
-        assert isinstance(along, dist.ProcessGroup)
-        for places, groups in (
-            (TP2, ExportGroups(tp=across, ep=across, pp=along)),
-            (ETP2, ExportGroups(tp=across, etp=across, pp=along)),
-        ):
+        for places in (TP2, ETP2):
             for directory in saved.values():
                 parameters = loaded(directory, places[rank % 2], rank // 2)
-                got = gathered(export_weights(parameters, mapped(directory), groups, torch.device("cpu")))
+                got = gathered(exported(parameters, directory, places[rank % 2]))
                 want = on_disk(directory)
                 assert got.keys() == want.keys()
                 assert all(torch.equal(got[name], want[name]) for name in want)
@@ -181,9 +176,7 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
         mesh = ParallelMesh("cpu", ParallelSizes())
         for name, directory in saved.items():
             theirs = export_of_transformers([random_model(name)], mesh, torch.device("cpu"))
-            ours = export_weights(
-                loaded(directory, ParallelRanks()), mapped(directory), ExportGroups(), torch.device("cpu")
-            )
+            ours = exported(loaded(directory, ParallelRanks()), directory)
             assert {t.name: (t.shape, t.dtype, t.keeps_dtype) for t in ours} == {
                 t.name: (t.shape, t.dtype, t.keeps_dtype) for t in theirs
             }
@@ -194,9 +187,13 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
 
 
 def test_what_is_gathered_is_not_the_parameter(saved):
-    parameters = loaded(saved["llama"], ParallelRanks())
-    got = gathered(export_weights(parameters, mapped(saved["llama"]), ExportGroups(), torch.device("cpu")))
-    for parameter in parameters.values():
-        parameter.zero_()
+    def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        parameters = loaded(saved["llama"], ParallelRanks())
+        got = gathered(exported(parameters, saved["llama"]))
+        for parameter in parameters.values():
+            parameter.zero_()
+        return got
+
+    (got,) = run_world(on_rank, 1)
     want = on_disk(saved["llama"])
     assert all(torch.equal(got[name], want[name]) for name in want)
