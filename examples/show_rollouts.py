@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from nemo_rl.rollouts.records.show import Condition, Decode, find_group, groups_table, recorded_groups, show_group
+from nemo_rl.rollouts.show_records import Condition, Decode, find_group, groups_table, recorded_groups, show_group
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -134,6 +134,11 @@ class FakeRollouts:
     controller_tensor_bytes: int = 0
     version: int = 0
 
+    def next_groups(
+        self, step: int, next_requests: Callable[[], Sequence[GroupRequest]], *, is_first: bool
+    ) -> list[GroupHandle]:
+        return self.collect(next_requests())
+
     def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         self.calls.append("collect")
         self.requests += requests

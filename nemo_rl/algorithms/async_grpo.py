@@ -40,7 +40,7 @@ class AsyncGRPOTrainer(GRPOTrainer):
             open_steps=settings.open_steps,
             order=settings.group_order,
         )
-        self.policy.while_waiting(self.rollouts.tend)
+        self.policy.while_waiting(self.rollouts.poll)
 
     def start(self) -> None:
         super().start()

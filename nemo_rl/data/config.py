@@ -1,21 +1,26 @@
-"""Configuration of prompts: datasets, how a row becomes a prompt, which environment answers it."""
+"""The sections `data`: prompts (GRPO, PPO, distillation), and examples to learn from (SFT, DPO, reward models).
+
+Both name tables of rows, how a processor turns a row into tokens, and which rows are for validation. Prompts also name
+the environment that answers them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
 from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.rules import NotYet, anything, one_of
 from nemo_rl.config.schema import is_mapping_of_sections
-from nemo_rl.data.rows.mixing import whole_weights
 
 
 def as_list(value: Any) -> Any:
-    """One item for a list of one."""
+    """A single item as a list of one."""
     return value if value is None or isinstance(value, list) else [value]
 
 
@@ -33,7 +38,7 @@ class PromptTexts(StrictModel):
 
 
 class DatasetDefaults(PromptTexts):
-    """Values for every dataset that does not set them itself."""
+    """Values for the datasets of prompts that do not set them themselves."""
 
     processor: str = "math_hf_data_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into a prompt."""
@@ -43,7 +48,7 @@ class DatasetDefaults(PromptTexts):
 
 
 class TableConfig(StrictModel):
-    """Where the rows of one dataset come from, and which of them."""
+    """One dataset: where its rows come from, which of them are used, and how they become tokens."""
 
     dataset_name: str | None = None
     """Registry name, import path (`pkg.module:Class`), Hugging Face path, or a local JSONL, CSV or Parquet file."""
@@ -67,7 +72,7 @@ class TableConfig(StrictModel):
     """How many times the dataset is repeated."""
 
     download_dir: str | None = None
-    """Cache folder of downloads; null: that of Hugging Face."""
+    """Cache folder of downloads; null: the cache of Hugging Face."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
@@ -85,8 +90,13 @@ class TableConfig(StrictModel):
     """As in `data.default`, for this dataset."""
 
     @property
+    def source_columns(self) -> dict[str, str]:
+        """Column of a converted row -> column of the table, for columns whose names differ."""
+        return {}
+
+    @property
     def is_streamed(self) -> bool:
-        """Whether the table is read as it is needed, and never whole."""
+        """Whether rows are read as they are needed, and the table is never loaded whole."""
         return False
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
@@ -107,13 +117,13 @@ class DatasetConfig(TableConfig):
     """As in `data.default`, for this dataset."""
 
     weight: float | None = Field(default=None, gt=0)
-    """Share of the prompts of every batch, in proportion to the weights of the other training datasets, not of a
-    single one; null (for all of them): the datasets are put together and shuffled, and each has as many prompts as
-    rows."""
+    """Share of the prompts of every batch, in proportion to the weights of the other training datasets; a single
+    dataset takes none. null (for all of them): the datasets are put together and shuffled, and each has as many prompts
+    as rows."""
 
 
 class DataSection(StrictModel):
-    """What every section `data` has."""
+    """Keys of every section `data`."""
 
     max_input_seq_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)]
     """Tokens of the longest row; a longer one takes no part in the loss."""
@@ -126,6 +136,28 @@ class DataSection(StrictModel):
         NotYet("num_prompts_per_dataloader", one_of(None)),
         NotYet("custom_dataloader", one_of(None)),
     )
+
+
+MAX_PERIOD = 100_000  # prompts; a schedule of that length is made in a quarter of a second
+
+
+def whole_weights(weights: Sequence[float]) -> list[int]:
+    """The smallest whole numbers in the same proportions, of decimal weights as they are written: 0.7 is 7/10.
+
+    Raises:
+        ValueError: if they add up to more than 100,000, the longest schedule of `MixedOrder`.
+    """
+    fractions = [Fraction(repr(weight)) for weight in weights]
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    numbers = [int(fraction * denominator) for fraction in fractions]
+    divisor = math.gcd(*numbers)
+    numbers = [number // divisor for number in numbers]
+    if sum(numbers) > MAX_PERIOD:
+        raise ValueError(
+            f"weights {', '.join(f'{weight:g}' for weight in weights)} have so many digits that their pattern repeats "
+            f"only after {sum(numbers)} prompts; use rounder ones, e.g. 2 and 1, or 0.67 and 0.33"
+        )
+    return numbers
 
 
 class DataConfig(DataSection):
@@ -173,85 +205,14 @@ class DataConfig(DataSection):
                 yield f"validation.{index}.weight", "validation plays every prompt once; only data.train has weights"
 
 
-# -- What datasets and tasks are called: known from the configuration, before a row is read.
-
-# Datasets that say what `data_path` is.
-OF_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
-FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-
-
-def dataset_label(cfg: TableConfig) -> str:
-    """What a dataset is called in prompt ids, task names and messages."""
-    name = cfg.dataset_name or cfg.data_path
-    if name in OF_FILES and cfg.data_path is not None:
-        name = cfg.data_path
-    return Path(name).stem if name and is_local(name) else str(name)
-
-
-def is_local(name: str) -> bool:
-    """Whether a name is that of a file or folder."""
-    return Path(name).suffix in FILE_SUFFIXES or Path(name).exists()
-
-
-def first_free(name: str, taken: Iterable[str]) -> str:
-    """The name, with the lowest number from 2 that makes it new."""
-    taken = set(taken)
-    number, candidate = 2, name
-    while candidate in taken:
-        number, candidate = number + 1, f"{name}#{number}"
-    return candidate
-
-
-class TaskNames:
-    """Names of tasks: the dataset's own, with a number where the same dataset has other settings."""
-
-    def __init__(self) -> None:
-        self._settings: dict[str, Hashable] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._settings
-
-    def name(self, label: str, settings: Hashable) -> str:
-        """The name for these settings of a dataset: a new one, where they are."""
-        for name, known in self._settings.items():
-            if known == settings and (name == label or name.startswith(label + "#")):
-                return name
-        name = first_free(label, self._settings)
-        self._settings[name] = settings
-        return name
-
-
-def prompt_settings(cfg: DatasetConfig) -> Hashable:
-    """What two datasets of prompts must share to be of one task, beside their name."""
-    return (cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.processor, cfg.env_name)
-
-
-def prompt_tasks(data: DataConfig) -> tuple[list[str], list[str]]:
-    """(tasks of training, tasks of validation) of a run, each once, in their order."""
-    names = TaskNames()
-
-    def of(dataset: DatasetConfig) -> str:
-        return names.name(dataset_label(dataset), prompt_settings(dataset))
-
-    train = [of(dataset) for dataset in data.train]
-    held_out = [name for name, cfg in zip(train, data.train, strict=True) if cfg.split_validation_size > 0]
-    validation = [of(dataset) for dataset in data.validation or []]
-    return list(dict.fromkeys(train)), list(dict.fromkeys([*held_out, *validation]))
-
-
-# -- Configuration of rows that are learned from as they are: conversations (SFT) and preferences (DPO, reward models).
+# -- Examples to learn from: conversations (SFT) and preferences (DPO, reward models).
 
 DEFAULT_VALIDATION_SET = "default"
-
-# Keys of NeMo RL's dataset sections that mean nothing here.
-_IGNORED = (
-    NotYet("env_name", anything),  # nothing is sampled
-    NotYet("use_preserving_dataset", anything),  # columns of a row are always kept as they were written
-)
+HELPSTEER3_COLUMNS = {"prompt": "context", "chosen": "response1, response2", "rejected": "response1, response2"}
 
 
 class ExampleTableConfig(TableConfig):
-    """Where the rows of one dataset of conversations or preferences come from."""
+    """One dataset of conversations or preferences."""
 
     name: str | None = None
     """Name of a validation set in metrics (`validation-<name>`); null: `default`, or the dataset's own when there are
@@ -267,7 +228,10 @@ class ExampleTableConfig(TableConfig):
     """Read the rows as they are needed and never whole: for sets larger than memory or disk. Training data only; the
     rows are then shuffled within large blocks."""
 
-    not_yet: ClassVar = _IGNORED
+    not_yet: ClassVar = (
+        NotYet("env_name", anything),  # nothing is sampled
+        NotYet("use_preserving_dataset", anything),  # columns of a row are always kept as they were written
+    )
 
     @property
     def is_streamed(self) -> bool:
@@ -309,50 +273,21 @@ class PreferenceDatasetConfig(ExampleTableConfig):
     """Column of the prompt, a text or a list of messages."""
 
     chosen_key: str = "chosen"
-    """Column of the answer that is preferred, a text or a list of messages."""
+    """Column of the preferred answer, a text or a list of messages."""
 
     rejected_key: str = "rejected"
     """Column of the other answer."""
 
-
-D = TypeVar("D", bound=ExampleTableConfig)
-
-
-def _list_or_mapping(model: type[ExampleTableConfig]) -> tuple[BeforeValidator, Discriminator]:
-    def prepare(value: Any) -> Any:
-        return value if is_mapping_of_sections(value, model) or _is_mapping_of_models(value) else as_list(value)
-
-    return BeforeValidator(prepare), Discriminator(lambda value: "mapping" if isinstance(value, Mapping) else "list")
-
-
-def _is_mapping_of_models(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(entry, ExampleTableConfig) for entry in value.values())
-
-
-_example_before, _example_kind = _list_or_mapping(ExampleDatasetConfig)
-_preference_before, _preference_kind = _list_or_mapping(PreferenceDatasetConfig)
-
-ExampleSets = Annotated[
-    Annotated[
-        Annotated[list[ExampleDatasetConfig], Tag("list")] | Annotated[dict[str, ExampleDatasetConfig], Tag("mapping")],
-        _example_kind,
-    ]
-    | None,
-    _example_before,
-]
-PreferenceSets = Annotated[
-    Annotated[
-        Annotated[list[PreferenceDatasetConfig], Tag("list")]
-        | Annotated[dict[str, PreferenceDatasetConfig], Tag("mapping")],
-        _preference_kind,
-    ]
-    | None,
-    _preference_before,
-]
+    @property
+    def source_columns(self) -> dict[str, str]:
+        if self.dataset_name == "HelpSteer3":
+            return HELPSTEER3_COLUMNS
+        keys = {"prompt": self.prompt_key, "chosen": self.chosen_key, "rejected": self.rejected_key}
+        return {name: key for name, key in keys.items() if name != key}
 
 
 class ExampleDefaults(PromptTexts):
-    """Values for every dataset that does not set them itself."""
+    """Values for the datasets of conversations that do not set them themselves."""
 
     processor: str = "sft_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into tokens."""
@@ -360,17 +295,31 @@ class ExampleDefaults(PromptTexts):
     not_yet: ClassVar = (NotYet("env_name", anything),)
 
 
-class PreferenceDefaults(PromptTexts):
-    """Values for every dataset that does not set them itself."""
+class PreferenceDefaults(ExampleDefaults):
+    """Values for the datasets of preferences that do not set them themselves."""
 
     processor: str = "preference_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into two sequences."""
 
-    not_yet: ClassVar = (NotYet("env_name", anything),)
+
+D = TypeVar("D", bound=ExampleTableConfig)
 
 
-class ExampleSection(DataSection):
-    """What the sections `data` of SFT, DPO and reward models have in common."""
+class ExampleSection(DataSection, Generic[D]):
+    """The section `data` of SFT, DPO and reward models."""
+
+    train: Annotated[list[D], BeforeValidator(as_list)] = Field(min_length=1)
+    """One dataset, or a list of them, to train on."""
+
+    validation: (
+        Annotated[
+            Annotated[list[D], Tag("list")] | Annotated[dict[str, D], Tag("mapping")],
+            Discriminator(lambda value: "mapping" if isinstance(value, Mapping) else "list"),
+        ]
+        | None
+    ) = None
+    """One dataset, a list of them, or a mapping of names to datasets; null: only what `split_validation_size` (and
+    `val_data_paths` of preferences) gives."""
 
     num_workers: int = Field(default=1, ge=1)
     """Processes that tokenise, each on a core of its own."""
@@ -390,42 +339,69 @@ class ExampleSection(DataSection):
 
     not_yet: ClassVar = (*DataSection.not_yet, NotYet("add_system_prompt", one_of(False, None)))
 
+    dataset_model: ClassVar[type[ExampleTableConfig]]
 
-class ExampleDataConfig(ExampleSection):
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _list_or_mapping(cls, value: Any) -> Any:
+        is_built = isinstance(value, dict) and all(isinstance(entry, ExampleTableConfig) for entry in value.values())
+        return value if is_built or is_mapping_of_sections(value, cls.dataset_model) else as_list(value)
+
+    @property
+    def validation_sets(self) -> list[tuple[str, D]]:
+        """The validation sets under their names."""
+        if isinstance(self.validation, Mapping):
+            return list(self.validation.items())
+        sets = self.validation or []
+        if len(sets) == 1:
+            return [(sets[0].name or DEFAULT_VALIDATION_SET, sets[0])]
+        return [(dataset.name or _own_name(dataset), dataset) for dataset in sets]
+
+    @property
+    def has_validation(self) -> bool:
+        return bool(self.validation_sets) or any(dataset.split_validation_size > 0 for dataset in self.train)
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        if len({dataset.streaming for dataset in self.train}) > 1:
+            yield "train", "mixes streamed datasets with others: set streaming to the same value in all of them"
+        names = [name for name, _ in self.validation_sets]
+        if any(dataset.split_validation_size > 0 for dataset in self.train):
+            names.append(DEFAULT_VALIDATION_SET)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            yield (
+                "validation",
+                f"has more than one set called {', '.join(twice)}: give each a name of its own (name: ...)",
+            )
+        for name, dataset in self.validation_sets:
+            if dataset.name not in (None, name):
+                yield "validation", f"set {name!r} says name: {dataset.name}: keep one of the two names"
+            if dataset.streaming:
+                yield "validation", f"set {name!r} cannot be streamed: it is read whole, and the same rows every time"
+            if dataset.split_validation_size > 0 or dataset.repeat > 1:
+                yield (
+                    "validation",
+                    f"set {name!r} takes neither split_validation_size nor repeat: they are for training",
+                )
+
+
+def _own_name(dataset: ExampleTableConfig) -> str:
+    """`squad` of dataset_name `squad`, `dev` of data_path `/data/dev.jsonl`, `name` of `owner/name`."""
+    path = Path(dataset.data_path or str(dataset.dataset_name))
+    return path.stem if path.suffix in FILE_SUFFIXES else path.name
+
+
+class ExampleDataConfig(ExampleSection[ExampleDatasetConfig]):
     """Conversations to learn from."""
-
-    train: Annotated[list[ExampleDatasetConfig], BeforeValidator(as_list)] = Field(min_length=1)
-    """One dataset, or a list of them, to train on."""
-
-    validation: ExampleSets = None
-    """One dataset, a list of them, or a mapping of names to datasets; null: only what `split_validation_size` sets
-    aside."""
 
     default: ExampleDefaults = ExampleDefaults()
     """Values for every dataset that does not set them itself."""
 
-    @property
-    def validation_sets(self) -> list[tuple[str, ExampleDatasetConfig]]:
-        """The validation sets under their names."""
-        return _named(self.validation)
-
-    @property
-    def has_validation(self) -> bool:
-        return _has_validation(self.train, self.validation_sets)
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from _check_sets(self.train, self.validation_sets)
+    dataset_model: ClassVar = ExampleDatasetConfig
 
 
-class PreferenceDataConfig(ExampleSection):
+class PreferenceDataConfig(ExampleSection[PreferenceDatasetConfig]):
     """Pairs of answers to learn from."""
-
-    train: Annotated[list[PreferenceDatasetConfig], BeforeValidator(as_list)] = Field(min_length=1)
-    """One dataset, or a list of them, to train on."""
-
-    validation: PreferenceSets = None
-    """One dataset, a list of them, or a mapping of names to datasets; null: only what `split_validation_size` and
-    `val_data_paths` give."""
 
     val_data_paths: dict[str, str] = Field(default_factory=dict)
     """Further validation sets: name -> file, with the columns of the first training dataset."""
@@ -433,63 +409,80 @@ class PreferenceDataConfig(ExampleSection):
     default: PreferenceDefaults = PreferenceDefaults()
     """Values for every dataset that does not set them itself."""
 
+    dataset_model: ClassVar = PreferenceDatasetConfig
+
     @property
     def validation_sets(self) -> list[tuple[str, PreferenceDatasetConfig]]:
         """The validation sets under their names, those of `val_data_paths` last."""
-        first = self.train[0]
         of_file = {"split_validation_size": 0.0, "repeat": 1, "streaming": False, "split": None, "subset": None}
-        named = [
-            (name, first.model_copy(update={**of_file, "name": name, "data_path": path}))
+        files = [
+            (name, self.train[0].model_copy(update={**of_file, "name": name, "data_path": path}))
             for name, path in self.val_data_paths.items()
         ]
-        return [*_named(self.validation), *named]
-
-    @property
-    def has_validation(self) -> bool:
-        return _has_validation(self.train, self.validation_sets)
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from _check_sets(self.train, self.validation_sets)
+        return [*super().validation_sets, *files]
 
 
 AnyExampleDataConfig = ExampleDataConfig | PreferenceDataConfig
 
+# -- Names of datasets and tasks. They follow from the configuration, before a row is read.
 
-def _named(sets: Sequence[D] | Mapping[str, D] | None) -> list[tuple[str, D]]:
-    if sets is None:
-        return []
-    if isinstance(sets, Mapping):
-        return list(sets.items())
-    if len(sets) == 1:
-        return [(sets[0].name or DEFAULT_VALIDATION_SET, sets[0])]
-    return [(dataset.name or _own_name(dataset), dataset) for dataset in sets]
+# Values of `dataset_name` that read `data_path` and give no name of their own.
+READERS_OF_FILES = ("ResponseDataset", "openai_format", "PreferenceDataset", "BinaryPreferenceDataset")
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def _own_name(dataset: ExampleTableConfig) -> str:
-    """`squad` of dataset_name `squad`, `dev` of data_path `/data/dev.jsonl`, `name` of `owner/name`."""
-    path = Path(dataset.data_path or str(dataset.dataset_name))
-    return path.stem if path.suffix in (".jsonl", ".json", ".csv", ".parquet") else path.name
+def dataset_label(cfg: TableConfig) -> str:
+    """The name of a dataset in prompt ids, task names and messages."""
+    name = cfg.dataset_name or cfg.data_path
+    if name in READERS_OF_FILES and cfg.data_path is not None:
+        name = cfg.data_path
+    return Path(name).stem if name and is_local(name) else str(name)
 
 
-def _has_validation(train: Sequence[ExampleTableConfig], sets: Sequence[tuple[str, Any]]) -> bool:
-    return bool(sets) or any(dataset.split_validation_size > 0 for dataset in train)
+def is_local(name: str) -> bool:
+    """Whether a name is the path of a file or folder."""
+    return Path(name).suffix in FILE_SUFFIXES or Path(name).exists()
 
 
-def _check_sets(
-    train: Sequence[ExampleTableConfig], sets: Sequence[tuple[str, ExampleTableConfig]]
-) -> Iterator[tuple[str, str]]:
-    if len({dataset.streaming for dataset in train}) > 1:
-        yield "train", "mixes streamed datasets with others: set streaming to the same value in all of them"
-    names = [name for name, _ in sets]
-    if any(dataset.split_validation_size > 0 for dataset in train):
-        names.append(DEFAULT_VALIDATION_SET)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        yield "validation", f"has more than one set called {', '.join(twice)}: give each a name of its own (name: ...)"
-    for name, dataset in sets:
-        if dataset.name not in (None, name):
-            yield "validation", f"set {name!r} says name: {dataset.name}: keep one of the two names"
-        if dataset.streaming:
-            yield "validation", f"set {name!r} cannot be streamed: it is read whole, and the same rows every time"
-        if dataset.split_validation_size > 0 or dataset.repeat > 1:
-            yield "validation", f"set {name!r} takes neither split_validation_size nor repeat: they are for training"
+def first_free(name: str, taken: Iterable[str]) -> str:
+    """`name`, or `name#2`, `name#3`, ...: the first that is not taken."""
+    taken = set(taken)
+    number, candidate = 2, name
+    while candidate in taken:
+        number, candidate = number + 1, f"{name}#{number}"
+    return candidate
+
+
+def task_settings(cfg: TableConfig) -> Hashable:
+    """The settings that two datasets of the same name must share to belong to one task."""
+    texts = (cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.processor)
+    if isinstance(cfg, DatasetConfig):
+        return (*texts, cfg.env_name)
+    assert isinstance(cfg, ExampleTableConfig)
+    return (*texts, cfg.system_prompt, *sorted(cfg.source_columns.items()))
+
+
+class TaskNames:
+    """Names of tasks: the label of the dataset, with a number if the same dataset has other settings, too."""
+
+    def __init__(self) -> None:
+        self._settings: dict[str, tuple[str, Hashable]] = {}
+
+    def of(self, cfg: TableConfig) -> str:
+        """The name of a dataset's task; a new one for new settings."""
+        label = dataset_label(cfg)
+        wanted = (label, task_settings(cfg))
+        name = next((name for name, known in self._settings.items() if known == wanted), None)
+        if name is None:
+            name = first_free(label, self._settings)
+            self._settings[name] = wanted
+        return name
+
+
+def prompt_tasks(data: DataConfig) -> tuple[list[str], list[str]]:
+    """(tasks of training, tasks of validation) of a run, each once, in their order."""
+    names = TaskNames()
+    train = [names.of(dataset) for dataset in data.train]
+    held_out = [name for name, cfg in zip(train, data.train, strict=True) if cfg.split_validation_size > 0]
+    validation = [names.of(dataset) for dataset in data.validation or []]
+    return list(dict.fromkeys(train)), list(dict.fromkeys([*held_out, *validation]))

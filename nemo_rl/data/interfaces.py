@@ -1,4 +1,4 @@
-"""What a dataset gives and what a task needs besides its rows."""
+"""The rows of a dataset, and the prompt texts of a task."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Row = Mapping[str, Any]
-"""{"problem": str, "expected_answer": str, ...} or {"messages": [{"role", "content"}, ...], ...}; what is learned from
-as it is may also be {"input_ids", "labels"} or {"prompt", "chosen", "rejected"}."""
-
+"""{"problem": str, "expected_answer": str, ...} or {"messages": [{"role", "content"}, ...], ...}. Rows to learn from
+may also be {"input_ids", "labels"} or {"prompt", "chosen", "rejected"}."""
 
 BAD_ROW = "\0bad row"
-"""The only key of a row in the place of one that could not be read or converted; its value says why."""
+"""The only key of a row that stands for one that could not be read or converted; its value is the reason."""
 
 
 class Rows(Protocol):
-    """A dataset: anything with a length and integer indexing; rows may be made when they are asked for."""
+    """A dataset: anything with a length and integer indexing; rows may be made when they are indexed."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
@@ -26,7 +25,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedTable:
-    """A dataset that is read as it is needed."""
+    """A dataset that is read front to back, as rows are needed."""
 
     table: Any  # datasets.IterableDataset of the rows as they are stored
     convert: Callable[[Row], Row]  # a stored row to the row of a `Prompt`
@@ -53,14 +52,14 @@ class IndexedRows(Sequence[Row]):
 
 @dataclass
 class TaskDataSpec:
-    """A task and its prompt texts, read when the object is made.
+    """A task and its prompt texts, which are read from their files when the object is made.
 
     `prompt` is a template in which `{}` stands for the problem (`{{` and `}}` are literal braces). `tools` describe
     functions in OpenAI's format.
 
     Raises:
-        FileNotFoundError: when a file does not exist.
-        ValueError: when the prompt file is not a template with one `{}`, or the tools file no list of tools.
+        FileNotFoundError: if a file does not exist.
+        ValueError: if the prompt file is not a template with one `{}`, or the tools file is not a list of tools.
     """
 
     task_name: str | None = None
@@ -92,18 +91,18 @@ class TaskDataSpec:
 
 
 def row_tools(row: Row, spec: TaskDataSpec) -> list[dict[str, Any]] | None:
-    """What the chat template is told of tools: the row's column `tools`, or else those of the task.
+    """The tools that the chat template shows: the row's column `tools`, else those of the task.
 
     Raises:
-        ValueError: when the column holds no list of tools.
+        ValueError: if the column holds no list of tools.
     """
     return as_tools(row.get("tools"), "column 'tools'") or spec.tools
 
 
 def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
-    """A list of tools from itself or from JSON; None for an empty one. ValueError, naming `where`, for anything else.
+    """A list of tools from a list or from JSON; None for an empty one. ValueError, naming `where`, for anything else.
 
-    Keys without a value are left away: tables that hold several kinds of tools fill them in.
+    Keys without a value are removed: a table that holds several kinds of tools gives each the keys of all.
     """
     if isinstance(tools, str):
         try:
@@ -117,13 +116,14 @@ def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
             f"{where} must hold a list of tools like {{type: function, function: {{name, description, parameters}}}}, "
             f"not {str(tools)[:80]!r}"
         )
-    return [_without_none(tool) for tool in tools]
+    return [without_none(tool) for tool in tools]
 
 
-def _without_none(value: Any) -> Any:
+def without_none(value: Any) -> Any:
+    """The value without the keys that have no value, at every depth."""
     if isinstance(value, Mapping):
-        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
-    return [_without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
+        return {key: without_none(entry) for key, entry in value.items() if entry is not None}
+    return [without_none(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 def _read(path: str | Path | None, key: str) -> str | None:

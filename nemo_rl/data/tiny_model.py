@@ -1,29 +1,21 @@
-"""The models named `tiny:...`: made on this machine in twenty seconds to a minute, without a download.
+"""The models named `tiny:...`, made on this machine in twenty seconds to a minute, without a download.
 
-    tiny:arithmetic        Qwen2, 0.3M parameters, embeddings and head tied
-    tiny:arithmetic-moe    Qwen3-MoE, 0.6M parameters, 4 experts of which 2 see a token, embeddings and head apart
-    tiny:arithmetic-teacher    the first without the mistakes at the end of its warm-up: right nearly always
+    tiny:arithmetic          Qwen2, 0.3M parameters, embeddings and head tied
+    tiny:arithmetic-moe      Qwen3-MoE, 0.6M parameters, 4 experts of which each token uses 2, embeddings and head apart
+    tiny:arithmetic-teacher  the first without mistakes at the end of its warm-up: right nearly always
 
-Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its own
-byte-level tokenizer. Its short supervised warm-up ends on demonstrations of which a part is off by one, so it
+Each writes `\\boxed{12}` for the problem `5+7` of the generated arithmetic dataset, in the chat format of its
+byte-level tokenizer. A short supervised warm-up ends on demonstrations of which a part is off by one. So the model
 knows the answers and is not sure of them: sampled at temperature 1 it is right in about four problems of ten, decoded
 greedily in fewer, and reinforcement learning has something to improve.
 
-A model for another task is an entry in `RECIPES` and a function of the task's dataset module, which is looked up as
-`nemo_rl.data.datasets.<task>`:
-
-    def demonstrate(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]
-
-one conversation of {"role", "content"}, roles as in `ROLES`, in the order in which they are played. All that is drawn
-is drawn from `rng`. The warm-up learns every assistant turn and its end, and nothing else.
-
-The same machine and package versions give the same bytes: seeds, thread count and file order are fixed.
+A model for another task is an entry in `RECIPES` and a function in `DEMONSTRATIONS`. The same machine and package
+versions give the same bytes: seeds, thread count and file order are fixed.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import logging
 import random
@@ -34,8 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.datasets import arithmetic
 from nemo_rl.utils.files import cache_root, file_lock
+from nemo_rl.utils.registry import import_object
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TINY_MODEL_PREFIX = "tiny:"
-RECIPE_VERSION = 1  # raise it when the code below changes what comes out
+RECIPE_VERSION = 1  # raise it when the code below changes the models
 
 BOXED = "\\boxed{"
 ROLES = ("system", "user", "assistant", "environment", "tool")
@@ -62,11 +54,25 @@ CHAT_TEMPLATE = (
 )
 
 
+# Task -> function `(rng, mistake_probability)` that returns one conversation of {"role", "content"}, roles as in
+# `ROLES`. It takes all randomness from `rng`. The warm-up learns every assistant turn and its end, and nothing else.
+# `arithmetic` returns a batch of them and takes its size, `max_operand` and `operators`, too.
+DEMONSTRATIONS = {
+    "arithmetic": "nemo_rl.data.datasets.arithmetic:demonstrate_arithmetic",
+    "code_arithmetic": "nemo_rl.data.datasets.arithmetic:demonstrate_code_arithmetic",
+    "tool_arithmetic": "nemo_rl.data.datasets.arithmetic:demonstrate_tool_arithmetic",
+    "judgements": "nemo_rl.data.datasets.arithmetic:demonstrate_judgement",
+    "lookup": "nemo_rl.data.datasets.lookup:demonstrate_lookup",
+    "sums_and_lookups": "nemo_rl.data.datasets.lookup:demonstrate_sum_or_lookup",
+    "sliding_puzzle": "nemo_rl.data.datasets.sliding_puzzle:demonstrate_sliding_puzzle",
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TinyModelRecipe:
-    """Everything that decides the bytes of a tiny model, apart from package versions and the task's demonstrations."""
+    """Everything that determines the bytes of a tiny model, except package versions and the task's demonstrations."""
 
-    task: str = "arithmetic"  # module of nemo_rl.data.datasets with a function `demonstrate`
+    task: str = "arithmetic"  # in DEMONSTRATIONS
     hidden_size: int = 128
     num_layers: int = 2
     head_dim: int = 32  # the smallest that vLLM's CPU attention takes
@@ -77,7 +83,7 @@ class TinyModelRecipe:
     max_operand: int = 9  # of the task arithmetic
     operators: str = "+-"  # of the task arithmetic
     num_clean_steps: int = 300
-    num_doubtful_steps: int = 60  # the last ones, with wrong answers among the demonstrations
+    num_doubtful_steps: int = 60  # the last steps, with wrong answers among the demonstrations
     batch_size: int = 64
     learning_rate: float = 4e-3
     mistake_probability: float = 0.54
@@ -100,10 +106,10 @@ RECIPES: dict[str, TinyModelRecipe] = {
 
 
 def resolve_model(name: str) -> str:
-    """A model name or path as it is, except `tiny:<recipe>`: the directory of that model, made on first use.
+    """The directory of the model `tiny:<recipe>`, which is made on first use; any other name or path unchanged.
 
     Raises:
-        ValueError: for an unknown recipe behind `tiny:`.
+        ValueError: for an unknown recipe.
     """
     if not name.startswith(TINY_MODEL_PREFIX):
         return name
@@ -121,7 +127,7 @@ def _recipe(name: str) -> TinyModelRecipe:
 
 
 def tiny_model_config(name: str) -> Qwen2Config | Qwen3MoeConfig:
-    """The configuration of the model `tiny:<recipe>`, which is not made for it.
+    """The configuration of the model `tiny:<recipe>`, without making the model.
 
     Raises:
         ValueError: for an unknown recipe.
@@ -131,13 +137,13 @@ def tiny_model_config(name: str) -> Qwen2Config | Qwen3MoeConfig:
 
 
 def recipe_hash(recipe: TinyModelRecipe) -> str:
-    """12 hexadecimal digits over the recipe, demonstrations of its task and the packages that decide the bytes."""
+    """A hash of the recipe, of demonstrations of its task and of package versions: 12 hexadecimal digits."""
     import tokenizers
     import torch
     import transformers
 
     settings = asdict(recipe)
-    if recipe.task == "arithmetic":  # such models are in caches under names from before there were other tasks
+    if recipe.task == "arithmetic":  # without a task, as in the names of models in existing caches
         del settings["task"]
     else:
         settings["demonstrations"] = _demonstrations(recipe, random.Random(recipe.seed), recipe.mistake_probability)
@@ -151,7 +157,7 @@ def recipe_hash(recipe: TinyModelRecipe) -> str:
 
 
 def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> str:
-    """The directory with a finished tiny model in it, made now if it is not there. Safe from several processes."""
+    """The directory of a finished tiny model, which is made if it does not exist. Safe with several processes."""
     target = Path(directory).expanduser().absolute()
     if target.is_dir():
         return str(target)
@@ -171,7 +177,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
 
 
 def build_tiny_tokenizer(max_positions: int = 2048) -> PreTrainedTokenizerFast:
-    """One token per byte of the text, apart from `\\boxed{` and the role marks, which are one token each.
+    """One token per byte of the text; `\\boxed{` and the role markers are one token each.
 
     It is a `Qwen2Tokenizer` because transformers 5 loads that class for every Qwen2 model, whatever the directory says.
     """
@@ -261,16 +267,11 @@ def _demonstrations(
     recipe: TinyModelRecipe, rng: random.Random, mistake_probability: float
 ) -> list[list[dict[str, str]]]:
     """The conversations of one batch."""
+    demonstrate = import_object(DEMONSTRATIONS[recipe.task], "task")
     if recipe.task == "arithmetic":
-        return arithmetic.demonstrate_batch(
-            rng,
-            mistake_probability,
-            recipe.batch_size,
-            max_operand=recipe.max_operand,
-            operators=recipe.operators,
-        )
-    task = importlib.import_module(f"nemo_rl.data.datasets.{recipe.task}")
-    return [task.demonstrate(rng, mistake_probability) for _ in range(recipe.batch_size)]
+        space = {"max_operand": recipe.max_operand, "operators": recipe.operators}
+        return demonstrate(rng, mistake_probability, recipe.batch_size, **space)
+    return [demonstrate(rng, mistake_probability) for _ in range(recipe.batch_size)]
 
 
 def _warm_up(

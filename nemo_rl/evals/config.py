@@ -10,7 +10,7 @@ from pydantic import Field
 from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import nearest_key
 from nemo_rl.config.rules import NotYet, anything, one_of
-from nemo_rl.data.datasets.evaluation import EVAL_DATASETS, answer_kind
+from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig

@@ -1,4 +1,7 @@
-"""The controller's side of rollouts: prompts go out, handles of finished groups come back. Tokens never reach it."""
+"""The controller's side of rollouts: requests go out, handles of finished groups come back. Tokens never reach it.
+
+`RolloutCollector` has groups played. `RecordedRollouts` reads the groups of an earlier run instead.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.rollouts.records.record import StepIndex
+from nemo_rl.rollouts.records import StepIndex, read_index, recorded_steps, step_folder
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupKeeper, GroupRequest, KeeperLost, RolloutWorkerSettings
 from nemo_rl.types import GroupHandle
 
@@ -30,15 +34,16 @@ WORKER = "nemo_rl.rollouts.rollout_worker.RolloutWorker"
 NAME_PREFIX = "rollout"
 KEEPER = "group_keeper"
 MAX_RESTARTS = 3  # since a group was last finished
-_KEEPER_ANSWERS_S = 10.0
+_KEEPER_TIMEOUT_S = 10.0
 
 
 class RolloutCollector:
-    """Requests out, handles back: `collect` for a batch, `submit` and `finished` for groups that play beside training.
+    """Has groups played: `collect` and `stream` wait for them, `submit` and `finished` run beside training.
 
-    An engine that dies while groups are played is restarted by `restart_generation`, which returns the new actor
-    handles once they hold the policy's weights; then the groups are played again, with the same seeds and so, where the
-    weights are the same, the same tokens. So are they when the rollout worker dies; what it had finished is kept.
+    After the death of an engine, `restart_generation` restarts it and returns the actor handles once the engines hold
+    the policy's weights. Then unfinished groups are played again, with the same seeds and therefore, if the weights are
+    the same, the same tokens. After the death of the rollout worker unfinished groups are played again too; finished
+    groups are kept.
     """
 
     def __init__(
@@ -53,40 +58,50 @@ class RolloutCollector:
         self._start = partial(RayWorkerGroup, cluster, name_prefix=NAME_PREFIX, num_workers=1, timeout_s=timeout_s)
         self._accelerator = accelerator
         self._settings = settings
-        self._bytes_of_ended = 0
+        self._bytes_of_stopped = 0
         self._keeper = _new_keeper()
         self._generation_workers = list(generation_workers)
         self.group = self._start(RayWorkerBuilder(WORKER, settings, generation_workers, self._keeper))
         self.restart_generation: Callable[[], Sequence[Any]] | None = None
-        self.abandon_requests: Callable[[], None] | None = None  # has the engines forget what they were asked
-        self.on_new_generation: Callable[[Sequence[Any]], None] | None = None  # whoever else uses the engines
+        self.abandon_requests: Callable[[], None] | None = None  # makes the engines drop their requests
+        self.on_new_generation: Callable[[Sequence[Any]], None] | None = None  # for another user of the engines
         self._playing: dict[ray.ObjectRef, GroupRequest] = {}
-        self._finished: dict[str, GroupHandle] = {}  # by group id, until somebody asks for them
-        self._submitted: set[str] = set()  # ids of groups that `finished` hands out
+        self._finished: dict[str, GroupHandle] = {}  # by group id, until a method returns them
+        self._submitted: set[str] = set()  # ids of groups that `finished` returns
         self._num_restarts = 0
-        # Steps that are being written, with how to do it again and what is in them.
+        # Steps that are being written, with the arguments to write them again and the groups, which must stay alive.
         self._recording: dict[ray.ObjectRef, tuple[tuple[Any, ...], Sequence[GroupHandle]]] = {}
-        self._unused: deque[tuple[str, str]] = deque()  # groups whose handles are gone, for the keeper to forget
-        self._postponed: WorkerError | None = None  # an engine's death that `tend` saw
+        self._unused: deque[tuple[str, str]] = deque()  # groups without handles, which the keeper can forget
+        self._postponed: WorkerError | None = None  # an engine's death that `poll` found
 
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self._bytes_of_ended + self.group.controller_tensor_bytes
+        return self._bytes_of_stopped + self.group.controller_tensor_bytes
 
     def use_generation(self, workers: Sequence[Any]) -> None:
-        """Send requests to these engines from now on. What played with one that died is played again."""
+        """Send requests to these engines from now on, and play unfinished groups again."""
         self._generation_workers = list(workers)
         if self.on_new_generation is not None:
             self.on_new_generation(self._generation_workers)
-        self._ask("set_generation_workers", self._generation_workers)
+        self._call("set_generation_workers", self._generation_workers)
         self._postponed = None
-        self._replay()
+        unfinished, self._playing = list(self._playing.values()), {}
+        self._play(unfinished)
 
-    # -- a batch, waited for
+    # -- groups that the caller waits for
+
+    def next_groups(
+        self, step: int, next_requests: Callable[[], Sequence[GroupRequest]], *, is_first: bool
+    ) -> list[GroupHandle]:
+        """The next batch of groups for training step `step`, counted from 1: plays `next_requests()`.
+
+        `is_first` is true for the first batch of the step. An empty list means that there are no more steps.
+        """
+        return self.collect(next_requests())
 
     def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
-        """Play all requests at once; handles in the order of the requests."""
+        """Play all requests concurrently. Returns handles in the order of the requests."""
         with self._accelerator.hold(GENERATION):
             self._play(requests)
             while not all(request.group_id in self._finished for request in requests):
@@ -94,7 +109,7 @@ class RolloutCollector:
         return [self._finished.pop(request.group_id) for request in requests]
 
     def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
-        """Play the requests, at most `max_in_flight` of them at a time; what is finished comes as soon as it is."""
+        """Play the requests, at most `max_in_flight` at a time, and yield groups as soon as they finish."""
         waiting = iter(requests)
         own: set[str] = set()
         with self._accelerator.hold(GENERATION):
@@ -110,21 +125,21 @@ class RolloutCollector:
                 if done:
                     yield [self._finished.pop(group_id) for group_id in done]
 
-    # -- beside training
+    # -- groups that are played beside training
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Begin to play these groups; `finished` hands them out."""
+        """Begin to play these groups; `finished` returns them."""
         self._submitted.update(request.group_id for request in requests)
         self._play(requests)
 
     def finished(self, *, wait: bool) -> list[GroupHandle]:
-        """Submitted groups that have finished since the last call; with `wait`, one at least.
+        """Submitted groups that have finished since the last call; with `wait`, at least one.
 
         Raises:
-            WorkerError: when rollout worker or engines keep dying, or hang.
+            WorkerError: the rollout worker or the engines die repeatedly, or hang.
         """
         assert self._submitted or not wait, "nothing to wait for"
-        self.tend()
+        self.poll()
         while wait and not self._submitted.intersection(self._finished):
             self._advance()
         done = [group_id for group_id in self._finished if group_id in self._submitted]
@@ -136,92 +151,92 @@ class RolloutCollector:
         while self._playing:
             self._advance()
 
-    def tend(self) -> None:
-        """Take in what has finished, and see to a rollout worker that died, without waiting for any group.
+    def poll(self) -> None:
+        """Accept finished groups and restart a dead rollout worker, without waiting for a group.
 
-        For use while the policy trains. The death of an engine is put off to the next call that waits, as its
-        replacement needs weights, and what nobody can help is raised at once.
+        For use while the policy trains. The death of an engine is postponed to the next call that waits, because a new
+        engine needs weights. Errors that a retry cannot fix are raised immediately.
         """
         if self._postponed is not None:
             return
         try:
-            self._take_in(self.group.done(list(self._playing)))
+            self._accept(self.group.done(list(self._playing)))
         except WorkerError as error:
             if not isinstance(error, WorkerDied) and error.engine_died and self.restart_generation is not None:
                 self._postponed = error
             else:
-                self._heal(error)
+                self._recover(error)
 
     def abandon(self) -> None:
-        """Forget all groups, those that play and those that have finished."""
+        """Drop all groups, unfinished and finished."""
         self._playing, self._finished, self._postponed = {}, {}, None
         self._submitted.clear()
-        self._ask("abandon")
+        self._call("abandon")
 
-    # -- how it is done
+    # -- calls and recovery
 
     def _play(self, requests: Iterable[GroupRequest]) -> None:
         for request in requests:
             self._playing[self.group.start_one(0, "collect", request)] = request
 
     def _advance(self) -> None:
-        """Wait until a group is finished, or something died and is replaced."""
+        """Wait until a group is finished, or a dead process is replaced."""
         postponed, self._postponed = self._postponed, None
         try:
             if postponed is not None:
                 raise postponed
-            self._take_in(list(self.group.wait_any(list(self._playing))))
+            self._accept(list(self.group.wait_any(list(self._playing))))
         except WorkerError as error:
-            self._heal(error)
+            self._recover(error)
 
-    def _ask(self, method: str, *args: Any) -> Any:
-        """What the rollout worker answers; one that dies over it is started again and asked the same."""
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call the rollout worker. If it dies during the call, restart it and call again."""
         while True:
             try:
                 return self.group.call_one(0, method, *args)
             except WorkerError as error:
-                if not isinstance(error, WorkerDied):
-                    self.check_keeper(error)
-                    raise
-                self._heal(error)
+                self._recover_worker(error)
 
-    def _heal(self, error: WorkerError) -> None:
-        """`_recover`, so many times in a row."""
-        if self._num_restarts == MAX_RESTARTS:
-            raise error
-        self._num_restarts += 1
-        self._recover(error)
-
-    def _take_in(self, refs: Sequence[ray.ObjectRef]) -> None:
+    def _accept(self, refs: Sequence[ray.ObjectRef]) -> None:
         for ref, handle in zip(refs, self.group.wait(refs), strict=True):
-            self._finished[self._playing.pop(ref).group_id] = self._held(handle)
+            self._finished[self._playing.pop(ref).group_id] = self._track(handle)
             self._num_restarts = 0
         unused = [self._unused.popleft() for _ in range(len(self._unused))]
         if unused:
             self._keeper.forget.remote(unused)
 
-    def _held(self, handle: GroupHandle) -> GroupHandle:
-        """A handle, with whose end the keeper need not hold the group any longer."""
+    def _track(self, handle: GroupHandle) -> GroupHandle:
+        """Note when the handle is garbage-collected: the keeper can then forget the group."""
         weakref.finalize(handle, self._unused.append, (handle.group_id, handle.ref.hex())).atexit = False
         return handle
 
+    def _recover_worker(self, error: WorkerError) -> None:
+        """`_recover` if the worker died during a call; raise any other error."""
+        if not isinstance(error, WorkerDied):
+            self.check_keeper(error)
+            raise error
+        self._recover(error)
+
     def _recover(self, error: WorkerError) -> None:
-        """Start again what died and play its groups again; raise what that does not help against."""
+        """Restart what died and play its groups again. Raises errors that a restart cannot fix, or that repeat."""
+        if self._num_restarts == MAX_RESTARTS:
+            raise error
+        self._num_restarts += 1
         if isinstance(error, WorkerDied):
             if not error.worker.startswith(NAME_PREFIX):
                 raise error
-            logger.warning("%s; it is started again and %d groups replayed", first_line(error), len(self._playing))
+            logger.warning("%s; restarting it and replaying %d groups", first_line(error), len(self._playing))
             self._restart()
             if self.abandon_requests is not None:
-                with suppress(WorkerError):  # an engine that died has none, and is found by whoever asks it next
+                with suppress(WorkerError):  # a dead engine has no requests, and its next caller finds it
                     self.abandon_requests()
             self.use_generation(self._generation_workers)
             unwritten, self._recording = list(self._recording.values()), {}
             for arguments, groups in unwritten:
                 self._record(arguments, groups)
         elif error.engine_died and self.restart_generation is not None:
-            logger.warning("%s; the engine is started again, %d groups replayed", first_line(error), len(self._playing))
-            self._postponed = error  # until then nothing is tended, although the policy is waited for
+            logger.warning("%s; restarting the engine, replaying %d groups", first_line(error), len(self._playing))
+            self._postponed = error  # so that `poll`, which runs while the policy is called, does nothing
             with self._accelerator.lend(GENERATION):
                 workers = self.restart_generation()
             self.use_generation(workers)
@@ -229,32 +244,28 @@ class RolloutCollector:
             self.check_keeper(error)
             raise error
 
-    def _replay(self) -> None:
-        again, self._playing = list(self._playing.values()), {}
-        self._play(again)
-
     def check_keeper(self, error: WorkerError) -> None:
-        """Whether somebody failed for want of what the keeper of finished groups has.
+        """Check whether the loss of the keeper of finished groups caused `error`.
 
         Raises:
-            WorkerDied: the keeper, worker `KEEPER`-0, is gone or answers nothing, and with it all finished groups.
+            WorkerDied: the keeper, worker `KEEPER`-0, is gone or does not answer; all finished groups are lost.
         """
-        lost = first_line(error) if error.exception_type == KeeperLost.__name__ else self._keeper_loss()
-        if lost is not None:
-            text = f"{KEEPER}-0, the process that holds finished groups, is lost: {lost}"
+        loss = first_line(error) if error.exception_type == KeeperLost.__name__ else self._keeper_loss()
+        if loss is not None:
+            text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
             raise WorkerDied(text, worker=f"{KEEPER}-0", rank=0, method=error.method) from error
 
     def _keeper_loss(self) -> str | None:
         try:
-            ray.get(self._keeper.is_there.remote(), timeout=_KEEPER_ANSWERS_S)
+            ray.get(self._keeper.ping.remote(), timeout=_KEEPER_TIMEOUT_S)
         except GetTimeoutError:
-            return f"it answers nothing within {_KEEPER_ANSWERS_S:g} s"
+            return f"it does not answer within {_KEEPER_TIMEOUT_S:g} s"
         except RayActorError as death:
             return str(death)
         return None
 
     def replace_keeper(self) -> None:
-        """A new keeper, without groups, and a rollout worker that uses it. All groups are forgotten."""
+        """Start a new keeper without groups, and a rollout worker that uses it. All groups are dropped."""
         ray.kill(self._keeper)
         self._keeper = _new_keeper()
         self._playing, self._finished, self._postponed, self._recording = {}, {}, None, {}
@@ -262,44 +273,41 @@ class RolloutCollector:
         self._restart()
 
     def _restart(self) -> None:
-        self._bytes_of_ended += self.group.controller_tensor_bytes
+        self._bytes_of_stopped += self.group.controller_tensor_bytes
         self.group.shutdown()
-        builder = RayWorkerBuilder(WORKER, self._settings, self._generation_workers, self._keeper)
-        self.group = self._start(builder)
+        self.group = self._start(RayWorkerBuilder(WORKER, self._settings, self._generation_workers, self._keeper))
 
-    # -- what finished groups hold
+    # -- content of finished groups
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
-        """What the environments themselves report of finished groups, as `<environment>/<metric>`."""
-        names = [group.task_name for group in groups]
-        return self._ask("environment_metrics", names, *(group.ref for group in groups))
-
-    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
-        """What was said in one sample of a finished group. The text alone comes back."""
-        return self._ask("messages", group.ref, index)
+        """Metrics that the environments report for finished groups, as `<environment>/<metric>`."""
+        return self._call("environment_metrics", *_names_and_refs(groups))
 
     def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
-        """What was said in each sample of each group, in one call. The text alone comes back."""
-        return self._ask("conversations", *(group.ref for group in groups))
+        """The messages of each sample of each group, without tokens, in one call."""
+        return self._call("conversations", *(group.ref for group in groups))
+
+    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
+        """The messages of one sample."""
+        return self.conversations([group])[0][index]
 
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
-        """Have finished groups written into a folder; see `record.py`."""
-        names = [group.task_name for group in groups]
-        self._ask("save", folder, names, *(group.ref for group in groups))
+        """Write finished groups into a folder; see `records.write_groups`."""
+        self._call("save", folder, *_names_and_refs(groups))
 
     def load(self, folder: Path) -> list[GroupHandle]:
-        """Handles of the groups that `save` wrote."""
-        return [self._held(handle) for handle in self._ask("load", folder)]
-
-    # -- records
+        """Handles of groups that `save` wrote."""
+        return [self._track(handle) for handle in self._call("load", folder)]
 
     def start_record(self, root: Path, index: StepIndex, keep: int | None, groups: Sequence[GroupHandle]) -> None:
-        """Begin to write the groups of a training step; see `record.py`."""
-        names = [group.task_name for group in groups]
-        self._record((root, index, keep, names, *(group.ref for group in groups)), groups)
+        """Begin to write the groups of a training step; see `records.write_step`."""
+        self._record((root, index, keep, *_names_and_refs(groups)), groups)
+
+    def _record(self, arguments: tuple[Any, ...], groups: Sequence[GroupHandle]) -> None:
+        self._recording[self.group.start_one(0, "record", *arguments)] = (arguments, groups)
 
     def finish_records(self) -> int:
-        """Wait for what `start_record` began. Returns the bytes written.
+        """Wait for all records that `start_record` began. Returns the bytes written.
 
         Raises:
             WorkerError: a step could not be written.
@@ -310,29 +318,86 @@ class RolloutCollector:
             try:
                 [written] = self.group.wait([ref])
             except WorkerError as error:
-                if not isinstance(error, WorkerDied):
-                    self.check_keeper(error)
-                    raise
-                self._heal(error)
+                self._recover_worker(error)
                 continue
             num_bytes += written
             del self._recording[ref]
         return num_bytes
 
-    def _record(self, arguments: tuple[Any, ...], groups: Sequence[GroupHandle]) -> None:
-        self._recording[self.group.start_one(0, "record", *arguments)] = (arguments, groups)
-
     def generation_use(self) -> GenerationUse:
-        """How much the engines had to do since the last call, or since the rollout worker was replaced."""
-        return self._ask("generation_use")
+        """Use of the engines since the last call, or since the rollout worker was started."""
+        return self._call("generation_use")
 
     def shutdown(self) -> None:
-        """End the worker, and the keeper with all groups."""
-        self._playing, self._postponed, self._recording = {}, None, {}  # whoever ends later may still `tend`
+        """Stop the worker, and the keeper with all groups."""
+        self._playing, self._postponed, self._recording = {}, None, {}  # `poll` may still be called
         self.group.shutdown()
         if ray.is_initialized():
             ray.kill(self._keeper)
 
 
+def _names_and_refs(groups: Sequence[GroupHandle]) -> tuple[Any, ...]:
+    return ([group.task_name for group in groups], *(group.ref for group in groups))
+
+
 def _new_keeper() -> Any:
     return ray.remote(GroupKeeper).options(num_cpus=0).remote()
+
+
+class RecordedRollouts(RolloutCollector):
+    """Returns the groups of an earlier run from the record below `root`. Needs no engine and no environment."""
+
+    def __init__(
+        self,
+        cluster: RayVirtualCluster,
+        settings: RolloutWorkerSettings,
+        accelerator: Accelerator,
+        *,
+        root: Path,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(cluster, replace(settings, connect_environments=dict), [], accelerator, timeout_s=timeout_s)
+        self.root = root.absolute()  # the worker may have another working directory
+        self.steps = recorded_steps(root)
+        self._index: StepIndex | None = None
+        self._batches: list[list[GroupHandle]] = []  # of the step of `_index`, not returned yet
+
+    def next_groups(
+        self, step: int, next_requests: Callable[[], Sequence[GroupRequest]], *, is_first: bool
+    ) -> list[GroupHandle]:
+        """The next batch that step `step` received when it was recorded; empty after the last recorded step.
+
+        Raises:
+            FileNotFoundError, ValueError: the step cannot be read, or it received fewer batches than are requested now.
+        """
+        if step > self.steps[-1]:
+            logger.info("the record in %s ends with step %d", self.root, self.steps[-1])
+            return []
+        if is_first:
+            self._index = read_index(self.root, step)
+            handles = {handle.group_id: handle for handle in self.load(step_folder(self.root, step))}
+            groups = [handles[group_id] for group_id in self._index.group_ids]
+            size = self._index.groups_per_batch
+            self._batches = [groups[start : start + size] for start in range(0, len(groups), size)]
+        if not self._batches:
+            raise ValueError(
+                f"step {step} wants more groups than it got when {self.root} was recorded: other settings decide now "
+                "which groups are dropped (use_dynamic_sampling, reward_scaling, reward_shaping)"
+            )
+        return self._batches.pop(0)
+
+    def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
+        """The metrics that the environments reported when the step was recorded."""
+        assert self._index is not None
+        return self._index.environment_metrics
+
+
+class NoWeightSync:
+    """Replaces a refit if nothing generates."""
+
+    def prepare(self) -> None:
+        """Does nothing."""
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Does nothing."""
+        return {}

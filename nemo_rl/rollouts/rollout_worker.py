@@ -1,7 +1,7 @@
 """The process that plays episodes: prompts -> finished groups in the object store.
 
-`RolloutWorker` runs in an actor of its own: it tokenises, plays all episodes of a group at once, one coroutine each,
-and has the finished group kept in the object store. The controller's side is `collector.py`.
+`RolloutWorker` runs in its own actor. It tokenises prompts, plays all episodes of a group concurrently, one coroutine
+each, and hands the finished group to `GroupKeeper`. The controller's side is `collector.py`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,247 @@ from ray.exceptions import RayActorError
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
 from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
-from nemo_rl.rollouts.records.record import StepIndex, read_groups, write_groups, write_step
+from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
 from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
 from nemo_rl.utils.seeds import sample_seed
 
-# -- How long the engines had something to do.
+
+class EpisodeFailure(RuntimeError):
+    """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
+
+
+class KeeperLost(RuntimeError):
+    """The process that holds finished groups is gone or does not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRequest:
+    """One prompt, to be played `num_generations` times."""
+
+    group_id: str
+    prompt: Prompt
+    num_generations: int
+    sampling: SamplingParams
+    seed_step: int  # part of every sample's seed
+
+
+class Environment(Protocol):
+    """An environment as the rollout worker uses it."""
+
+    @property
+    def name(self) -> str:
+        """Section of `env`."""
+        ...
+
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> StepResult:
+        """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, which names the sample, if it cannot."""
+        ...
+
+    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
+        """The environment's own metrics over finished (group id, sample) pairs."""
+        ...
+
+
+@dataclass(kw_only=True)
+class RolloutWorkerSettings:
+    """Settings of a rollout worker. All of them can be pickled."""
+
+    process: Callable[[Prompt], DatumSpec]
+    decode: Callable[[Sequence[int]], str]
+    render: RenderFn
+    connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
+    limits: EpisodeLimits
+    run_seed: int
+    engine_timeout_s: float = 900.0  # an engine without a sign of life for so long counts as dead
+
+
+class RolloutWorker:
+    """Plays many groups at a time. A plain class with async methods."""
+
+    def __init__(self, settings: RolloutWorkerSettings, generation_workers: Sequence[Any], keeper: Any) -> None:
+        self.settings = settings
+        self.keeper = keeper  # handle of a GroupKeeper
+        self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
+        self.environments = settings.connect_environments()
+        self.engines = Engines(settings.engine_timeout_s)
+        self.engines.replace(generation_workers)
+        self.busy = BusyTime()
+
+    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Set the actor handles of the engine replicas, after a replica was restarted."""
+        self.engines.replace(workers)
+
+    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
+        """Complete one prompt. Raises EpisodeFailure if a living engine does not answer."""
+        try:
+            with self.busy.request():
+                completion = await self.engines.generate(prompt_token_ids, sampling, seed)
+        except RequestFailed as failure:
+            raise EpisodeFailure(str(failure)) from failure
+        self.busy.num_tokens += len(completion.token_ids)
+        return completion
+
+    async def generation_use(self) -> GenerationUse:
+        """Use of the engines since the last call."""
+        return self.busy.take()
+
+    async def collect(self, request: GroupRequest) -> GroupHandle:
+        """Play one group to its end and store it.
+
+        Raises EngineDied as soon as an engine dies, while the group continues. The caller replaces the engines and
+        calls again with the same request.
+        """
+        group_id = request.group_id
+        if group_id not in self._playing:
+            self._playing[group_id] = asyncio.create_task(self._play(request))
+        playing, died = self._playing[group_id], asyncio.create_task(self.engines.died())
+        try:
+            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                raise EngineDied(str(died.result()))
+        finally:
+            died.cancel()
+        if self._playing.get(group_id) is playing:
+            del self._playing[group_id]
+        return playing.result()
+
+    async def abandon(self) -> None:
+        """Cancel all groups that are being played."""
+        for task in self._playing.values():
+            task.cancel()
+        self._playing = {}
+
+    async def _play(self, request: GroupRequest) -> GroupHandle:
+        datum = self.settings.process(request.prompt)
+        samples = await asyncio.gather(*(self._sample(request, datum, i) for i in range(request.num_generations)))
+        group = RolloutGroup(group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples)
+        return await self._keep(group, request.prompt.task_name)
+
+    async def _keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
+        async def ref_of_kept() -> ray.ObjectRef:
+            [ref] = await self.keeper.keep.remote(group)
+            return ref
+
+        limit_s = self.settings.engine_timeout_s
+        try:
+            ref = await asyncio.wait_for(ref_of_kept(), limit_s)
+        except TimeoutError:
+            raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
+        except RayActorError as error:
+            raise KeeperLost(str(error)) from error
+        return GroupHandle(
+            group_id=group.group_id,
+            prompt_id=group.prompt_id,
+            task_name=task_name,
+            ref=ref,
+            samples=[sample.meta for sample in group.samples],
+        )
+
+    async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int) -> Sample:
+        sample_id, prompt, limits = f"{request.group_id}/{index}", request.prompt, self.settings.limits
+        if datum["loss_multiplier"] == 0.0 or datum["length"] >= limits.max_total_tokens:
+            failure = f"prompt {prompt.prompt_id} has {datum['length']} tokens and leaves no room for an answer"
+            return without_reward(datum, sample_id=sample_id, status=SampleStatus.PROMPT_TOO_LONG, failure=failure)
+        limit = None
+        try:
+            async with self.engines.time_limit(limits.timeout_s) as limit:
+                return await run_episode(
+                    datum,
+                    sample_id=sample_id,
+                    generate=self.generate,
+                    env_step=partial(self.environments[prompt.task_name].step, sample_id=sample_id),
+                    decode=self.settings.decode,
+                    render=self.settings.render,
+                    sampling=request.sampling,
+                    limits=limits,
+                    seed_of_turn=partial(
+                        sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index
+                    ),
+                )
+        except EpisodeFailure as error:
+            return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
+        except TimeoutError:
+            if limit is None or not limit.expired():
+                raise
+            failure = f"episode {sample_id} was not over after {limits.timeout_s:g} s"
+            return without_reward(datum, sample_id=sample_id, status=SampleStatus.TIMED_OUT, failure=failure)
+
+    async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
+        """`records.write_groups`, in a thread."""
+        await asyncio.to_thread(write_groups, folder, groups, task_names)
+
+    async def record(
+        self, root: Path, index: StepIndex, keep: int | None, task_names: Sequence[str], *groups: RolloutGroup
+    ) -> int:
+        """`records.write_step`, in a thread."""
+        return await asyncio.to_thread(write_step, root, index, groups, task_names, keep)
+
+    async def load(self, folder: Path) -> list[GroupHandle]:
+        """Read the groups of a folder and store them."""
+        groups, task_names = await asyncio.to_thread(read_groups, folder)
+        return [await self._keep(group, task) for group, task in zip(groups, task_names, strict=True)]
+
+    async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
+        """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
+        by_name: dict[str, tuple[Environment, list[tuple[str, Sample]]]] = {}
+        for task_name, group in zip(task_names, groups, strict=True):
+            environment = self.environments[task_name]
+            _, samples = by_name.setdefault(environment.name, (environment, []))
+            samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
+        metrics = {}
+        for name, (environment, samples) in by_name.items():
+            if samples:
+                found = await environment.metrics(samples)
+                metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
+        return metrics
+
+    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
+        """The messages of each sample of each group."""
+        return [[sample.messages for sample in group.samples] for group in groups]
+
+
+class GroupKeeper:
+    """Owns finished groups in the object store, so that they outlive the rollout worker that played them.
+
+    It holds each group until the controller no longer needs it. Ray's own counting of references between processes is
+    not reliable here: it has lost count while processes ended or hung.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, ray.ObjectRef] = {}  # the latest, by group id
+
+    async def keep(self, group: RolloutGroup) -> list[ray.ObjectRef]:
+        """Store a group. Returns its reference in a list, because Ray would replace a bare reference by its value."""
+        self.groups[group.group_id] = ray.put(group)
+        return [self.groups[group.group_id]]
+
+    async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
+        """Release groups, given by group id and hexadecimal id of the reference."""
+        for group_id, ref in unused:
+            if group_id in self.groups and self.groups[group_id].hex() == ref:
+                del self.groups[group_id]
+
+    async def ping(self) -> None:
+        """Return while this process lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationUse:
-    """Use of the engines over a time."""
+    """Use of the engines in a time window."""
 
-    busy_s: float  # at least one request was in flight
+    busy_s: float  # with at least one request in flight
     window_s: float
-    num_tokens: int  # that came back
+    num_tokens: int  # generated
 
 
 class BusyTime:
-    """Counts seconds in which at least one request is in flight. `clock` returns seconds and never goes back."""
+    """Counts the seconds with at least one request in flight. `clock` returns seconds and never decreases."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_tokens = 0
         self._clock = clock
         self._in_flight = 0
         self._busy_s = 0.0
-        self._num_tokens = 0
         self._window_began = self._counted_to = clock()
 
     def _count(self) -> None:
@@ -64,237 +281,11 @@ class BusyTime:
             self._count()
             self._in_flight -= 1
 
-    def add_tokens(self, num: int) -> None:
-        self._num_tokens += num
-
     def take(self) -> GenerationUse:
-        """Since the last call, or since this object was made."""
+        """The use since the last call, or since construction."""
         self._count()
         use = GenerationUse(
-            busy_s=self._busy_s, window_s=self._counted_to - self._window_began, num_tokens=self._num_tokens
+            busy_s=self._busy_s, window_s=self._counted_to - self._window_began, num_tokens=self.num_tokens
         )
-        self._busy_s, self._num_tokens, self._window_began = 0.0, 0, self._counted_to
+        self._busy_s, self.num_tokens, self._window_began = 0.0, 0, self._counted_to
         return use
-
-
-class EpisodeFailure(RuntimeError):
-    """An episode has no outcome and its sample no reward: the environment raised, timed out or died."""
-
-
-class KeeperLost(RuntimeError):
-    """The process that holds finished groups is gone or answers nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupRequest:
-    """One prompt to be played `num_generations` times."""
-
-    group_id: str
-    prompt: Prompt
-    num_generations: int
-    sampling: SamplingParams
-    seed_step: int  # enters every sample's seed
-
-
-class Environment(Protocol):
-    """An environment as the rollout worker uses it."""
-
-    @property
-    def name(self) -> str:
-        """Section of `env`."""
-        ...
-
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> StepResult:
-        """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, with it, when it cannot."""
-        ...
-
-    async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """The environment's own metrics over finished (group id, sample) pairs."""
-        ...
-
-
-@dataclass(kw_only=True)
-class RolloutWorkerSettings:
-    """What a rollout worker is built from; everything in it pickles."""
-
-    process: Callable[[Prompt], DatumSpec]
-    decode: Callable[[Sequence[int]], str]
-    render: RenderFn
-    connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
-    limits: EpisodeLimits
-    run_seed: int
-    engine_timeout_s: float = 900.0  # an engine that gives no sign of life for so long counts as dead
-
-
-class RolloutWorker:
-    """Plays groups. A plain class with async methods; many groups at a time in one process."""
-
-    def __init__(self, settings: RolloutWorkerSettings, generation_workers: Sequence[Any], keeper: Any) -> None:
-        self.settings = settings
-        self.keeper = keeper  # handle of a GroupKeeper
-        self._playing: dict[str, asyncio.Task[GroupHandle]] = {}  # by group id
-        self.environments = settings.connect_environments()
-        self.engines = Engines(settings.engine_timeout_s)
-        self.engines.replace(generation_workers)
-        self.busy = BusyTime()
-
-    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
-        """Actor handles of the engine replicas; called again after one was restarted."""
-        self.engines.replace(workers)
-
-    async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """What the engines answer."""
-        try:
-            with self.busy.request():
-                completion = await self.engines.generate(prompt_token_ids, sampling, seed)
-        except RequestFailed as failure:
-            raise EpisodeFailure(str(failure)) from failure
-        self.busy.add_tokens(len(completion.token_ids))
-        return completion
-
-    async def generation_use(self) -> GenerationUse:
-        """How much the engines had to do since the last call."""
-        return self.busy.take()
-
-    async def collect(self, request: GroupRequest) -> GroupHandle:
-        """Play one group to its end and have it kept in the object store.
-
-        The group goes on being played when this raises EngineDied: whoever is told replaces the engines and asks for
-        the same group again.
-        """
-        group_id = request.group_id
-        if group_id not in self._playing:
-            self._playing[group_id] = asyncio.create_task(self._play(request))
-        playing, died = self._playing[group_id], asyncio.create_task(self.engines.died())
-        try:
-            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
-            if not playing.done():
-                raise EngineDied(str(died.result()))
-        finally:
-            died.cancel()
-        if self._playing.get(group_id) is playing:
-            del self._playing[group_id]
-        return playing.result()
-
-    async def abandon(self) -> None:
-        """Stop playing: what is under way is wanted no more."""
-        for task in self._playing.values():
-            task.cancel()
-        self._playing = {}
-
-    async def _play(self, request: GroupRequest) -> GroupHandle:
-        datum = self.settings.process(request.prompt)
-        samples = await asyncio.gather(*(self._sample(request, datum, i) for i in range(request.num_generations)))
-        group = RolloutGroup(group_id=request.group_id, prompt_id=request.prompt.prompt_id, samples=samples)
-        return await self._kept(group, request.prompt.task_name)
-
-    async def _kept(self, group: RolloutGroup, task_name: str) -> GroupHandle:
-        limit_s = self.settings.engine_timeout_s
-        try:
-            [ref] = await asyncio.wait_for(_value(self.keeper.keep.remote(group)), limit_s)
-        except TimeoutError:
-            raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
-        except RayActorError as error:
-            raise KeeperLost(str(error)) from error
-        return GroupHandle(
-            group_id=group.group_id,
-            prompt_id=group.prompt_id,
-            task_name=task_name,
-            ref=ref,
-            samples=[sample.meta for sample in group.samples],
-        )
-
-    async def _sample(self, request: GroupRequest, datum: DatumSpec, index: int) -> Sample:
-        sample_id = f"{request.group_id}/{index}"
-        if datum["loss_multiplier"] == 0.0 or datum["length"] >= self.settings.limits.max_total_tokens:
-            failure = f"prompt {request.prompt.prompt_id} has {datum['length']} tokens and leaves no room for an answer"
-            return without_reward(datum, sample_id=sample_id, status=SampleStatus.PROMPT_TOO_LONG, failure=failure)
-        timeout_s, limit = self.settings.limits.timeout_s, None
-        try:
-            async with self.engines.time_limit(timeout_s) as limit:
-                return await run_episode(
-                    datum,
-                    sample_id=sample_id,
-                    generate=self.generate,
-                    env_step=partial(self.environments[request.prompt.task_name].step, sample_id=sample_id),
-                    decode=self.settings.decode,
-                    render=self.settings.render,
-                    sampling=request.sampling,
-                    limits=self.settings.limits,
-                    seed_of_turn=lambda turn: sample_seed(
-                        self.settings.run_seed, request.seed_step, request.prompt.prompt_id, index, turn
-                    ),
-                )
-        except EpisodeFailure as error:
-            return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
-        except TimeoutError:
-            if limit is None or not limit.expired():
-                raise
-            failure = f"episode {sample_id} was not over after {timeout_s:g} s"
-            return without_reward(datum, sample_id=sample_id, status=SampleStatus.TIMED_OUT, failure=failure)
-
-    async def save(self, folder: Path, task_names: Sequence[str], *groups: RolloutGroup) -> None:
-        """Write groups into a folder; see `record.py`."""
-        await asyncio.to_thread(write_groups, folder, groups, task_names)
-
-    async def record(
-        self, root: Path, index: StepIndex, keep: int | None, task_names: Sequence[str], *groups: RolloutGroup
-    ) -> int:
-        """Write the groups of a training step below `root`; see `record.py`. Returns the bytes of its files."""
-        return await asyncio.to_thread(write_step, root, index, groups, task_names, keep)
-
-    async def load(self, folder: Path) -> list[GroupHandle]:
-        """The groups of a folder, kept in the object store."""
-        groups, task_names = await asyncio.to_thread(read_groups, folder)
-        return [await self._kept(group, task) for group, task in zip(groups, task_names, strict=True)]
-
-    async def environment_metrics(self, task_names: Sequence[str], *groups: RolloutGroup) -> dict[str, float]:
-        """`<environment>/<metric>` over the samples of finished groups; `task_names` has one entry per group."""
-        by_name: dict[str, tuple[Environment, list[tuple[str, Sample]]]] = {}
-        for task_name, group in zip(task_names, groups, strict=True):
-            environment = self.environments[task_name]
-            _, samples = by_name.setdefault(environment.name, (environment, []))
-            samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
-        metrics = {}
-        for name, (environment, samples) in by_name.items():
-            if samples:
-                found = await environment.metrics(samples)
-                metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
-        return metrics
-
-    async def messages(self, group: RolloutGroup, index: int) -> list[dict[str, str]]:
-        """What was said in one sample, for people."""
-        return group.samples[index].messages
-
-    async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
-        """What was said in each sample of each group."""
-        return [[sample.messages for sample in group.samples] for group in groups]
-
-
-class GroupKeeper:
-    """Owns finished groups in the object store: they outlive the rollout worker that played them.
-
-    It holds each until the controller says that it has no use for it any more. To leave that to the references that
-    travel from process to process is not safe: while processes end and hang, Ray has lost count of them.
-    """
-
-    def __init__(self) -> None:
-        self.groups: dict[str, ray.ObjectRef] = {}  # by group id, those kept last
-
-    async def keep(self, group: RolloutGroup) -> list[ray.ObjectRef]:
-        """A reference to the group, in a list: by itself it would arrive as its value."""
-        self.groups[group.group_id] = ray.put(group)
-        return [self.groups[group.group_id]]
-
-    async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
-        """Let go of groups, told by group id and the hexadecimal id of the reference."""
-        for group_id, ref in unused:
-            if group_id in self.groups and self.groups[group_id].hex() == ref:
-                del self.groups[group_id]
-
-    async def is_there(self) -> None:
-        """Answers."""
-
-
-async def _value(ref: Any) -> Any:
-    return await ref

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.rollouts.records.record import read_index, recorded_steps
+from nemo_rl.rollouts.records import read_index, recorded_steps
 from tests.functional.cli import ROOT, SMALL, run
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from nemo_rl.data.config import PreferenceDatasetConfig
-from nemo_rl.data.datasets.preferences import load_arithmetic_preference
+from nemo_rl.data.datasets.arithmetic import load_arithmetic_preference
 from tests.functional.cli import ROOT, Finished, comparable, resumes_bit_for_bit, run, run_until
 
 pytestmark = pytest.mark.timeout(600)

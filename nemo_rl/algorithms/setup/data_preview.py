@@ -19,9 +19,8 @@ from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
 from nemo_rl.data.rows.dataloader import PromptDataset
-from nemo_rl.data.rows.examples import setup_examples
 from nemo_rl.data.rows.preview import PromptPreview
-from nemo_rl.data.rows.setup import PromptProcessor, setup_data
+from nemo_rl.data.rows.setup import PromptProcessor, setup_data, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.types import MakeExample, Prompt

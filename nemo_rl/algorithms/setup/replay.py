@@ -14,7 +14,7 @@ from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.data.rows.setup import DataSetup
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.rollouts.records.replay import NoWeightSync, RecordedRollouts
+from nemo_rl.rollouts.collector import NoWeightSync, RecordedRollouts
 
 
 def build_replay_parts(

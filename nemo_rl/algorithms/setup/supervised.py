@@ -29,14 +29,8 @@ from nemo_rl.algorithms.setup.workers import start_cluster, start_policy
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
-from nemo_rl.data.rows.examples import (
-    ExampleLoader,
-    ExampleMaker,
-    ExampleSetup,
-    StreamedRows,
-    check_examples,
-    setup_examples,
-)
+from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
+from nemo_rl.data.rows.setup import ExampleSetup, StreamedRows, setup_examples
 from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
 from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator

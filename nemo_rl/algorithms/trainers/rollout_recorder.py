@@ -11,7 +11,7 @@ from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.setup.model_inputs import digest
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.rollouts.records.record import StepIndex, put_aside, read_index, recorded_steps, steps_text
+from nemo_rl.rollouts.records import StepIndex, put_aside, read_index, recorded_steps, steps_text
 from nemo_rl.types import BatchPlan, GroupHandle
 from nemo_rl.utils.checkpoint.manager import flat_differences
 from nemo_rl.utils.files import size_text

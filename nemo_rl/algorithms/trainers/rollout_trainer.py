@@ -32,7 +32,6 @@ from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
-from nemo_rl.rollouts.records.replay import RecordedRollouts
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleMeta, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -141,17 +140,14 @@ class RolloutTrainer(PolicyTrainer):
 
     def next_groups(self) -> list[GroupHandle]:
         """The next batch of prompts, played. Raises when too many of its episodes have no outcome."""
-        if isinstance(self.rollouts, RecordedRollouts):
-            return self.checked(self.replayed(self.rollouts))
-        return self.checked(self.rollouts.collect(self.requests_of(self.next_prompts())))
-
-    def replayed(self, record: RecordedRollouts) -> list[GroupHandle]:
-        """The next batch of groups of this step that a record has; raises DataExhausted when it has no such step."""
-        step, is_first = self.state.total_steps + 1, not self.generated
-        if step > record.steps[-1]:
-            self.tools.console.info(f"the record in {record.root} ends with step {record.steps[-1]}")
+        groups = self.rollouts.next_groups(
+            self.state.total_steps + 1,
+            lambda: self.requests_of(self.next_prompts()),
+            is_first=not self.generated,
+        )
+        if not groups:
             raise DataExhausted
-        return record.next_batch(step, is_first=is_first)
+        return self.checked(groups)
 
     def requests_of(self, prompts: Sequence[Prompt]) -> list[GroupRequest]:
         """How the batch that the data loader gave last is to be played."""

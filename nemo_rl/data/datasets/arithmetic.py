@@ -1,21 +1,28 @@
-"""Generated sums, differences and products of small numbers: a dataset that needs no download.
+"""Generated tasks of small numbers, which need no download: sums, as text, as programs, with a tool, as preferences.
 
-A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. The held-out fifth is chosen by a hash of
-the text alone, so training and validation never share a problem, whatever the other options are.
+A problem is the text `a+b`, `a-b` or `a*b` with `0 <= a, b <= max_operand`. A hash of the text alone chooses the
+held-out fifth, so training and validation never share a problem, whatever the other options are.
+
+The functions `demonstrate_...` give conversations for the warm-up of tiny models (`data/tiny_model.py`). Held-out
+problems are among them: a real model has seen arithmetic before, too.
 """
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
+from pydantic import Field
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import ExampleDatasetConfig, TableConfig
-from nemo_rl.data.datasets.files import generated_options
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
+from nemo_rl.data.datasets.files import Options, options_of, require_used_keys
+from nemo_rl.utils.task_formats import CALCULATOR, fill
 
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "+": lambda a, b: a + b,
@@ -26,10 +33,57 @@ HELD_OUT_ONE_IN = 5
 DEFAULT_NUM_TRAIN_SAMPLES = 10_000
 SPLITS = ("train", "validation", "all")
 
+T = TypeVar("T")
 
-def is_held_out(problem: str) -> bool:
-    """Whether this problem belongs to the validation split."""
-    return xxhash.xxh64_intdigest(problem.encode()) % HELD_OUT_ONE_IN == 0
+# -- For every generated dataset.
+
+
+def generated_options(cfg: TableConfig, model: type[Options]) -> Options:
+    """The `kwargs` of a generated dataset.
+
+    Raises:
+        ValueError: for an unknown or invalid option, another split, a file to read, or a key of a column.
+    """
+    if cfg.data_path is not None:
+        raise ValueError(
+            f"dataset {cfg.dataset_name!r} is generated and reads no data_path ({cfg.data_path}); to read the file set "
+            "dataset_name=null"
+        )
+    require_used_keys(cfg, (), "the dataset is generated")
+    return options_of(cfg, model)
+
+
+def in_split(text: str, split: str) -> bool:
+    """Whether a problem, given by its text, belongs to a split."""
+    return split == "all" or (xxhash.xxh64_intdigest(text.encode()) % HELD_OUT_ONE_IN == 0) == (split == "validation")
+
+
+def check_split(name: str, split: str) -> None:
+    """Raises ValueError for an unknown split of the dataset `name`."""
+    if split not in SPLITS:
+        raise ValueError(f"{name}: split must be one of {', '.join(SPLITS)}, got {split!r}")
+
+
+def sampled(name: str, space: Sequence[T], num_samples: int | None, split: str, seed: int) -> list[T]:
+    """`num_samples` items of `space`: all of them in random order, again and again.
+
+    `num_samples` defaults to 10,000 for training, and otherwise to each item once.
+
+    Raises:
+        ValueError: for `num_samples` below 1.
+    """
+    if num_samples is None:
+        num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(space)
+    if num_samples < 1:
+        raise ValueError(f"{name}: num_samples must be 1 or more, got {num_samples}")
+    generator = np.random.default_rng(seed)
+    items: list[T] = []
+    while len(items) < num_samples:
+        items += [space[i] for i in generator.permutation(len(space))[: num_samples - len(items)].tolist()]
+    return items
+
+
+# -- Sums.
 
 
 def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tuple[str, int]]:
@@ -46,8 +100,7 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
         )
     if max_operand < 0:
         raise ValueError(f"arithmetic: max_operand must be 0 or more, got {max_operand}")
-    if split not in SPLITS:
-        raise ValueError(f"arithmetic: split must be one of {', '.join(SPLITS)}, got {split!r}")
+    check_split("arithmetic", split)
 
     def problems() -> Iterator[tuple[str, int]]:
         for operator in operators:
@@ -55,7 +108,7 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
                 for b in range(max_operand + 1):
                     yield f"{a}{operator}{b}", OPERATIONS[operator](a, b)
 
-    space = [(text, value) for text, value in problems() if split == "all" or is_held_out(text) == (split != "train")]
+    space = [(text, value) for text, value in problems() if in_split(text, split)]
     if not space:
         raise ValueError(
             f"arithmetic: no problem with operators {operators!r} and max_operand {max_operand} falls into split "
@@ -72,44 +125,14 @@ def arithmetic_rows(
     seed: int = 42,
     split: str = "train",
 ) -> list[dict[str, str]]:
-    """Rows {"problem", "expected_answer"}: the split in random order, again and again until there are `num_samples`.
-
-    `num_samples` defaults to 10,000 for training and to each problem once for validation.
+    """Rows {"problem", "expected_answer"}; see `sampled`.
 
     Raises:
         ValueError: see `arithmetic_space`; also for `num_samples` below 1.
     """
     space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
-    if num_samples is None:
-        num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(space)
-    if num_samples < 1:
-        raise ValueError(f"arithmetic: num_samples must be 1 or more, got {num_samples}")
-    generator = np.random.default_rng(seed)
-    rows: list[dict[str, str]] = []
-    while len(rows) < num_samples:
-        for i in generator.permutation(len(space))[: num_samples - len(rows)]:
-            problem, value = space[int(i)]
-            rows.append({"problem": problem, "expected_answer": str(value)})
-    return rows
-
-
-def demonstrate_batch(
-    rng: random.Random, mistake_probability: float, count: int, *, max_operand: int, operators: str
-) -> list[list[dict[str, str]]]:
-    """Problems with boxed answers, for the warm-up of tiny models; with `mistake_probability` one too high.
-
-    All problems are drawn before the first mistake. Pretraining, so to speak: the held-out problems are among them, as
-    a real model has seen arithmetic before.
-
-    Raises:
-        ValueError: see `arithmetic_space`.
-    """
-    space = arithmetic_space(max_operand=max_operand, operators=operators, split="all")
-    batch: list[list[dict[str, str]]] = []
-    for problem, value in rng.choices(space, k=count):
-        answer = value + (rng.random() < mistake_probability)
-        batch.append(_conversation(problem, str(answer)))
-    return batch
+    chosen = sampled("arithmetic", space, num_samples, split, seed)
+    return [{"problem": problem, "expected_answer": str(value)} for problem, value in chosen]
 
 
 class _Options(StrictModel):
@@ -119,28 +142,176 @@ class _Options(StrictModel):
 
 
 def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
-    """The rows a dataset section asks for: `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
+    """Rows for a dataset section with `kwargs` {num_samples, max_operand, operators}, `split` and `seed`.
 
-    Where they are learned from as they are (SFT), they have `messages` too.
+    Rows to learn from (SFT) also have `messages`, with the answer boxed as the math environment reads it.
 
     Raises:
-        ValueError: for an unknown or wrong option.
+        ValueError: for an unknown or invalid option.
     """
     options = generated_options(cfg, _Options)
     rows = arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
-    return [with_messages(row) for row in rows] if isinstance(cfg, ExampleDatasetConfig) else rows
+    if not isinstance(cfg, ExampleDatasetConfig):
+        return rows
+    return [{**row, "messages": _conversation(row["problem"], boxed(row["expected_answer"]))} for row in rows]
 
 
-def with_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with a conversation to learn from: the answer as the environment of mathematics reads it, boxed."""
-    return {**row, "messages": _conversation(row["problem"], row["expected_answer"])}
+def demonstrate_arithmetic(
+    rng: random.Random, mistake_probability: float, count: int, *, max_operand: int = 9, operators: str = "+-"
+) -> list[list[dict[str, str]]]:
+    """`count` problems with boxed answers. With `mistake_probability` an answer is one too high.
+
+    All problems are drawn before the first mistake.
+
+    Raises:
+        ValueError: see `arithmetic_space`.
+    """
+    space = arithmetic_space(max_operand=max_operand, operators=operators, split="all")
+    problems = rng.choices(space, k=count)
+    return [_conversation(text, boxed(value + (rng.random() < mistake_probability))) for text, value in problems]
+
+
+def boxed(value: int | str) -> str:
+    """An answer as the math environment reads it."""
+    return f"\\boxed{{{value}}}"
 
 
 def _conversation(problem: str, answer: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": problem}, {"role": "assistant", "content": f"\\boxed{{{answer}}}"}]
+    return [{"role": "user", "content": problem}, {"role": "assistant", "content": answer}]
 
 
-def load_held_out(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Each held-out problem of the same space once: what `split_validation_size` of a training section means here."""
-    kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
-    return load_arithmetic(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))
+def _any_problem(rng: random.Random) -> tuple[str, int]:
+    return rng.choice(arithmetic_space(max_operand=9, operators="+-", split="all"))
+
+
+# -- Preferences: the right answer and a wrong one.
+
+
+class _PreferenceOptions(_Options):
+    margins: bool = False
+    max_mistake: int | None = Field(default=None, ge=1)
+
+
+def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
+    """Problems of the `arithmetic` dataset with the right answer chosen and a wrong one rejected.
+
+    Half of the wrong answers are one too high, the mistake of the tiny models; the others are off by up to three.
+    `kwargs`: those of `arithmetic`; `max_mistake: n` for answers that are off by up to n, every mistake equally likely;
+    and `margins: true` for a margin as large as the mistake.
+
+    Raises:
+        ValueError: for an unknown or invalid option, or a section that takes no preferences.
+    """
+    if not isinstance(cfg, PreferenceDatasetConfig):
+        raise ValueError(
+            f"dataset {cfg.dataset_name!r} holds preferences: it is for the section data of DPO and reward models"
+        )
+    options = generated_options(cfg, _PreferenceOptions)
+    problems = arithmetic_rows(
+        num_samples=options.num_samples,
+        max_operand=options.max_operand,
+        operators=options.operators,
+        seed=cfg.seed,
+        split=cfg.split or "train",
+    )
+    generator = np.random.default_rng([cfg.seed, len(problems)])
+    largest = 3 if options.max_mistake is None else options.max_mistake
+    mistakes = generator.choice([*range(-largest, 0), *range(1, largest + 1)], size=len(problems))
+    if options.max_mistake is None:
+        mistakes[generator.random(len(problems)) < 0.5] = 1
+    rows: list[dict[str, Any]] = []
+    for row, mistake in zip(problems, mistakes.tolist(), strict=True):
+        right = int(row["expected_answer"])
+        pair = {"prompt": row["problem"], "chosen": boxed(right), "rejected": boxed(right + mistake)}
+        rows.append({**pair, "margin": float(abs(mistake))} if options.margins else pair)
+    return rows
+
+
+# -- Programs that print the answer, for the code environment.
+
+
+def load_code_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
+    """Rows of `arithmetic`, each with `tests` of one case: what the program has to print. Options as in `arithmetic`.
+
+    Raises:
+        ValueError: for an unknown or invalid option.
+    """
+    return [{**row, "tests": [{"input": "", "output": row["expected_answer"]}]} for row in load_arithmetic(cfg)]
+
+
+def demonstrate_code_arithmetic(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A problem and a program for it; with `mistake_probability` the program prints one more."""
+    problem, _ = _any_problem(rng)
+    mistake = "+1" if rng.random() < mistake_probability else ""
+    return _conversation(problem, f"<code>print({problem}{mistake})</code>")
+
+
+# -- A calculator, for the environment of Python tools.
+
+
+def load_tool_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
+    """Rows of `arithmetic` with the calculator in their column `tools`; options as in `arithmetic`.
+
+    `kwargs.show_tools: false` omits the column `tools`, for models whose chat template shows no tools.
+
+    Raises:
+        ValueError: for an unknown or invalid option.
+    """
+    kwargs = dict(cfg.kwargs)
+    show_tools = kwargs.pop("show_tools", True)
+    if not isinstance(show_tools, bool):
+        raise ValueError(f"tool_arithmetic: kwargs.show_tools is true or false, got {show_tools!r}")
+    rows = load_arithmetic(cfg.model_copy(update={"kwargs": kwargs}))
+    return [{**row, "tools": [CALCULATOR]} for row in rows] if show_tools else rows
+
+
+def demonstrate_tool_arithmetic(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A problem, a call of the calculator, its result, and the answer.
+
+    With `mistake_probability` the call computes one more than it should, and the answer repeats the result.
+    """
+    problem, value = _any_problem(rng)
+    is_mistaken = rng.random() < mistake_probability
+    call = {"name": "calculator", "arguments": {"expression": problem + "+1" * is_mistaken}}
+    result = str(value + is_mistaken)
+    return [
+        *_conversation(problem, f"<tool_call>{json.dumps(call)}</tool_call>"),
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": boxed(result)},
+    ]
+
+
+# -- Graded sums, which a tiny judge learns. There are no rows: no policy trains on them.
+
+JUDGE_TEMPLATE = "{question}={reference}\n{answer}\n"  # examples/prompts/judge_tiny.txt
+RIGHT, WRONG, NO_ANSWER = 10, 2, 0  # scores of a right number, of a wrong one, and of a text without a number
+_CHARACTERS = " -0123456789?"
+
+
+def demonstrate_judgement(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A question for the judge and its reply; with `mistake_probability` a random score."""
+    problem, value = _any_problem(rng)
+    kind = rng.random()
+    said: int | str
+    if kind < 0.3:
+        said, answer = value, boxed(value)
+    elif kind < 0.9:
+        said = value + rng.choice((-10, -3, -2, -1, 1, 2, 3, 10)) if rng.random() < 0.7 else rng.randint(-9, 18)
+        answer = boxed(said)
+    else:
+        said, answer = "???", "".join(rng.choices(string.printable[:95], k=rng.randint(0, 12)))
+    score = RIGHT if said == value else WRONG if isinstance(said, int) else NO_ANSWER
+    if rng.random() < mistake_probability:
+        score = rng.choice((RIGHT, WRONG, NO_ANSWER))
+    prompt = fill(JUDGE_TEMPLATE, question=problem, answer=answer, reference=str(value))
+    return _conversation(prompt, _judgement(str(value), str(said), score))
+
+
+def _judgement(reference: str, said: str, score: int) -> str:
+    """Both numbers as three characters each, the distance of each pair of characters (`m`: equal), and the score.
+
+    A small model learns distances early. It learns late whether two characters are equal when it sees only these two.
+    """
+    one, two = f"{reference:>3}", f"{said:>3}"
+    distances = (_CHARACTERS.index(b) - _CHARACTERS.index(a) for a, b in zip(one, two, strict=True))
+    return f"{one},{two}:{''.join(chr(ord('m') + distance) for distance in distances)} Score: {score}"

@@ -1,32 +1,224 @@
-"""Well-known datasets: where they are on the Hugging Face hub and which columns they have.
+"""Well-known datasets of the Hugging Face hub, for training and evaluation: path, columns, conversion of a row.
 
-`data_path` of the configuration names a local copy with the same columns; `subset` and `split` override those here.
+A converted row has `problem` and `expected_answer`; multiple choice also has `options`, {"A": text, ...}, and the
+letter of the right option as its answer. Conversations have `messages`; preferences `prompt`, `chosen` and `rejected`.
+`data_path` of the configuration names a local copy with the same columns; `subset` and `split` override the defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from string import ascii_uppercase
+from typing import Any, Literal
 
-from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
-from nemo_rl.data.datasets.conversations import chat_row, columns_row, squad_row
+import numpy as np
+import xxhash
+
+from nemo_rl.data.config import DatasetConfig, ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
+from nemo_rl.data.datasets.examples import (
+    chat_row,
+    columns_row,
+    conversations_row,
+    helpsteer3_row,
+    load_conversations,
+    load_preferences,
+    squad_row,
+)
 from nemo_rl.data.datasets.files import (
-    ColumnsToProblem,
+    FORMATS,
     MappedRows,
     column_names,
     converted,
+    is_file,
+    load_file_as,
+    load_response_rows,
     load_table,
+    problem_row,
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row
+from nemo_rl.data.datasets.registry import MMLU_LANGUAGES
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+
+AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice"]
+"""What an answer is; these are the `verifier_type`s of the math environment."""
+
+
+def load_file(cfg: TableConfig) -> Rows | StreamedTable:
+    """The rows of a file or a Hugging Face path, in the form that their section needs."""
+    if isinstance(cfg, PreferenceDatasetConfig):
+        return load_preferences(cfg)
+    return load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
+
+
+def load_hub_set(cfg: TableConfig) -> Rows | StreamedTable:
+    """A dataset to train on, by `dataset_name`.
+
+    Raises:
+        ValueError: for `kwargs`, a missing column, or a section of another kind; otherwise as `load_table`.
+    """
+    return HUB_SETS[_name_without_kwargs(cfg)].load(cfg)
+
+
+def load_evaluation_set(cfg: DatasetConfig) -> Rows:
+    """A dataset to evaluate with, by `dataset_name`.
+
+    Raises:
+        ValueError: for `kwargs` or a missing column; otherwise as `load_table`.
+    """
+    return EVAL_DATASETS[_name_without_kwargs(cfg)].load(cfg)
+
+
+def _name_without_kwargs(cfg: TableConfig) -> str:
+    if cfg.kwargs:
+        raise ValueError(f"dataset {cfg.dataset_name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
+    return str(cfg.dataset_name)
+
+
+def answer_kind(dataset_name: str | None) -> AnswerKind:
+    """What the answers of a dataset are; "math" for a dataset that is not known here."""
+    return EVAL_DATASETS[dataset_name].kind if dataset_name in EVAL_DATASETS else "math"
+
+
+def load_problem_table(
+    path: str,
+    *,
+    problem_key: str,
+    solution_key: str,
+    file_format: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
+    cache_dir: str | None = None,
+) -> Rows:
+    """Problems and answers of a local file or a Hugging Face path, from two columns; the other columns are kept.
+
+    `file_format` (csv, json, jsonl or parquet) is for a file whose name does not end in its format.
+
+    Raises:
+        ValueError, FileNotFoundError: as `load_table`; for a missing column; for an unknown format.
+    """
+    if file_format is not None and not (is_file(path) and FORMATS.get(f".{file_format}")):
+        raise ValueError(
+            f"data.file_format={file_format!r} with dataset {path!r}: it is for local files and one of "
+            f"{', '.join(suffix.removeprefix('.') for suffix in FORMATS)}"
+        )
+    if file_format is None or path.endswith(f".{file_format}"):
+        if is_file(path):  # a file is read whole; subset and split are meant for another dataset of the configuration
+            subset = split = None
+        table = load_table(path, subset=subset, split=split, cache_dir=cache_dir)
+    else:
+        table = load_file_as(path, FORMATS[f".{file_format}"], cache_dir)
+        if len(table) == 0:
+            raise ValueError(f"dataset {path!r} is empty: it has no rows")
+    require_columns(table, {"data.problem_key": problem_key, "data.solution_key": solution_key}, path)
+    return MappedRows(table, lambda row: {**row, **answered_row(row, problem=problem_key, answer=solution_key)}, path)
+
+
+# -- The kinds of datasets.
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubTable:
+    """A table of the hub."""
+
+    path: str
+    split: str = "train"
+    subsets: tuple[str | None, ...] = (None,)
+
+    def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
+        """All subsets in one table, which has the `columns`. A local copy has neither split nor subsets."""
+        import datasets
+
+        subsets = (cfg.subset,) if cfg.subset or cfg.data_path else self.subsets
+        split = cfg.split or (None if cfg.data_path else self.split)
+        path = cfg.data_path or self.path
+        table = datasets.concatenate_datasets(
+            [
+                load_table(path, subset=subset, split=split, cache_dir=cfg.download_dir, streaming=cfg.is_streamed)
+                for subset in subsets
+            ]
+        )
+        for column in columns:
+            require_columns(table, {f"of {cfg.dataset_name}": column}, path)
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubProblems(HubTable):
+    """Problems and their answers: prompts, or conversations of one turn."""
+
+    input_key: str
+    output_key: str
+    solution_key: str | None = None  # column to learn from (SFT), if it holds more than the answer
+    extract: Callable[[str], str] | None = None
+    convert: Callable[[Row], Row] | None = None
+
+    def load(self, cfg: TableConfig) -> Rows | StreamedTable:
+        table = self.table(cfg, (self.input_key, self.output_key))
+        convert = self.convert or partial(
+            problem_row, input_key=self.input_key, output_key=self.output_key, extract=self.extract
+        )
+        if isinstance(cfg, ExampleDatasetConfig):
+            return converted(table, self._with_conversation(cfg, table, convert))
+        return MappedRows(table, convert, cfg.data_path or self.path)
+
+    def _with_conversation(
+        self, cfg: ExampleDatasetConfig, table: Any, convert: Callable[[Row], Row]
+    ) -> Callable[[Row], Row]:
+        solution = cfg.output_key or (self.solution_key if self.solution_key in column_names(table) else None)
+        own = "the dataset has columns of its own"
+        if solution is None:  # there is only the answer
+            require_used_keys(cfg, (), own)
+            return convert
+        require_used_keys(cfg, ("input_key", "output_key"), own, table)
+        columns = {"input_key": cfg.input_key or self.input_key, "output_key": solution}
+        require_columns(table, columns, cfg.data_path or self.path)
+        return partial(_solved_row, convert=convert, **columns)
+
+
+def _solved_row(row: Row, *, convert: Callable[[Row], Row], input_key: str, output_key: str) -> Row:
+    return {**convert(row), "messages": columns_row(row, input_key=input_key, output_key=output_key)["messages"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubExamples(HubTable):
+    """Conversations, or preferences."""
+
+    columns: tuple[str, ...]
+    convert: Callable[[Row], Row]
+    preferences: bool = False
+
+    def load(self, cfg: TableConfig) -> Rows | StreamedTable:
+        if self.preferences != isinstance(cfg, PreferenceDatasetConfig):
+            held = "preferences: it is for DPO and reward models" if self.preferences else "no preferences"
+            raise ValueError(f"dataset {cfg.dataset_name!r} holds {held}")
+        require_used_keys(cfg, (), "the dataset has columns of its own")
+        return converted(self.table(cfg, self.columns), self.convert)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalDataset(HubTable):
+    """Problems to evaluate with. A row without an answer, or with one that cannot be right, raises ValueError."""
+
+    columns: tuple[str, ...]
+    convert: Callable[..., Row]  # (row) -> row, with the keyword `seed` if `seeded`
+    split: str = "test"
+    kind: AnswerKind = "math"
+    seeded: bool = False
+
+    def load(self, cfg: DatasetConfig) -> Rows:
+        table = self.table(cfg, self.columns)
+        convert = partial(self.convert, seed=cfg.seed) if self.seeded else self.convert
+        return MappedRows(table, convert, str(cfg.dataset_name))
+
+
+# -- Conversions of rows. Their errors follow the words "row 3 ...".
 
 
 def after_hashes(solution: str) -> str:
-    """The part behind `####` of a GSM8K solution, without thousands separators: "... #### 1,024" -> "1024"."""
+    """The part after `####` of a GSM8K solution, without thousands separators: "... #### 1,024" -> "1024"."""
     return solution.rpartition("####")[2].strip().replace(",", "")
 
 
@@ -35,104 +227,91 @@ def dapo_row(row: Row) -> Row:
     return {"problem": row["prompt"][0]["content"], "expected_answer": str(row["reward_model"]["ground_truth"])}
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubDataset:
-    """One dataset of the hub with problems and their answers."""
-
-    path: str
-    input_key: str
-    output_key: str
-    solution_key: str | None = None  # what is learned from as it is, where that is more than the answer
-    split: str = "train"
-    subsets: tuple[str | None, ...] = (None,)
-    extract: Callable[[str], str] | None = None
-    convert: Callable[[Row], Row] | None = None
-
-    def __call__(self, cfg: TableConfig) -> Rows | StreamedTable:
-        table = load_parts(cfg, self.path, self.split, self.subsets)
-        path = cfg.data_path or self.path
-        require_columns(table, {"problem": self.input_key, "answer": self.output_key}, path)
-        convert = self.convert or ColumnsToProblem(self.input_key, self.output_key, self.extract)
-        if isinstance(cfg, ExampleDatasetConfig):
-            return converted(table, self._with_conversation(cfg, table, convert))
-        return MappedRows(table, convert, path)
-
-    def _with_conversation(
-        self, cfg: ExampleDatasetConfig, table: Any, convert: Callable[[Row], Row]
-    ) -> Callable[[Row], Row]:
-        solution = cfg.output_key or (self.solution_key if self.solution_key in column_names(table) else None)
-        own = "the dataset has columns of its own"
-        if solution is None:  # the answer is all there is
-            require_used_keys(cfg, (), own)
-            return convert
-        require_used_keys(cfg, ("input_key", "output_key"), own, table)
-        columns = {"input_key": cfg.input_key or self.input_key, "output_key": solution}
-        require_columns(table, columns, cfg.data_path or self.path)
-        return partial(both_rows, convert=convert, **columns)
+def answered_row(row: Row, *, problem: str, answer: str, extract: Callable[[str], str | None] | None = None) -> Row:
+    """A problem and its answer from two columns, none of them empty; `extract` finds the answer in its column."""
+    text = _text(row, answer, "answer")
+    found = extract(text) if extract is not None else text
+    if found is None or not found.strip():
+        raise ValueError(f"has no answer: none is found in column {answer!r}, which ends in {text[-60:]!r}")
+    return {"problem": _text(row, problem, "problem"), "expected_answer": found}
 
 
-def both_rows(row: Row, *, convert: Callable[[Row], Row], input_key: str, output_key: str) -> Row:
-    """A problem with its answer, and the conversation that solves it."""
-    return {**convert(row), "messages": columns_row(row, input_key=input_key, output_key=output_key)["messages"]}
+def last_boxed(solution: str) -> str | None:
+    r"""The content of the last `\boxed{...}` of a solution; None if there is none.
+
+    Braces inside are matched: `\boxed{\frac{1}{2}}` -> `\frac{1}{2}`.
+    """
+    start = solution.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for position in range(begin, len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[position], 0)
+        if depth == 0:
+            return solution[begin:position]
+    return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class HubTable:
-    """One dataset of the hub with conversations, or with preferences."""
-
-    path: str
-    columns: tuple[str, ...]
-    convert: Callable[[Row], Row]
-    split: str = "train"
-    preferences: bool = False
-
-    def __call__(self, cfg: TableConfig) -> Rows | StreamedTable:
-        if self.preferences != isinstance(cfg, PreferenceDatasetConfig):
-            held = "preferences: it is for DPO and reward models" if self.preferences else "no preferences"
-            raise ValueError(f"dataset {cfg.dataset_name!r} holds {held}")
-        require_used_keys(cfg, (), "the dataset has columns of its own")
-        table = load_parts(cfg, self.path, self.split, (None,))
-        require_columns(
-            table, {f"of {cfg.dataset_name}": column for column in self.columns}, cfg.data_path or self.path
-        )
-        return converted(table, self.convert)
+def gpqa_row(row: Row, *, seed: int) -> Row:
+    """GPQA names one right and three wrong answers; seed and question determine their order."""
+    question = _text(row, "Question", "problem")
+    texts = [_text(row, column, "answer" if i == 0 else "option").strip() for i, column in enumerate(_GPQA_ANSWERS)]
+    generator = np.random.default_rng(xxhash.xxh3_64_intdigest(f"{seed}/{question}".encode()))
+    order = generator.permutation(len(texts)).tolist()
+    options = {letter: texts[index] for letter, index in zip(ascii_uppercase, order, strict=False)}
+    return _choices(question, options, ascii_uppercase[order.index(0)], _GPQA_ANSWERS[0])
 
 
-def load_parts(cfg: TableConfig, path: str, split: str, subsets: tuple[str | None, ...]) -> Any:
-    """The table of a known dataset, or of a local copy, which has the columns, and neither its split nor subsets."""
-    import datasets
-
-    subsets = (cfg.subset,) if cfg.subset or cfg.data_path else subsets
-    wanted = cfg.split or (None if cfg.data_path else split)
-    return datasets.concatenate_datasets(
-        [
-            load_table(
-                cfg.data_path or path,
-                subset=subset,
-                split=wanted,
-                cache_dir=cfg.download_dir,
-                streaming=cfg.is_streamed,
-            )
-            for subset in subsets
-        ]
-    )
+def mmlu_row(row: Row) -> Row:
+    """MMLU has a list of choices and the number of the right one, from 0."""
+    number = _text(row, "answer", "answer")
+    options = dict(zip(ascii_uppercase, map(str, row["choices"]), strict=False))
+    letter = ascii_uppercase[int(number)] if number.isdigit() and int(number) < len(ascii_uppercase) else number
+    return _choices(_text(row, "question", "problem"), options, letter, "answer")
 
 
-FACTORIES: dict[str, HubDataset] = {
-    "OpenMathInstruct-2": HubDataset(
+def mmmlu_row(row: Row) -> Row:
+    """The translations of MMLU have a column for each option and the letter of the right one."""
+    options = {letter: _text(row, letter, "option") for letter in "ABCD"}
+    return _choices(_text(row, "Question", "problem"), options, _text(row, "Answer", "answer").strip(), "Answer")
+
+
+def mmlu_pro_row(row: Row) -> Row:
+    """MMLU-Pro has a list of up to ten options and the letter of the right one."""
+    options = dict(zip(ascii_uppercase, map(str, row["options"]), strict=False))
+    return _choices(_text(row, "question", "problem"), options, _text(row, "answer", "answer").strip(), "answer")
+
+
+def _text(row: Row, column: str, what: str) -> str:
+    value = row[column]
+    if value is None or not str(value).strip():
+        raise ValueError(f"has no {what}: column {column!r} is empty; fill it in or remove the row")
+    return str(value)
+
+
+def _choices(problem: str, options: Mapping[str, str], letter: str, column: str) -> Row:
+    if letter not in options:
+        raise ValueError(f"has the answer {letter!r} in column {column!r}; its options are {', '.join(options)}")
+    return {"problem": problem, "options": dict(options), "expected_answer": letter}
+
+
+# -- The datasets. Their names also stand in `registry.py`.
+
+PROBLEMS: dict[str, HubProblems] = {
+    "OpenMathInstruct-2": HubProblems(
         path="nvidia/OpenMathInstruct-2",
         split="train_1M",
         input_key="problem",
         output_key="expected_answer",
         solution_key="generated_solution",
     ),
-    "DeepScaler": HubDataset(
+    "DeepScaler": HubProblems(
         path="agentica-org/DeepScaleR-Preview-Dataset",
         input_key="problem",
         output_key="answer",
         solution_key="solution",
     ),
-    "gsm8k": HubDataset(
+    "gsm8k": HubProblems(
         path="openai/gsm8k",
         subsets=("main",),
         input_key="question",
@@ -140,44 +319,109 @@ FACTORIES: dict[str, HubDataset] = {
         solution_key="answer",
         extract=after_hashes,
     ),
-    "DAPOMath17K": HubDataset(
+    "DAPOMath17K": HubProblems(
         path="BytedTsinghua-SIA/DAPO-Math-17k", input_key="prompt", output_key="reward_model", convert=dapo_row
     ),
-    "AIME2024": HubDataset(
+    "AIME2024": HubProblems(
         path="HuggingFaceH4/aime_2024", input_key="problem", output_key="answer", solution_key="solution"
     ),
-    "AIME2025": HubDataset(
+    "AIME2025": HubProblems(
         path="opencompass/AIME2025",
         subsets=("AIME2025-I", "AIME2025-II"),
         split="test",
         input_key="question",
         output_key="answer",
     ),
-    "MATH-500": HubDataset(
-        path="HuggingFaceH4/MATH-500",
-        split="test",
-        input_key="problem",
-        output_key="answer",
-        solution_key="solution",
+    "MATH-500": HubProblems(
+        path="HuggingFaceH4/MATH-500", split="test", input_key="problem", output_key="answer", solution_key="solution"
     ),
 }
 
-CONVERSATIONS: dict[str, HubTable] = {
-    "squad": HubTable(path="rajpurkar/squad", columns=("context", "question", "answers"), convert=squad_row),
-    "tulu3_sft_mixture": HubTable(path="allenai/tulu-3-sft-mixture", columns=("messages",), convert=chat_row),
-}
-
-PREFERENCES: dict[str, HubTable] = {
-    "HelpSteer3": HubTable(
+HUB_SETS: dict[str, HubProblems | HubExamples] = {
+    **PROBLEMS,
+    "squad": HubExamples(path="rajpurkar/squad", columns=("context", "question", "answers"), convert=squad_row),
+    "tulu3_sft_mixture": HubExamples(path="allenai/tulu-3-sft-mixture", columns=("messages",), convert=chat_row),
+    "HelpSteer3": HubExamples(
         path="nvidia/HelpSteer3",
         columns=("context", "response1", "response2", "overall_preference"),
         convert=helpsteer3_row,
         preferences=True,
     ),
-    "Tulu3Preference": HubTable(
+    "Tulu3Preference": HubExamples(
         path="allenai/llama-3.1-tulu-3-8b-preference-mixture",
         columns=("chosen", "rejected"),
         convert=conversations_row,
         preferences=True,
     ),
 }
+
+
+def _evaluated(name: str, split: str | None = None) -> EvalDataset:
+    """A dataset to train on, for evaluation."""
+    known = PROBLEMS[name]
+    return EvalDataset(
+        path=known.path,
+        columns=(known.input_key, known.output_key),
+        convert=partial(answered_row, problem=known.input_key, answer=known.output_key, extract=known.extract),
+        split=split or known.split,
+        subsets=known.subsets,
+    )
+
+
+_GPQA_ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+_MATH_SUBJECTS = (
+    "algebra", "counting_and_probability", "geometry", "intermediate_algebra", "number_theory", "prealgebra",
+    "precalculus",
+)  # fmt: skip
+
+
+def _gpqa(subset: str) -> EvalDataset:
+    return EvalDataset(
+        path="Idavidrein/gpqa",
+        columns=("Question", *_GPQA_ANSWERS),
+        convert=gpqa_row,
+        split="train",
+        subsets=(subset,),
+        kind="english_multichoice",
+        seeded=True,
+    )
+
+
+EVAL_DATASETS: dict[str, EvalDataset] = {
+    "aime2024": _evaluated("AIME2024"),
+    "aime2025": _evaluated("AIME2025"),
+    "math500": _evaluated("MATH-500"),
+    "math": EvalDataset(
+        path="EleutherAI/hendrycks_math",
+        columns=("problem", "solution"),
+        convert=partial(answered_row, problem="problem", answer="solution", extract=last_boxed),
+        subsets=_MATH_SUBJECTS,
+    ),
+    "gsm8k": _evaluated("gsm8k", split="test"),
+    "gpqa": _gpqa("gpqa_main"),
+    "gpqa_diamond": _gpqa("gpqa_diamond"),
+    "mmlu": EvalDataset(
+        path="cais/mmlu",
+        columns=("question", "choices", "answer"),
+        convert=mmlu_row,
+        subsets=("all",),
+        kind="english_multichoice",
+    ),
+    "mmlu_pro": EvalDataset(
+        path="TIGER-Lab/MMLU-Pro",
+        columns=("question", "options", "answer"),
+        convert=mmlu_pro_row,
+        kind="english_multichoice",
+    ),
+    **{
+        f"mmlu_{language}": EvalDataset(
+            path="openai/MMMLU",
+            columns=("Question", "A", "B", "C", "D", "Answer"),
+            convert=mmmlu_row,
+            subsets=(language.replace("-", "_"),),
+            kind="multilingual_multichoice",
+        )
+        for language in MMLU_LANGUAGES
+    },
+}
+"""By name; `gsm8k` is the test split here, and the training split in `PROBLEMS`."""

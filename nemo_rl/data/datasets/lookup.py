@@ -1,7 +1,7 @@
-"""Questions that only a corpus can answer, and that corpus: generated, for the environment of retrieval.
+"""Generated questions that only a corpus can answer, and that corpus, for the retrieval environment.
 
-A fact gives the code of a place, three digits drawn from a seed: nothing that a model could know or guess. Places are
-held out for validation by a hash of their name; their facts are in the corpus as all others are.
+A fact gives the code of a place, three digits drawn from a seed: no model can know or guess it. A hash of the place's
+name chooses the held-out fifth; the corpus contains the facts of all places.
 """
 
 from __future__ import annotations
@@ -9,29 +9,25 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets.files import generated_options
-from nemo_rl.utils import task_formats as retrieval_tags
+from nemo_rl.data.datasets.arithmetic import check_split, demonstrate_arithmetic, generated_options, in_split, sampled
+from nemo_rl.utils.task_formats import answer, passages, search
 
-_PLACES = """
+_NAMES = """
 Accra Amman Ankara Athens Baku Beirut Berlin Bern Bogota Cairo Caracas Dakar Delhi Dhaka Doha Dublin Hanoi Harare
 Havana Jakarta Kabul Kigali Kyiv Lima Lisbon London Luanda Lusaka Madrid Male Manila Maputo Minsk Monaco Nairobi
 Nassau Oslo Ottawa Paris Prague Quito Rabat Riga Rome Sofia Suva Tallinn Tehran Tirana Tokyo Tunis Vienna Vilnius
 Warsaw Zagreb
 """
-PLACES = _PLACES.split()
-HELD_OUT_ONE_IN = 5
-SPLITS = ("train", "validation", "all")
-DEFAULT_NUM_TRAIN_SAMPLES = 10_000
+PLACES = _NAMES.split()
 DEFAULT_SEED = 42
 
 
 def code_of(place: str, seed: int) -> str:
-    """Three digits."""
+    """The code of a place, three digits."""
     return f"{xxhash.xxh64_intdigest(place.encode(), seed=seed) % 1000:03d}"
 
 
@@ -49,18 +45,9 @@ def corpus(seed: int = DEFAULT_SEED) -> list[dict[str, str]]:
 
 
 def places_of(split: str) -> list[str]:
-    """The places that a split asks for: "train", "validation" or "all".
-
-    Raises:
-        ValueError: for another split.
-    """
-    if split not in SPLITS:
-        raise ValueError(f"lookup: split must be one of {', '.join(SPLITS)}, got {split!r}")
-
-    def is_held_out(place: str) -> bool:
-        return xxhash.xxh64_intdigest(place.encode()) % HELD_OUT_ONE_IN == 0
-
-    return [place for place in PLACES if split == "all" or is_held_out(place) == (split == "validation")]
+    """The places of a split: "train", "validation" or "all". ValueError for another split."""
+    check_split("lookup", split)
+    return [place for place in PLACES if in_split(place, split)]
 
 
 class _Options(StrictModel):
@@ -71,47 +58,38 @@ class _Options(StrictModel):
 def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem", "expected_answer"}; `kwargs` {num_samples, corpus_seed}, `split` and `seed` of the section.
 
-    `num_samples` defaults to 10,000 for training and to each place once else. `corpus_seed` is the corpus's `seed`.
+    `num_samples` defaults to 10,000 for training and otherwise to each place once. `corpus_seed` is the corpus's
+    `seed`.
 
     Raises:
-        ValueError: for an unknown or wrong option.
+        ValueError: for an unknown or invalid option.
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"
-    places = places_of(split)
-    num_samples = options.num_samples
-    if num_samples is None:
-        num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(places)
-    if num_samples < 1:
-        raise ValueError(f"lookup: num_samples must be 1 or more, got {num_samples}")
-    generator = np.random.default_rng(cfg.seed)
-    rows: list[dict[str, Any]] = []
-    while len(rows) < num_samples:
-        for i in generator.permutation(len(places))[: num_samples - len(rows)]:
-            place = places[int(i)]
-            rows.append({"problem": question(place), "expected_answer": code_of(place, options.corpus_seed)})
-    return rows
+    places = sampled("lookup", places_of(split), options.num_samples, split, cfg.seed)
+    return [{"problem": question(place), "expected_answer": code_of(place, options.corpus_seed)} for place in places]
 
 
-def load_held_out(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Each held-out place once: what `split_validation_size` of a training section means here."""
-    kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
-    return load_lookup(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))
+def demonstrate_lookup(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A question, a search, the passage it finds, and the answer, for the warm-up of tiny models.
 
-
-def demonstrate(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
-    """A question, a search, two facts of which the first is found for its place, and the answer.
-
-    Codes are drawn anew each time, so that only what was found can tell them. With `mistake_probability` the search is
-    for another place, and the answer believes what is found.
+    Codes are drawn anew each time, so that the model has to read the passage. With `mistake_probability` the search is
+    for another place, and the answer repeats the code of that place.
     """
-    place, other = rng.sample(PLACES, 2)
-    asked = rng.choice(PLACES) if rng.random() < mistake_probability else place
-    code, other_code = (f"{rng.randrange(1000):03d}" for _ in range(2))
-    found = [fact(asked, code), fact(other, other_code)]
+    place = rng.sample(PLACES, 2)[0]
+    searched = rng.choice(PLACES) if rng.random() < mistake_probability else place
+    code = f"{rng.randrange(1000):03d}"
+    rng.randrange(1000)  # the warm-up of the existing tiny models has drawn a second code
     return [
         {"role": "user", "content": question(place)},
-        {"role": "assistant", "content": retrieval_tags.search(asked)},
-        {"role": "environment", "content": retrieval_tags.passages(found[:1])},
-        {"role": "assistant", "content": retrieval_tags.answer(code)},
+        {"role": "assistant", "content": search(searched)},
+        {"role": "environment", "content": passages([fact(searched, code)])},
+        {"role": "assistant", "content": answer(code)},
     ]
+
+
+def demonstrate_sum_or_lookup(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A problem of the dataset `arithmetic` or, as often, a question of `lookup`, with the answer."""
+    if rng.random() < 0.5:
+        return demonstrate_lookup(rng, mistake_probability)
+    return demonstrate_arithmetic(rng, mistake_probability, 1)[0]

@@ -1,4 +1,7 @@
-"""Datasets by name: `data.train.dataset_name` -> rows."""
+"""Datasets by name: from a section of the configuration (`data.train.dataset_name`) to its rows.
+
+The registry names implementations by import path, and only the module of the chosen dataset is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +11,46 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label, is_local
-from nemo_rl.data.datasets import (
-    arithmetic,
-    code_arithmetic,
-    conversations,
-    evaluation,
-    hub,
-    lookup,
-    preferences,
-    sliding_puzzle,
-    tool_arithmetic,
-)
-from nemo_rl.data.datasets.files import load_response_rows
+from nemo_rl.data.config import TableConfig, dataset_label, is_local
 from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
 from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
-"""Of the dataset's section of the configuration, a `TableConfig`; it streams when that `is_streamed`."""
+"""Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
 
+_PACKAGE = "nemo_rl.data.datasets"
+_LOAD_FILE = f"{_PACKAGE}.hub:load_file"
+MMLU_LANGUAGES = (
+    "AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID", "IT-IT", "JA-JP", "KO-KR", "PT-BR", "SW-KE",
+    "YO-NG", "ZH-CN",
+)  # fmt: skip
 
-def load_file(cfg: TableConfig) -> Rows | StreamedTable:
-    """The rows of a file or a Hugging Face path, in the form that the section they stand in needs."""
-    if isinstance(cfg, PreferenceDatasetConfig):
-        return preferences.load_preferences(cfg)
-    return conversations.load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
-
-
-DATASET_REGISTRY: dict[str, DatasetFactory] = {
-    "arithmetic": arithmetic.load_arithmetic,
-    "arithmetic_preference": preferences.load_arithmetic_preference,
-    "lookup": lookup.load_lookup,
-    "code_arithmetic": code_arithmetic.load_code_arithmetic,
-    "sliding_puzzle": sliding_puzzle.load_sliding_puzzle,
-    "tool_arithmetic": tool_arithmetic.load_tool_arithmetic,
-    "ResponseDataset": load_file,
-    "openai_format": conversations.load_openai_format,
-    "open_assistant": conversations.load_open_assistant,
-    "PreferenceDataset": preferences.load_preferences,
-    "BinaryPreferenceDataset": preferences.load_preferences,
-    **evaluation.EVAL_DATASETS,
-    **hub.FACTORIES,
-    **hub.CONVERSATIONS,
-    **hub.PREFERENCES,
+# Their rows repeat a small set of problems, so rows set aside at random would be problems that are trained on.
+GENERATED = {
+    "arithmetic": f"{_PACKAGE}.arithmetic:load_arithmetic",
+    "arithmetic_preference": f"{_PACKAGE}.arithmetic:load_arithmetic_preference",
+    "lookup": f"{_PACKAGE}.lookup:load_lookup",
+    "code_arithmetic": f"{_PACKAGE}.arithmetic:load_code_arithmetic",
+    "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
+    "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",
 }
-# Generated rows repeat a small set of problems: rows set aside at random would be problems trained on.
-HELD_OUT: dict[str, Callable[[TableConfig], Rows]] = {
-    "arithmetic": arithmetic.load_held_out,
-    "arithmetic_preference": preferences.load_held_out,
-    "lookup": lookup.load_held_out,
-    "code_arithmetic": code_arithmetic.load_held_out,
-    "sliding_puzzle": sliding_puzzle.load_held_out,
-    "tool_arithmetic": tool_arithmetic.load_held_out,
+# Sets of the Hugging Face hub with columns of their own, which take no `kwargs`.
+EVALUATION_SETS = (
+    "aime2024", "aime2025", "math500", "math", "gsm8k", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro",
+    *(f"mmlu_{language}" for language in MMLU_LANGUAGES),
+)  # fmt: skip
+PROBLEM_SETS = ("OpenMathInstruct-2", "DeepScaler", "gsm8k", "DAPOMath17K", "AIME2024", "AIME2025", "MATH-500")
+EXAMPLE_SETS = ("squad", "tulu3_sft_mixture", "HelpSteer3", "Tulu3Preference")
+
+DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
+    **GENERATED,
+    "ResponseDataset": _LOAD_FILE,
+    "openai_format": f"{_PACKAGE}.examples:load_openai_format",
+    "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
+    "PreferenceDataset": f"{_PACKAGE}.examples:load_preferences",
+    "BinaryPreferenceDataset": f"{_PACKAGE}.examples:load_preferences",
+    **dict.fromkeys(EVALUATION_SETS, f"{_PACKAGE}.hub:load_evaluation_set"),
+    **dict.fromkeys((*PROBLEM_SETS, *EXAMPLE_SETS), f"{_PACKAGE}.hub:load_hub_set"),
 }
 
 
@@ -67,7 +58,7 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
     """Make `factory(TableConfig) -> rows` available as `dataset_name: <name>`.
 
     Raises:
-        ValueError: when the name is taken.
+        ValueError: if the name is taken.
     """
     if name in DATASET_REGISTRY:
         raise ValueError(f"a dataset named {name!r} is registered already")
@@ -81,16 +72,14 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         ValueError: for a name that is neither registered, nor an import path, a file or a Hugging Face path.
     """
     name = cfg.dataset_name
-    if name is None:
-        return load_file
-    if name in DATASET_REGISTRY:
-        if cfg.kwargs and isinstance(DATASET_REGISTRY[name], hub.HubDataset | hub.HubTable | evaluation.EvalDataset):
-            raise ValueError(f"dataset {name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
-        return DATASET_REGISTRY[name]
-    if ":" in name:
-        return import_object(name, "dataset_name")
-    if "/" in name or is_local(name):
-        return lambda cfg: load_file(cfg.model_copy(update={"data_path": name}))
+    factory = _LOAD_FILE if name is None else DATASET_REGISTRY.get(name, name)
+    if not isinstance(factory, str):
+        return factory
+    if ":" in factory:
+        return import_object(factory, "dataset_name")
+    if "/" in factory or is_local(factory):
+        load_file = import_object(_LOAD_FILE, "dataset_name")
+        return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
     raise ValueError(
         f"unknown dataset {name!r}; {did_you_mean(name, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a Hugging "
         "Face path (owner/name) and an import path (package.module:function) work too"
@@ -101,7 +90,7 @@ def all_rows(cfg: TableConfig) -> Rows:
     """The rows of a dataset that is not streamed.
 
     Raises:
-        ValueError, FileNotFoundError: for whatever is wrong with the dataset; see the factories.
+        ValueError, FileNotFoundError: for anything wrong with the dataset; see the factories.
     """
     rows = find_factory(cfg)(cfg)
     if isinstance(rows, StreamedTable):
@@ -110,14 +99,16 @@ def all_rows(cfg: TableConfig) -> Rows:
 
 
 def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
-    """(training rows, validation rows set aside by `split_validation_size` or None), before `repeat`.
+    """(training rows, validation rows that `split_validation_size` sets aside, or None), before `repeat`.
 
     Raises:
-        ValueError, FileNotFoundError: for whatever is wrong with the dataset; see the factories.
+        ValueError, FileNotFoundError: for anything wrong with the dataset; see the factories.
     """
     rows = all_rows(cfg)
-    if cfg.dataset_name in HELD_OUT and cfg.split_validation_size > 0:
-        return rows, HELD_OUT[cfg.dataset_name](cfg)
+    if cfg.dataset_name in GENERATED and cfg.split_validation_size > 0:
+        # Not a share of the rows but the validation split, each problem once.
+        kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
+        return rows, all_rows(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))
     label = dataset_label(cfg)
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to train on")
@@ -130,17 +121,15 @@ def load_rows(cfg: TableConfig) -> tuple[Rows, Rows | None]:
             f"{num_validation} for validation and {len(rows) - num_validation} for training; both need at least one"
         )
     order = np.random.default_rng(cfg.seed).permutation(len(rows))
-    return (
-        IndexedRows(rows, np.sort(order[num_validation:]).tolist()),
-        IndexedRows(rows, np.sort(order[:num_validation]).tolist()),
-    )
+    train, validation = order[num_validation:], order[:num_validation]
+    return IndexedRows(rows, np.sort(train).tolist()), IndexedRows(rows, np.sort(validation).tolist())
 
 
 def load_stream(cfg: TableConfig) -> StreamedTable:
     """A dataset with `streaming: true`.
 
     Raises:
-        ValueError: when the dataset cannot be streamed; otherwise as `load_rows`.
+        ValueError: if the dataset cannot be streamed; otherwise as `load_rows`.
     """
     table = find_factory(cfg)(cfg)
     if not isinstance(table, StreamedTable):

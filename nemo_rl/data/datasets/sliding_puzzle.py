@@ -1,8 +1,8 @@
-"""Boards of the sliding puzzle, made by shuffling the solved one: a dataset that needs no download.
+"""Generated boards of the sliding puzzle, made by shuffling the solved board.
 
-The held-out fifth of the boards is chosen by a hash of the board's text alone, so training and validation never begin
-with the same board, whatever the other options are. A board of 2x2 has 12 states: two of the 11 that are not solved are
-held out, and every game passes through most of the others, so `split: all` is the honest choice for them.
+A hash of the board's text alone chooses the held-out fifth, so training and validation never begin with the same board,
+whatever the other options are. A board of 2x2 has 12 states. Two of the 11 unsolved ones are held out, and every game
+passes through most of the others, so use `split: all` for boards of that size.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import functools
 import random
 from typing import Any
 
-import xxhash
-
 from nemo_rl.config.base import StrictModel
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets.files import generated_options
+from nemo_rl.data.datasets.arithmetic import HELD_OUT_ONE_IN, check_split, generated_options, in_split
 from nemo_rl.utils.sliding_puzzle import (
     ACTION_END,
     TILE_MOVES,
@@ -31,15 +29,9 @@ from nemo_rl.utils.sliding_puzzle import (
     solve,
 )
 
-HELD_OUT_ONE_IN = 5
-SPLITS = ("train", "validation", "all")
 DEFAULT_NUM_SAMPLES = {"train": 10_000, "validation": 256, "all": 256}
 MAX_TRIES = 1_000  # shuffled boards in a row that belong to the other split
-
-
-def is_held_out(board: Board) -> bool:
-    """Whether this board belongs to the validation split."""
-    return xxhash.xxh64_intdigest(render(board).encode()) % HELD_OUT_ONE_IN == 0
+DEMONSTRATED_MOVES = 6  # no 2x2 board needs more
 
 
 def sliding_puzzle_rows(
@@ -53,27 +45,28 @@ def sliding_puzzle_rows(
 ) -> list[dict[str, Any]]:
     """Rows {"problem": the board as text, "extra_env_info": {"game_state": ...}, "stop_strings": ["</action>"]}.
 
-    `shuffle_moves` is a number or [fewest, most], of which each board draws one. `num_samples` defaults to 10,000 for
-    training and to 256 else; boards may repeat. `max_moves` of a row takes the place of the environment's.
+    `shuffle_moves` is a number or [fewest, most], from which each board draws a number. `num_samples` defaults to
+    10,000 for training and otherwise to 256; boards may repeat. `max_moves` overrides the limit of the environment.
 
     Raises:
-        ValueError: for an option out of range, or where shuffling gives no board of the split.
+        ValueError: for an option out of range, or if shuffling gives no board of the split.
     """
     rows, columns = rows_and_columns(size)
     fewest, most = shuffle_range(shuffle_moves)
-    if split not in SPLITS:
-        raise ValueError(f"sliding_puzzle: split must be one of {', '.join(SPLITS)}, got {split!r}")
+    check_split("sliding_puzzle", split)
     num_samples = DEFAULT_NUM_SAMPLES[split] if num_samples is None else num_samples
     if num_samples < 1:
         raise ValueError(f"sliding_puzzle: num_samples must be 1 or more, got {num_samples}")
     rng = random.Random(seed)
+    limit = {} if max_moves is None else {"max_moves": max_moves}
     made: list[dict[str, Any]] = []
     num_tries = 0
     while len(made) < num_samples:
         board = shuffled(rows, columns, rng.randint(fewest, most), rng)
         num_tries += 1
-        if split == "all" or is_held_out(board) == (split == "validation"):
-            made.append(_row(board, max_moves))
+        if in_split(render(board), split):
+            state = {"game_state": {"grid": [list(row) for row in board]}, **limit}
+            made.append({"problem": render(board), "extra_env_info": state, "stop_strings": [ACTION_END]})
             num_tries = 0
         elif num_tries == MAX_TRIES:
             raise ValueError(
@@ -81,12 +74,6 @@ def sliding_puzzle_rows(
                 f"split {split!r} (one in {HELD_OUT_ONE_IN} is held out): set split=all, or raise shuffle_moves"
             )
     return made
-
-
-def _row(board: Board, max_moves: int | None) -> dict[str, Any]:
-    game = {"game_state": {"grid": [list(row) for row in board]}}
-    limit = {} if max_moves is None else {"max_moves": max_moves}
-    return {"problem": render(board), "extra_env_info": {**game, **limit}, "stop_strings": [ACTION_END]}
 
 
 class _Options(StrictModel):
@@ -97,26 +84,21 @@ class _Options(StrictModel):
 
 
 def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
-    """The rows a dataset section asks for: `kwargs` {size, shuffle_moves, num_samples, max_moves}, `split` and `seed`.
+    """Rows for a dataset section with `kwargs` {size, shuffle_moves, num_samples, max_moves}, `split` and `seed`.
 
     Raises:
-        ValueError: for an unknown or wrong option.
+        ValueError: for an unknown or invalid option.
     """
     options = generated_options(cfg, _Options)
     return sliding_puzzle_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
 
 
-def load_held_out(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Held-out boards of the same kind: what `split_validation_size` of a training section means here."""
-    kwargs = {key: value for key, value in cfg.kwargs.items() if key != "num_samples"}
-    return load_sliding_puzzle(cfg.model_copy(update={"split": "validation", "kwargs": kwargs}))
+def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
+    """A game on 2x2, for the warm-up of tiny models: any of the 11 unsolved boards, and up to six moves.
 
-
-def demonstrate(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
-    """A game on 2x2, for the warm-up of tiny models: any of the 11 boards, up to six moves of it, not always solved.
-
-    Each move is the first one of a shortest solution, or, with `mistake_probability`, any of the four directions, of
-    which two are impossible there. Held-out boards are among them, as a real model has seen such boards before.
+    Each move is the first of a shortest solution, or, with `mistake_probability`, any of the four directions, of which
+    two are impossible there. Not every game ends with the solved board. Held-out boards are among them, as a real model
+    has seen such boards before.
     """
     board = rng.choice(_unsolved_2x2())
     conversation = [{"role": "user", "content": render(board)}]
@@ -129,9 +111,6 @@ def demonstrate(rng: random.Random, mistake_probability: float) -> list[dict[str
             break
         conversation.append({"role": "environment", "content": describe(board, wrong)})
     return conversation
-
-
-DEMONSTRATED_MOVES = 6  # no 2x2 board needs more
 
 
 @functools.cache

@@ -1,42 +1,49 @@
-"""Prompts in batches, in an order that depends on seed and epoch alone and resumes exactly."""
+"""Rows -> batches of prompts, in an order that depends on seed and epoch alone and resumes exactly.
+
+Where datasets have weights, position p = 0, 1, 2, ... counts the prompts of a run. With shares s_i that add up to 1,
+dataset i has within one of s_i * p of the first p prompts, for every p. So any n consecutive prompts hold within two of
+s_i * n from it, and a batch holds exactly its share wherever that is a whole number. The schedule is R. Tijdeman, "The
+chairman assignment problem", Discrete Mathematics 32 (1980).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
 import xxhash
 
+from nemo_rl.data.config import whole_weights
 from nemo_rl.data.interfaces import Row, Rows
-from nemo_rl.data.rows.mixing import MixedOrder
 from nemo_rl.types import Prompt
 
 MAX_HASHED_ROWS = 10_000
 
 
 class PromptSource(Protocol):
-    """Batches of prompts, epoch after epoch, from a place that can be saved.
+    """Batches of prompts, epoch after epoch, with a position that can be saved.
 
-    Iterating yields the rest of the current epoch and moves to the next. What was yielded counts as consumed: after
-    each batch, `state_dict` is that of a source whose next batch is the one behind it.
+    Iterating yields the rest of the current epoch and moves to the next epoch. A yielded batch counts as consumed:
+    after it, `state_dict` describes a source whose next batch is the following one.
     """
 
     @property
     def epoch(self) -> int:
-        """Passes over the data that are behind us."""
+        """Completed passes over the data."""
         ...
 
     @property
     def batches_done(self) -> int:
-        """Of the current epoch."""
+        """Batches of the current epoch that were yielded."""
         ...
 
     @property
     def num_batches(self) -> int | None:
-        """Batches in an epoch; None where only reading all of it would tell."""
+        """Batches in an epoch; None for a stream, whose length is not known."""
         ...
 
     def __iter__(self) -> Iterator[list[Prompt]]: ...
@@ -46,27 +53,27 @@ class PromptSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source is and what decides the order; JSON-able."""
+        """The position and the settings that determine the order; JSON-able."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; ValueError when the settings that decide the order are others."""
+        """Continue from a saved state; ValueError if a setting that determines the order has changed."""
         ...
 
 
 def check_same_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError, listing the differences, when a setting that decides the order is not what was saved."""
+    """Raises ValueError, listing the differences, if a setting that determines the order has changed."""
     differences = [f"{k}: was {saved.get(k)}, now {v}" for k, v in now.items() if saved.get(k) != v]
     if differences:
         raise ValueError(
-            "the saved place in the data cannot be continued, the data or its order changed: "
+            "the saved position in the data cannot be continued, the data or its order changed: "
             + "; ".join(differences)
             + ". Restore these settings, or start a new run in another checkpoint directory"
         )
 
 
 def rows_digest(rows: Iterator[Row]) -> str:
-    """16 hexadecimal digits over the content of rows, in their order."""
+    """A hash of the rows' content, in their order: 16 hexadecimal digits."""
     digest = xxhash.xxh64()
     for row in rows:
         digest.update(json.dumps(row, sort_keys=True, default=str, ensure_ascii=False).encode())
@@ -81,7 +88,7 @@ class NamedRows:
     task_name: str
     rows: Rows
     repeat: int = 1
-    weight: float | None = None  # of its prompts among those of all datasets; None: as many as it has
+    weight: float | None = None  # share of the prompts, relative to the other datasets; None: its number of rows
 
     def __len__(self) -> int:
         return len(self.rows) * self.repeat
@@ -99,14 +106,14 @@ class PromptDataset:
 
     @property
     def weights(self) -> list[float] | None:
-        """One per part; None where parts are as likely as they are long."""
+        """One per part; None if each part has as many prompts as rows."""
         weights = [part.weight for part in self.parts if part.weight is not None]
         assert len(weights) in (0, len(self.parts)), "weights for all parts or for none"
         return weights or None
 
     @property
     def task_names(self) -> list[str]:
-        """The tasks of its parts, each once."""
+        """The tasks of the parts, each once."""
         return list(dict.fromkeys(part.task_name for part in self.parts))
 
     def start_of(self, number: int) -> int:
@@ -124,35 +131,31 @@ class PromptDataset:
         return Prompt(prompt_id=prompt_id, row=part.rows[row_index], idx=index, task_name=part.task_name)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What makes this the same data: per dataset its name, number of rows, repeat, and a hash of the rows.
+        """Identity of the data: per dataset its name, number of rows, repeat, and a hash of the rows.
 
         All rows are hashed up to 10,000; of larger datasets, 10,000 spread evenly.
         """
-        return {part.name: _identity(part) for part in self.parts}
-
-
-def _identity(part: NamedRows) -> dict[str, Any]:
-    count = len(part.rows)
-    indices = np.linspace(0, count - 1, min(count, MAX_HASHED_ROWS)).round().astype(int)
-    return {
-        "num_rows": count,
-        "repeat": part.repeat,
-        "hash": rows_digest(part.rows[int(index)] for index in indices),
-    }
+        identity = {}
+        for part in self.parts:
+            count = len(part.rows)
+            indices = np.linspace(0, count - 1, min(count, MAX_HASHED_ROWS)).round().astype(int)
+            digest = rows_digest(part.rows[int(index)] for index in indices)
+            identity[part.name] = {"num_rows": count, "repeat": part.repeat, "hash": digest}
+        return identity
 
 
 class PromptDataLoader:
     """The `PromptSource` of data with a length: batches of `num_prompts_per_step` prompts.
 
-    `drop_last` leaves out the incomplete batch at the end of an epoch. `size_key` is the key of the configuration that
-    sets the size of a batch, for messages.
+    `drop_last` omits the incomplete batch at the end of an epoch. `size_key` is the configuration key of the batch
+    size, for messages.
 
-    Where parts of the dataset have weights, every batch is shared out by them (see `mixing.py`). An epoch is then as
-    many prompts as without weights, and the passes over each part go on over its end: a part with more weight than rows
-    comes more than once in an epoch, another one not whole.
+    If parts of the dataset have weights, every batch is divided by them (`MixedOrder`). An epoch has as many prompts as
+    without weights, and the passes over each part continue across epochs: a part with a large weight and few rows is
+    read more than once in an epoch, another part not completely.
 
     Raises:
-        ValueError: when the dataset is empty, or smaller than one batch with `drop_last`.
+        ValueError: if the dataset is empty, or smaller than one batch with `drop_last`.
     """
 
     def __init__(
@@ -207,7 +210,7 @@ class PromptDataLoader:
             yield batch
 
     def _next_indices(self, order: np.ndarray | None) -> list[int]:
-        """Of the next batch in the dataset; `order` is that of an epoch without weights."""
+        """Dataset indices of the next batch; `order` is the permutation of an epoch without weights."""
         start = self.batches_done * self.num_prompts_per_step
         end = start + self.num_prompts_per_step
         if self.mixed is None:
@@ -230,14 +233,14 @@ class PromptDataLoader:
         return self.dataset.fingerprint()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is and what decides the order; JSON-able."""
+        """The position and the settings that determine the order; JSON-able."""
         return {"epoch": self.epoch, "batches_done": self.batches_done, **self._settings()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state.
 
         Raises:
-            ValueError: when the settings that decide the order are not those of the state; it lists the differences.
+            ValueError: if a setting that determines the order has changed; it lists the differences.
         """
         check_same_order(state, self._settings())
         self.epoch = int(state["epoch"])
@@ -252,3 +255,79 @@ class PromptDataLoader:
             "drop_last": self.drop_last,
             "weights": self.mixed.weights if self.mixed is not None else None,
         }
+
+
+def schedule(weights: Sequence[int]) -> np.ndarray:
+    """Dataset numbers, int16 [sum(weights)], one for each position; the schedule then repeats.
+
+    Each position goes to the dataset with the earliest deadline among those that lag far enough behind their share
+    (Tijdeman 1980): this keeps every dataset within one prompt of its share at every position.
+    """
+    total, count = sum(weights), len(weights)
+    order = np.zeros(total, dtype=np.int16)
+    if count == 1:
+        return order
+    # The algorithm compares fractions. All of them are multiplied by total * scale, so that integers stay exact.
+    scale = 2 * count - 2
+    taken = [0] * count
+    for position in range(total):
+        best, best_due = -1, 0  # deadlines are compared as due / weight
+        for i, weight in enumerate(weights):
+            lag = weight * (position + 1) - taken[i] * total
+            if scale * lag < total:  # below 1 / scale prompts: choosing it now would take it too far ahead
+                continue
+            due = scale - 1 + scale * taken[i]
+            if best < 0 or due * weights[best] < best_due * weight:
+                best, best_due = i, due
+        assert best >= 0
+        taken[best] += 1
+        order[position] = best
+    assert taken == list(weights)
+    return order
+
+
+class MixedOrder:
+    """Positions of a run -> (dataset, row), without state: every position is the same after a restart.
+
+    The order depends on seed, weights and lengths alone. Each dataset is read in passes, each pass a permutation of its
+    rows, whatever the other datasets do. Without `shuffle`, passes are in the order of the rows.
+    """
+
+    def __init__(self, lengths: Sequence[int], weights: Sequence[float], *, shuffle: bool, seed: int) -> None:
+        self.lengths = list(lengths)
+        self.weights = whole_weights(weights)
+        self.shuffle = shuffle
+        self.seed = seed
+        self._permutation = lru_cache(maxsize=2 * len(self.lengths))(self._make_permutation)
+
+    @property
+    def shares(self) -> list[float]:
+        """The share of all prompts of each dataset."""
+        return [weight / sum(self.weights) for weight in self.weights]
+
+    @cached_property
+    def _period(self) -> np.ndarray:
+        return schedule(self.weights)
+
+    @cached_property
+    def _taken_before(self) -> np.ndarray:
+        """How many prompts of its own dataset precede each position of the schedule, int32 [period]."""
+        before = np.zeros(len(self._period), dtype=np.int32)
+        for i in range(len(self.weights)):
+            mine = self._period == i
+            before[mine] = np.arange(mine.sum())
+        return before
+
+    def row(self, position: int) -> tuple[int, int]:
+        """(number of the dataset, index of its row)."""
+        rounds, offset = divmod(position, len(self._period))
+        number = int(self._period[offset])
+        taken = rounds * self.weights[number] + int(self._taken_before[offset])
+        pass_number, index = divmod(taken, self.lengths[number])
+        return number, int(self._permutation(number, pass_number)[index])
+
+    def _make_permutation(self, number: int, pass_number: int) -> np.ndarray:
+        length = self.lengths[number]
+        if not self.shuffle:
+            return np.arange(length)
+        return np.random.default_rng([self.seed, number, pass_number]).permutation(length)

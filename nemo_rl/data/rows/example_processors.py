@@ -1,17 +1,15 @@
-"""Processors of rows that are learned from: a row made into the tokens of a conversation, or of two.
+"""Processors of rows to learn from: a row -> the tokens of one conversation (SFT) or of two (preferences).
 
 `(datum_dict, task_data_spec, tokenizer, max_seq_length, idx, *, add_bos, add_eos, add_generation_prompt)` returns an
-`ExampleDatum` or a `PreferenceDatum`. `data.default.processor` names one by its registry name or as an import path
-(`my_package.module:function`). A row has the form its dataset gave it: `messages` (and `tools`), `input_ids` (and
-`labels`), or `prompt`, `chosen` and `rejected`.
+`ExampleDatum` or a `PreferenceDatum`. A row has the form that its dataset gave it: `messages` (and `tools`),
+`input_ids` (and `labels`), or `prompt`, `chosen` and `rejected`.
 
-Which tokens carry loss is decided afterwards, by the role of their message; a message with a `token_loss_mask` has
-decided for itself.
+The loss mask is made afterwards, from the roles of the messages (`ExampleMaker`). A message with a `token_loss_mask`
+keeps its own.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -20,25 +18,22 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.interfaces import TaskDataSpec, row_tools
-from nemo_rl.data.rows.processors import register
+from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType
-from nemo_rl.utils.registry import find
 
 IGNORED_LABEL = -100
-FLAGS = ("add_bos", "add_eos", "add_generation_prompt")
 
 
 class Problem(NamedTuple):
     """Why a row cannot be trained on."""
 
-    kind: str  # the metric that counts it
+    kind: str  # name of the metric that counts it
     column: str
     text: str
 
 
 class ExampleDatum(DatumSpec):
-    """A conversation; messages as `get_formatted_message_log` makes them."""
+    """A conversation, as `get_formatted_message_log` returns it."""
 
     problem: NotRequired[Problem | None]
 
@@ -53,7 +48,7 @@ class PreferenceDatum(TypedDict):
     loss_multiplier: float
     idx: int
     task_name: NotRequired[str]
-    margin: NotRequired[float]  # by how much chosen is preferred
+    margin: NotRequired[float]  # by how much the chosen answer is preferred
     problem: NotRequired[Problem | None]
 
 
@@ -61,66 +56,49 @@ ExampleProcessor = Callable[..., ExampleDatum | PreferenceDatum]
 
 
 def sft_processor(
-    datum_dict: Mapping[str, Any],
+    datum_dict: Row,
     task_data_spec: TaskDataSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int | None,
     idx: int,
-    *,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = True,
+    **flags: bool,
 ) -> ExampleDatum:
-    """The conversation of a row: `messages`, or `problem` and `expected_answer`; tokens, where it has `input_ids`.
+    """The conversation of a row: `messages`, or `problem` and `expected_answer`; tokens if it has `input_ids`.
 
     `tools` are descriptions for the chat template, `chat_template_kwargs` further arguments of it.
 
     Raises:
-        ValueError: for messages that are none, a role the chat template refuses or leaves out. KeyError: for a row
+        ValueError: for invalid messages, or a role that the chat template refuses or leaves out. KeyError: for a row
             without a conversation.
     """
     if "input_ids" in datum_dict:
         return pretokenized(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    messages = as_messages(_conversation(datum_dict), "user", "messages")
-    log = get_formatted_message_log(
-        messages,
-        tokenizer,
-        task_data_spec,
-        add_bos_token=add_bos,
-        add_eos_token=add_eos,
-        add_generation_prompt=add_generation_prompt,
-        tools=row_tools(datum_dict, task_data_spec),
-        chat_template_kwargs=datum_dict.get("chat_template_kwargs"),
-    )
+    if "messages" not in datum_dict and "problem" in datum_dict and "expected_answer" in datum_dict:
+        messages = [
+            {"role": "user", "content": str(datum_dict["problem"])},
+            {"role": "assistant", "content": str(datum_dict["expected_answer"])},
+        ]
+    else:
+        messages = as_messages(datum_dict["messages"], "user", "messages")
+    log = _message_log(messages, datum_dict, task_data_spec, tokenizer, **flags)
     problem = None
     if messages[-1]["role"] == "assistant" and _is_empty(messages[-1]):
         problem = Problem("empty_answer", "messages", "the assistant's last message is empty")
-    return ExampleDatum(
-        message_log=log,
-        length=_length(log),
-        extra_env_info=None,
-        loss_multiplier=1.0,
-        idx=idx,
-        task_name=str(task_data_spec.task_name),
-        problem=problem,
-    )
+    return _example(log, task_data_spec, idx, problem)
 
 
 def pretokenized(
-    datum_dict: Mapping[str, Any],
+    datum_dict: Row,
     task_data_spec: TaskDataSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int | None,
     idx: int,
-    *,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = True,
+    **flags: bool,
 ) -> ExampleDatum:
-    """The tokens of a row as they are: `input_ids`, learned where `labels` is not -100, or everywhere without labels.
+    """The tokens of a row: `input_ids`, learned where `labels` is not -100, or everywhere if there are no labels.
 
     Raises:
-        ValueError: for a token the tokenizer does not have, and for labels that are not those of the tokens.
+        ValueError: for a token that the tokenizer does not have, and for labels that differ from the tokens.
     """
     ids = _integers(datum_dict["input_ids"], "input_ids")
     known = len(tokenizer)
@@ -136,7 +114,7 @@ def pretokenized(
             at = int(np.flatnonzero(mask & (labels != ids))[0])
             raise ValueError(
                 f"column 'labels' has {labels[at]} at position {at} where column 'input_ids' has {ids[at]}: labels "
-                f"repeat the token at their own place, or are {IGNORED_LABEL}"
+                f"repeat the token at the same position, or are {IGNORED_LABEL}"
             )
     message = {
         "role": "assistant",
@@ -144,33 +122,23 @@ def pretokenized(
         "token_ids": torch.from_numpy(ids),
         "token_loss_mask": torch.from_numpy(mask),
     }
-    return ExampleDatum(
-        message_log=[message],
-        length=len(ids),
-        extra_env_info=None,
-        loss_multiplier=1.0,
-        idx=idx,
-        task_name=str(task_data_spec.task_name),
-        problem=None if len(ids) else Problem("empty_answer", "input_ids", "there is no token"),
-    )
+    problem = None if len(ids) else Problem("empty_answer", "input_ids", "there is no token")
+    return _example([message], task_data_spec, idx, problem)
 
 
 def preference_processor(
-    datum_dict: Mapping[str, Any],
+    datum_dict: Row,
     task_data_spec: TaskDataSpec,
     tokenizer: PreTrainedTokenizerBase,
     max_seq_length: int | None,
     idx: int,
-    *,
-    add_bos: bool = True,
-    add_eos: bool = True,
-    add_generation_prompt: bool = True,
+    **flags: bool,
 ) -> PreferenceDatum:
     """Two answers to one prompt: `prompt`, `chosen` and `rejected`, each a text or a list of messages.
 
-    Without a prompt, or where chosen does not begin with the assistant, chosen and rejected are whole conversations,
-    and the messages they begin with alike are the prompt. Only answers carry loss. `margin` says by how much the
-    chosen one is preferred; a row with a `tie` (the name of a column) prefers none.
+    Without a prompt, or if `chosen` does not begin with the assistant, `chosen` and `rejected` are whole conversations,
+    and their common first messages are the prompt. Only answers carry loss. `margin` says by how much the chosen answer
+    is preferred; a row with a `tie` (the name of a column) prefers none.
 
     Raises:
         ValueError, KeyError: as `sft_processor`.
@@ -185,28 +153,18 @@ def preference_processor(
         empty = [name for name, answer in (("chosen", chosen), ("rejected", rejected)) if _is_empty(answer[-1])]
         if empty:
             problem = Problem("empty_answer", empty[0], "the answer is empty")
-
-    def formatted(answer: list[dict[str, Any]]) -> LLMMessageLogType:
-        log = get_formatted_message_log(
-            [*prompt, *answer],
-            tokenizer,
-            task_data_spec,
-            add_bos_token=add_bos,
-            add_eos_token=add_eos,
-            add_generation_prompt=add_generation_prompt,
-            tools=row_tools(datum_dict, task_data_spec),
-            chat_template_kwargs=datum_dict.get("chat_template_kwargs"),
-        )
+    logs = []
+    for answer in (chosen, rejected):
+        log = _message_log([*prompt, *answer], datum_dict, task_data_spec, tokenizer, **flags)
+        # The prompt's own assistant turns carry no loss, either.
         for message in log[: len(log) - len(answer)]:
             message["token_loss_mask"] = torch.zeros_like(message["token_ids"])
-        return log
-
-    log_chosen, log_rejected = formatted(chosen), formatted(rejected)
+        logs.append(log)
     return PreferenceDatum(
-        message_log_chosen=log_chosen,
-        message_log_rejected=log_rejected,
-        length_chosen=_length(log_chosen),
-        length_rejected=_length(log_rejected),
+        message_log_chosen=logs[0],
+        message_log_rejected=logs[1],
+        length_chosen=_length(logs[0]),
+        length_rejected=_length(logs[1]),
         loss_multiplier=1.0,
         idx=idx,
         task_name=str(task_data_spec.task_name),
@@ -215,27 +173,62 @@ def preference_processor(
     )
 
 
-def split_preference(
-    row: Mapping[str, Any],
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """(prompt, chosen answer, rejected answer) of a row, as messages; see `preference_processor`."""
+def _message_log(
+    messages: list[dict[str, Any]],
+    row: Row,
+    spec: TaskDataSpec,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    add_bos: bool = True,
+    add_eos: bool = True,
+    add_generation_prompt: bool = True,
+) -> LLMMessageLogType:
+    return get_formatted_message_log(
+        messages,
+        tokenizer,
+        spec,
+        add_bos_token=add_bos,
+        add_eos_token=add_eos,
+        add_generation_prompt=add_generation_prompt,
+        tools=row_tools(row, spec),
+        chat_template_kwargs=row.get("chat_template_kwargs"),
+    )
+
+
+def _example(log: LLMMessageLogType, spec: TaskDataSpec, idx: int, problem: Problem | None) -> ExampleDatum:
+    return ExampleDatum(
+        message_log=log,
+        length=_length(log),
+        extra_env_info=None,
+        loss_multiplier=1.0,
+        idx=idx,
+        task_name=str(spec.task_name),
+        problem=problem,
+    )
+
+
+Messages = list[dict[str, Any]]
+
+
+def split_preference(row: Row) -> tuple[Messages, Messages, Messages]:
+    """(prompt, chosen answer, rejected answer) of a row; see `preference_processor`."""
     chosen = as_messages(row["chosen"], "assistant", "chosen")
     rejected = as_messages(row["rejected"], "assistant", "rejected")
     if chosen[0]["role"] == "assistant" and row.get("prompt") is not None:
         return as_messages(row["prompt"], "user", "prompt"), chosen, rejected
     if chosen[0]["role"] == "assistant":
-        row["prompt"]  # a text is an answer, and an answer needs a prompt: KeyError names the column
+        row["prompt"]  # an answer needs a prompt: the KeyError names the column
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return chosen[:shared], chosen[shared:], rejected[shared:]
 
 
-def as_messages(value: Any, role: str, column: str) -> list[dict[str, Any]]:
-    """A conversation: the messages of a list without the keys that have no value, or one message of `role` from a text.
+def as_messages(value: Any, role: str, column: str) -> Messages:
+    """A conversation: a list of messages, without keys that have no value, or one message of `role` from a text.
 
     Raises:
-        ValueError: naming the column, when it is neither, or has no message.
+        ValueError: naming the column, for anything else and for an empty list.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -246,15 +239,6 @@ def as_messages(value: Any, role: str, column: str) -> list[dict[str, Any]]:
     if not value:
         raise ValueError(f"column {column!r} is an empty list: a conversation has at least one message")
     return [{key: entry for key, entry in message.items() if entry is not None} for message in value]
-
-
-def _conversation(row: Mapping[str, Any]) -> Any:
-    if "messages" not in row and "problem" in row and "expected_answer" in row:
-        return [
-            {"role": "user", "content": str(row["problem"])},
-            {"role": "assistant", "content": str(row["expected_answer"])},
-        ]
-    return row["messages"]
 
 
 def _is_empty(message: Mapping[str, Any]) -> bool:
@@ -280,36 +264,3 @@ def _require_known(ids: np.ndarray, fine: np.ndarray, known: int, column: str) -
             f"column {column!r} has {ids[at]} at position {at}, which is no token of this tokenizer (0 to {known - 1})"
             ": tokenise with the tokenizer of policy.tokenizer.name"
         )
-
-
-EXAMPLE_PROCESSOR_REGISTRY: dict[str, ExampleProcessor] = {
-    "sft_processor": sft_processor,
-    "pretokenized": pretokenized,
-    "preference_processor": preference_processor,
-}
-
-
-def register_example_processor(name: str, processor: ExampleProcessor) -> None:
-    """Make a function available as `processor: <name>`.
-
-    Raises:
-        ValueError: when the name is taken.
-    """
-    register(EXAMPLE_PROCESSOR_REGISTRY, name, processor)
-
-
-def find_example_processor(name: str) -> ExampleProcessor:
-    """The processor of a registry name or an import path.
-
-    Raises:
-        ValueError: when there is none, or it does not take the flags.
-    """
-    processor = find(EXAMPLE_PROCESSOR_REGISTRY, name, "processor")
-    parameters = inspect.signature(processor).parameters
-    missing = [flag for flag in FLAGS if flag not in parameters]
-    if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        raise ValueError(
-            f"processor {name!r} does not take {', '.join(missing)}: it is called as (datum_dict, task_data_spec, "
-            f"tokenizer, max_seq_length, idx, {', '.join(f'{flag}=...' for flag in FLAGS)}); **kwargs will do"
-        )
-    return processor

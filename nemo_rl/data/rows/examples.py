@@ -1,4 +1,7 @@
-"""From the rows of a dataset to tokenised examples: SFT, DPO and reward models."""
+"""Rows -> batches of tokenised examples, for SFT, DPO and reward models.
+
+`ExampleMaker` makes the tokens and the loss mask of a row. `ExampleLoader` gives batches of them to the training.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -21,126 +24,31 @@ import transformers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.chat.messages import add_loss_mask_to_message_log
-from nemo_rl.data.config import (
-    DEFAULT_VALIDATION_SET,
-    AnyExampleDataConfig,
-    ExampleTableConfig,
-    PreferenceDatasetConfig,
-)
-from nemo_rl.data.datasets.preferences import source_columns
-from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import BAD_ROW, StreamedTable, TaskDataSpec
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset, PromptSource
-from nemo_rl.data.rows.example_processors import ExampleProcessor, Problem, find_example_processor
-from nemo_rl.data.rows.setup import TaskBook
+from nemo_rl.data.interfaces import BAD_ROW
+from nemo_rl.data.rows.dataloader import PromptDataset, PromptSource
+from nemo_rl.data.rows.example_processors import Problem
+from nemo_rl.data.rows.setup import StreamedRows, Task
 from nemo_rl.types import Example, ExampleHandle, ExampleMeta, LLMMessageLogType, Prompt
 from nemo_rl.utils.tokenizer import TEMPLATE_TIME
-
-# -- Batches of tokenised rows, made one batch ahead of the training, in an order that resumes exactly.
-
-
-class ExamplePool(Protocol):
-    """Who tokenises: `start` returns at once, `finish` waits for what `start` began."""
-
-    def start(self, prompts: Sequence[Prompt]) -> Any: ...
-
-    def finish(self, pending: Any) -> list[ExampleHandle]:
-        """The rows of all prompts, in the order of the prompts."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ahead:
-    """A batch that is being made, and the source's state behind it."""
-
-    pending: Any
-    state: dict[str, Any]
-
-
-class ExampleLoader:
-    """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
-
-    While one batch trains, the next is tokenised. `state_dict` knows nothing of that: it is the state behind the last
-    batch that `next` returned. The source belongs to the loader alone.
-    """
-
-    def __init__(self, prompts: PromptSource, pool: ExamplePool, *, max_num_epochs: int) -> None:
-        self.prompts = prompts
-        self.pool = pool
-        self.max_num_epochs = max_num_epochs
-        self._state = prompts.state_dict()
-        self._batches = self._remaining()
-        self._ahead: _Ahead | None = None
-
-    def next(self) -> list[ExampleHandle] | None:
-        """The next batch; None after the last epoch. An error leaves the loader behind the last batch returned."""
-        ahead = self._ahead if self._ahead is not None else self._start()
-        if ahead is None:
-            return None
-        try:
-            handles = self.pool.finish(ahead.pending)
-            following = self._start()
-        except BaseException:
-            self.load_state_dict(self._state)
-            raise
-        self._state, self._ahead = ahead.state, following
-        return handles
-
-    def _start(self) -> _Ahead | None:
-        prompts = next(self._batches, None)
-        if prompts is None:
-            return None
-        return _Ahead(pending=self.pool.start(prompts), state=self.prompts.state_dict())
-
-    def _remaining(self) -> Iterator[list[Prompt]]:
-        while self.prompts.epoch < self.max_num_epochs:
-            yield from self.prompts
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the source behind the last batch that `next` returned; JSON-able."""
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. What was tokenised ahead is dropped.
-
-        Raises:
-            ValueError: when the settings that decide the order are not those of the state.
-        """
-        self.prompts.load_state_dict(state)
-        self._state = state
-        self._batches = self._remaining()
-        self._ahead = None
-
 
 logger = logging.getLogger(__name__)
 
 NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
 NUM_TRIED_ROWS = 32
-# What decides tokens, besides a processor's own module.
+# The source files that determine tokens, besides the module of the processor.
 CODE_OF_TOKENS = ("chat/template.py", "chat/messages.py", "rows/example_processors.py", "rows/examples.py")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleTask:
-    """How the rows of one task become tokens."""
-
-    spec: TaskDataSpec
-    processor: ExampleProcessor
-    processor_name: str  # as configured
-    sequences_per_row: int  # 2: chosen and rejected
-    columns: Mapping[str, str] = field(default_factory=dict)  # of a row -> of the table it came from, where they differ
 
 
 @dataclass(frozen=True)
 class ExampleMaker:
     """Tokenises a row: the `MakeExample` of conversations and of preferences. Picklable.
 
-    `roles_to_train_on`: the messages whose tokens carry loss, of a preference those of its answers; "all" is every
-    token. `only_unmask_final` leaves the last message alone. The first token of a sequence never carries loss: nothing
-    predicts it.
+    `roles_to_train_on`: roles of the messages whose tokens carry loss, in a preference only within the answers; "all":
+    every token. `only_unmask_final`: only the last message carries loss. The first token of a sequence never does,
+    because nothing predicts it.
     """
 
-    tasks: Mapping[str, ExampleTask]
+    tasks: Mapping[str, Task]
     tokenizer: PreTrainedTokenizerFast
     max_length: int  # data.max_input_seq_length
     roles_to_train_on: Sequence[str] | Literal["all"] = ("assistant",)
@@ -150,38 +58,28 @@ class ExampleMaker:
     add_generation_prompt: bool = True
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
-        """The sequence of a row, or chosen and rejected, and what the controller is told; see `MakeExample`.
+        """The sequence of a row, or chosen and rejected, with the metadata for the controller; see `MakeExample`.
 
-        A row that cannot be used, whatever the reason, is a `problem`: nothing a row holds raises.
+        A row that cannot be used has a `problem` in its metadata. No content of a row raises.
         """
         try:
             return self.make(prompt)
         except ValueError as error:
-            return self._bad_row(prompt, str(error))
-
-    def _bad_row(self, prompt: Prompt, text: str) -> tuple[list[Example], ExampleMeta]:
-        count = self.tasks[prompt.task_name].sequences_per_row
-        names = [prompt.prompt_id] if count == 1 else [f"{prompt.prompt_id}/{name}" for name in ("chosen", "rejected")]
-        examples = [
-            Example(sample_id=name, token_ids=np.zeros(1, dtype=np.int32), token_mask=np.zeros(1, dtype=bool))
-            for name in names
-        ]
-        meta = ExampleMeta(
-            prompt_id=prompt.prompt_id,
-            index=0,
-            lengths=(1,) * count,
-            num_loss_tokens=0,
-            problem=text,
-            problem_kind="bad_row",
-        )
-        return examples, meta
+            count = self.tasks[prompt.task_name].sequences_per_row
+            answers = ("chosen", "rejected") if count == 2 else ("",)
+            nothing = np.zeros(1, dtype=np.int32)
+            examples = [
+                Example(sample_id=_sample_id(prompt, name), token_ids=nothing, token_mask=nothing.astype(bool))
+                for name in answers
+            ]
+            return examples, _meta(prompt, examples, str(error), "bad_row")
 
     def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
-        """As a call, but a row without what it needs raises.
+        """As a call, but an unusable row raises.
 
         Raises:
-            ValueError: naming row and column: a missing column, a role that the chat template refuses, a token that
-                the tokenizer does not have.
+            ValueError: naming row and column, for a missing column, a role that the chat template refuses, or a token
+                that the tokenizer does not have.
         """
         task = self.tasks[prompt.task_name]
         if BAD_ROW in prompt.row:
@@ -205,31 +103,20 @@ class ExampleMaker:
             ) from error
         except ValueError as error:
             raise ValueError(_in_terms_of_table(f"row {prompt.prompt_id}: {error}", task)) from error
-        names = {"chosen": "chosen", "rejected": "rejected"} if "message_log_chosen" in datum else {"": "messages"}
-        logs = {name: datum[f"message_log_{name}" if name else "message_log"] for name in names}
-        examples = [
-            self._example(f"{prompt.prompt_id}/{name}" if name else prompt.prompt_id, log) for name, log in logs.items()
-        ]
+        names = ("chosen", "rejected") if "message_log_chosen" in datum else ("",)
+        logs = [datum[f"message_log_{name}" if name else "message_log"] for name in names]
+        examples = [self._example(_sample_id(prompt, name), log) for name, log in zip(names, logs, strict=True)]
         examples[0].margin = float(datum.get("margin", 0.0))
-        lengths = {column: int(datum[f"length_{name}" if name else "length"]) for name, column in names.items()}
-        problem = datum.get("problem") or self._problem(list(logs.values()), examples, lengths)
-        if problem is not None:
-            examples = [_stub(example) for example in examples]
-        text = problem and _in_terms_of_table(
-            f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task
-        )
-        meta = ExampleMeta(
-            prompt_id=prompt.prompt_id,
-            index=0,
-            lengths=tuple(len(example.token_ids) for example in examples),
-            num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
-            problem=text,
-            problem_kind=problem.kind if problem else "",
-        )
-        return examples, meta
+        lengths = {name or "messages": int(datum[f"length_{name}" if name else "length"]) for name in names}
+        problem = datum.get("problem") or self._problem(logs, examples, lengths)
+        if problem is None:
+            return examples, _meta(prompt, examples, None, "")
+        examples = [_stub(example) for example in examples]
+        text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
+        return examples, _meta(prompt, examples, text, problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
-        decided = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
+        own_masks = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
         if self.roles_to_train_on == "all":
             roles = {message["role"] for message in log}
             log = [{"role": message["role"], "token_ids": message["token_ids"]} for message in log]
@@ -237,7 +124,7 @@ class ExampleMaker:
             roles = set(self.roles_to_train_on)
             log = [dict(message) for message in log]
         add_loss_mask_to_message_log([log], sorted(roles), self.only_unmask_final)
-        masks = [decided.get(i, message["token_loss_mask"]) for i, message in enumerate(log)]
+        masks = [own_masks.get(i, message["token_loss_mask"]) for i, message in enumerate(log)]
         token_ids = torch.cat([torch.as_tensor(message["token_ids"]) for message in log])
         token_mask = torch.cat([torch.as_tensor(mask) for mask in masks]).bool()
         token_mask[:1] = False
@@ -265,7 +152,7 @@ class ExampleMaker:
         return None
 
     def settings(self) -> dict[str, Any]:
-        """What the configuration says of tokens and masks, tokenizer apart; a run that continues another shares it."""
+        """The settings that determine tokens and masks, without the tokenizer. A resumed run must have the same."""
         roles = self.roles_to_train_on
         return {
             "max_input_seq_length": self.max_length,
@@ -286,7 +173,10 @@ class ExampleMaker:
         }
 
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that change with everything but the row that decides its tokens, the code included."""
+        """A hash of everything that determines the tokens of a row except the row: 32 hexadecimal digits.
+
+        Tokenizer, template, settings, versions of the libraries and the source files that make the tokens are in it.
+        """
         digest = hashlib.sha256()
 
         def add(*values: Any) -> None:
@@ -302,7 +192,23 @@ class ExampleMaker:
         return digest.hexdigest()[:32]
 
 
-def _in_terms_of_table(text: str, task: ExampleTask) -> str:
+def _sample_id(prompt: Prompt, answer: str) -> str:
+    return f"{prompt.prompt_id}/{answer}" if answer else prompt.prompt_id
+
+
+def _meta(prompt: Prompt, examples: Sequence[Example], problem: str | None, kind: str) -> ExampleMeta:
+    return ExampleMeta(
+        prompt_id=prompt.prompt_id,
+        index=0,
+        lengths=tuple(len(example.token_ids) for example in examples),
+        num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
+        problem=problem,
+        problem_kind=kind,
+    )
+
+
+def _in_terms_of_table(text: str, task: Task) -> str:
+    """The text with the columns of a converted row replaced by those of the table, which the user knows."""
     for column, source in task.columns.items():
         text = text.replace(f"column {column!r}", f"column {source!r}")
     return text
@@ -316,75 +222,13 @@ def _stub(example: Example) -> Example:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StreamedRows(StreamedTable):
-    """A dataset that is read as it is needed. Prompt ids are `<name>:<number of the row>`."""
-
-    name: str
-    task_name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExampleSetup:
-    """What `setup_examples` returns."""
-
-    train: PromptDataset | list[StreamedRows]  # the latter when data.train[].streaming
-    validation: dict[str, PromptDataset]
-    tasks: dict[str, ExampleTask]
-
-
-def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
-    """Load all datasets and find their processors and prompt files.
-
-    Raises:
-        ValueError, FileNotFoundError: for an unknown dataset or processor, a missing file or column, an empty dataset;
-            the message says what there is.
-    """
-    book: TaskBook[ExampleTableConfig, ExampleTask] = TaskBook(_make_task, _task_settings)
-    train: list[NamedRows] = []
-    streams: list[StreamedRows] = []
-    held_out: list[NamedRows] = []
-    for dataset in cfg.train:
-        if dataset.streaming:
-            stream = load_stream(dataset)
-            name, task_name = book.name(dataset, "train"), book.task(dataset)
-            streams.append(StreamedRows(name=name, task_name=task_name, table=stream.table, convert=stream.convert))
-            continue
-        rows, rest = load_rows(dataset)
-        train.append(book.named(dataset, rows, "train"))
-        if rest is not None:
-            held_out.append(book.named(dataset, rest, "validation"))
-    validation = {DEFAULT_VALIDATION_SET: PromptDataset(held_out)} if held_out else {}
-    for name, dataset in cfg.validation_sets:
-        validation[name] = PromptDataset([book.named(dataset, load_rows(dataset)[0], "validation")])
-    return ExampleSetup(train=streams or PromptDataset(train), validation=validation, tasks=book.tasks)
-
-
-def _task_settings(cfg: ExampleTableConfig) -> tuple[Any, ...]:
-    columns = tuple(sorted(source_columns(cfg).items()))
-    return cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.system_prompt, cfg.processor, columns
-
-
-def _make_task(name: str, cfg: ExampleTableConfig) -> ExampleTask:
-    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
-    if cfg.system_prompt is not None:
-        spec.system_prompt = cfg.system_prompt
-    return ExampleTask(
-        spec=spec,
-        processor=find_example_processor(cfg.processor),
-        processor_name=cfg.processor,
-        sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
-        columns=source_columns(cfg),
-    )
-
-
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
-    """Tokenise up to 32 rows spread over the dataset, so that what is wrong with all of them is said at once.
+    """Tokenise up to 32 rows spread over the dataset, to find mistakes of the whole dataset before anything starts.
 
-    `label` says which dataset it is, e.g. "data.train".
+    `label` names the dataset, e.g. "data.train".
 
     Raises:
-        ValueError: when a row lacks what the processor needs, or not one of them can be trained on; it lists why.
+        ValueError: if a row lacks what the processor needs, or none of the rows can be trained on; it lists why.
     """
     metas = [make.make(prompt)[1] for prompt in _some_prompts(dataset)]
     bad = [meta for meta in metas if meta.problem is not None]
@@ -405,8 +249,81 @@ def _some_prompts(dataset: PromptDataset | Sequence[StreamedRows]) -> Iterator[P
             yield dataset[int(index)]
         return
     for stream in dataset:
-        # A copy: iterating a table moves the place that its state tells.
+        # A copy: iterating a table moves the position in its state.
         for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset)))):
             yield Prompt(
                 prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name
             )
+
+
+class ExamplePool(Protocol):
+    """Tokenises batches: `start` returns at once, `finish` waits for a batch that was started."""
+
+    def start(self, prompts: Sequence[Prompt]) -> Any: ...
+
+    def finish(self, pending: Any) -> list[ExampleHandle]:
+        """The rows of all prompts, in the order of the prompts."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ahead:
+    """A batch that is being tokenised, and the state of the source after it."""
+
+    pending: Any
+    state: dict[str, Any]
+
+
+class ExampleLoader:
+    """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
+
+    While one batch trains, the next is tokenised. `state_dict` does not count it: it is the state after the last batch
+    that `next` returned. Nothing else may use the source.
+    """
+
+    def __init__(self, prompts: PromptSource, pool: ExamplePool, *, max_num_epochs: int) -> None:
+        self.prompts = prompts
+        self.pool = pool
+        self.max_num_epochs = max_num_epochs
+        self._state = prompts.state_dict()
+        self._batches = self._remaining()
+        self._ahead: _Ahead | None = None
+
+    def next(self) -> list[ExampleHandle] | None:
+        """The next batch; None after the last epoch. After an error the loader stands after the last batch returned."""
+        ahead = self._ahead if self._ahead is not None else self._start()
+        if ahead is None:
+            return None
+        try:
+            handles = self.pool.finish(ahead.pending)
+            following = self._start()
+        except BaseException:
+            self.load_state_dict(self._state)
+            raise
+        self._state, self._ahead = ahead.state, following
+        return handles
+
+    def _start(self) -> _Ahead | None:
+        prompts = next(self._batches, None)
+        if prompts is None:
+            return None
+        return _Ahead(pending=self.pool.start(prompts), state=self.prompts.state_dict())
+
+    def _remaining(self) -> Iterator[list[Prompt]]:
+        while self.prompts.epoch < self.max_num_epochs:
+            yield from self.prompts
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the source after the last batch that `next` returned; JSON-able."""
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state. A batch tokenised ahead is dropped.
+
+        Raises:
+            ValueError: if a setting that determines the order has changed.
+        """
+        self.prompts.load_state_dict(state)
+        self._state = state
+        self._batches = self._remaining()
+        self._ahead = None

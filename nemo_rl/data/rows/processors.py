@@ -1,185 +1,223 @@
-"""Processors: `(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`, a row made into a prompt.
+"""Processors of prompts, and the registry of all processors.
 
-`data.default.processor` names one by its registry name or as an import path (`my_package.module:function`). A row has
-`problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave. Its `tools`, or those of
-`data.default.tools_file`, are shown to the model by the chat template and handed to the environment as metadata.
+A processor of prompts is `(datum_dict, task_data_spec, tokenizer, max_seq_length, idx) -> DatumSpec`. A processor of
+examples to learn from also takes three flags; see `example_processors.py`. `data.default.processor` names one by its
+registry name or import path (`my_package.module:function`).
+
+A row of a prompt has `problem` and `expected_answer` as well as `messages`, whichever of them the dataset gave. The
+chat template shows the row's `tools`, or those of `data.default.tools_file`; the environment gets them as metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
-from nemo_rl.data.interfaces import TaskDataSpec, row_tools
+from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
 from nemo_rl.types import DatumSpec, LLMMessageLogType, ProcessorFn
-from nemo_rl.utils.registry import find
+from nemo_rl.utils.registry import find, import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS
 
 NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
 
 
-def math_hf_data_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """The problem through prompt file and chat template; metadata {"ground_truth": answer}."""
-    return _prompt(
-        datum_dict,
-        [{"role": "user", "content": problem_text(datum_dict)}],
-        {"ground_truth": answer_text(datum_dict)},
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+@dataclass(frozen=True)
+class PromptParts:
+    """What a processor takes from a row."""
+
+    messages: list[dict[str, Any]]
+    metadata: dict[str, Any]  # for the environment
+    stop_strings: list[str] | None = None  # end the first turn
 
 
-def math_data_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """As `math_hf_data_processor`; columns other than the conversation go to the environment as metadata too."""
-    datum = math_hf_data_processor(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
-    others = {k: v for k, v in datum_dict.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
-    datum["extra_env_info"] = {**others, **(datum["extra_env_info"] or {})}
-    return datum
+def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
+    """A processor from a function `(row, idx) -> PromptParts`.
+
+    The messages go through prompt file and chat template. A prompt longer than `max_seq_length` tokens becomes a stub.
+    """
+
+    @wraps(parts_of)
+    def process(
+        datum_dict: Row,
+        task_data_spec: TaskDataSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        max_seq_length: int | None,
+        idx: int,
+    ) -> DatumSpec:
+        parts = parts_of(datum_dict, idx)
+        tools = row_tools(datum_dict, task_data_spec)
+        log = get_formatted_message_log(
+            parts.messages,
+            tokenizer,
+            task_data_spec,
+            add_bos_token=False,
+            add_eos_token=False,
+            add_generation_prompt=True,
+            tools=tools,
+        )
+        datum = DatumSpec(
+            message_log=log,
+            length=sum(len(message["token_ids"]) for message in log),
+            extra_env_info={**parts.metadata, "tools": tools} if tools else parts.metadata,
+            loss_multiplier=1.0,
+            idx=idx,
+            task_name=str(task_data_spec.task_name),
+        )
+        if parts.stop_strings is not None:
+            datum["stop_strings"] = parts.stop_strings
+        return cut_to_length(datum, max_seq_length)
+
+    return process
 
 
-def multichoice_qa_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
+def cut_to_length(datum: DatumSpec, max_seq_length: int | None) -> DatumSpec:
+    """The datum unchanged or, if it is too long, a stub with `loss_multiplier` 0.
+
+    `length` of a stub stays the real length, which is counted and reported; its messages keep a few tokens.
+    """
+    if max_seq_length is None or datum["length"] <= max_seq_length:
+        return datum
+    kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(datum["message_log"])))
+    stub: LLMMessageLogType = [
+        {**message, "token_ids": torch.as_tensor(message["token_ids"], dtype=torch.int64)[:kept]}
+        for message in datum["message_log"]
+    ]
+    return DatumSpec(**{**datum, "message_log": stub, "loss_multiplier": 0.0})
+
+
+@prompt_processor
+def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
+    """The problem; metadata {"ground_truth": answer}."""
+    return _question(problem_text(row), {"ground_truth": answer_text(row)})
+
+
+@prompt_processor
+def math_data_processor(row: Row, idx: int) -> PromptParts:
+    """As `math_hf_data_processor`; columns other than the conversation are metadata, too."""
+    others = {k: v for k, v in row.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
+    return _question(problem_text(row), {**others, "ground_truth": answer_text(row)})
+
+
+@prompt_processor
+def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
     """Row {"question" or problem, "options": {"A": text, ...}, "answer" or expected_answer: letter}, options listed.
 
     Raises:
-        ValueError: when the row has no options.
+        ValueError: if the row has no options.
     """
-    if "options" not in datum_dict:
+    if "options" not in row:
         raise ValueError(
-            f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(datum_dict)}"
+            f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(row)}"
         )
-    question = str(datum_dict["question"]) if "question" in datum_dict else problem_text(datum_dict)
-    answer = str(datum_dict["answer"]) if "answer" in datum_dict else answer_text(datum_dict)
-    options = "\n".join(f"{letter}) {text}" for letter, text in datum_dict["options"].items() if text is not None)
-    return _prompt(
-        datum_dict,
-        [{"role": "user", "content": f"{question}\n\n{options}"}],
-        {"ground_truth": answer},
-        task_data_spec,
-        tokenizer,
-        max_seq_length,
-        idx,
-    )
+    question = str(row["question"]) if "question" in row else problem_text(row)
+    answer = str(row["answer"]) if "answer" in row else answer_text(row)
+    options = "\n".join(f"{letter}) {text}" for letter, text in row["options"].items() if text is not None)
+    return _question(f"{question}\n\n{options}", {"ground_truth": answer})
 
 
-def conversation_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """The row's conversation up to its last user turn, for environments that read what was said.
+@prompt_processor
+def conversation_processor(row: Row, idx: int) -> PromptParts:
+    """The row's conversation up to its last user turn, for environments that read the conversation.
 
     Metadata {"messages": that conversation as it stands in the row, without template, prompt file or system prompt},
-    and, where the row has an answer, {"ground_truth": it}.
+    and, if the row has an answer, {"ground_truth": answer}.
 
     Raises:
-        ValueError: when nobody asks anything.
+        ValueError: if there is no user message.
     """
-    given = datum_dict["messages"] if "messages" in datum_dict else [{"role": "user", "content": datum_dict["problem"]}]
+    given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
     messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
     metadata: dict[str, Any] = {"messages": messages}
-    if "expected_answer" in datum_dict or (messages and messages[-1]["role"] == "assistant"):
-        metadata["ground_truth"] = answer_text(datum_dict)
+    if "expected_answer" in row or (messages and messages[-1]["role"] == "assistant"):
+        metadata["ground_truth"] = answer_text(row)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
         raise ValueError(f"conversation_processor: row {idx} has no message of a user that could be answered")
-    return _prompt(datum_dict, messages, metadata, task_data_spec, tokenizer, max_seq_length, idx)
+    return PromptParts(messages, metadata)
 
 
-def episode_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """The problem through prompt file and chat template, for environments of several turns.
+@prompt_processor
+def episode_processor(row: Row, idx: int) -> PromptParts:
+    """The problem, for environments of several turns.
 
-    Metadata is the row's `extra_env_info`; its `stop_strings`, where it has them, end the first turn.
+    Metadata is the row's `extra_env_info`; its `stop_strings`, if it has any, end the first turn.
 
     Raises:
-        ValueError: when the row has no `extra_env_info`.
+        ValueError: if the row has no `extra_env_info`.
     """
-    if "extra_env_info" not in datum_dict:
+    if "extra_env_info" not in row:
         raise ValueError(
             f"episode_processor: row {idx} has no 'extra_env_info', the metadata that its environment begins with; it "
-            f"has {', '.join(datum_dict)}"
+            f"has {', '.join(row)}"
         )
-    prompt = [{"role": "user", "content": problem_text(datum_dict)}]
-    datum = _prompt(
-        datum_dict, prompt, dict(datum_dict["extra_env_info"]), task_data_spec, tokenizer, max_seq_length, idx
-    )
-    if datum_dict.get("stop_strings") is not None:
-        datum["stop_strings"] = list(datum_dict["stop_strings"])
-    return datum
+    stop_strings = list(row["stop_strings"]) if row.get("stop_strings") is not None else None
+    return _question(problem_text(row), dict(row["extra_env_info"]), stop_strings)
 
 
-def retrieval_data_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """A question for the environment that looks things up; its turns end with a search or an answer.
+@prompt_processor
+def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
+    """A question for the retrieval environment, whose turns end with a search or an answer.
 
-    Metadata {"ground_truth"}: the row's column `answers`, a list of all that are right, or its expected answer.
+    Metadata {"ground_truth"}: the row's column `answers`, a list of all right answers, or its expected answer.
     """
-    answers = datum_dict.get("answers")
-    metadata = {"ground_truth": list(answers) if answers else answer_text(datum_dict)}
-    row = {**datum_dict, "extra_env_info": metadata, "stop_strings": STOP_STRINGS}
-    return episode_processor(row, task_data_spec, tokenizer, max_seq_length, idx)
+    answers = row.get("answers")
+    truth = list(answers) if answers else answer_text(row)
+    return _question(problem_text(row), {"ground_truth": truth}, list(STOP_STRINGS))
 
 
-def code_data_processor(
-    datum_dict: Mapping[str, Any],
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """As `episode_processor`; metadata {"tests"} of the row, or {"ground_truth": what a program prints} without them.
+@prompt_processor
+def code_data_processor(row: Row, idx: int) -> PromptParts:
+    """The problem; metadata {"tests"} of the row or, without tests, {"ground_truth": the expected output}.
 
     Raises:
-        ValueError: when the row has neither tests nor an expected answer.
+        ValueError: if the row has neither tests nor an expected answer.
     """
-    has_tests = datum_dict.get("tests") is not None
-    if not has_tests and "expected_answer" not in datum_dict and "messages" not in datum_dict:
+    has_tests = row.get("tests") is not None
+    if not has_tests and "expected_answer" not in row and "messages" not in row:
         raise ValueError(
-            f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(datum_dict)}"
+            f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(row)}"
         )
-    metadata = {"tests": datum_dict["tests"]} if has_tests else {"ground_truth": answer_text(datum_dict)}
-    row = {**datum_dict, "extra_env_info": metadata}
-    return episode_processor(row, task_data_spec, tokenizer, max_seq_length, idx)
+    metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": answer_text(row)}
+    stop_strings = list(row["stop_strings"]) if row.get("stop_strings") is not None else None
+    return _question(problem_text(row), metadata, stop_strings)
 
 
-PROCESSOR_REGISTRY: dict[str, ProcessorFn] = {
+def _question(text: str, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
+    return PromptParts([{"role": "user", "content": text}], metadata, stop_strings)
+
+
+def problem_text(row: Row) -> str:
+    """The problem of a row: `problem`, or the first user message. KeyError if there is none."""
+    return _text(row, "problem", "user", 1)
+
+
+def answer_text(row: Row) -> str:
+    """The expected answer of a row: `expected_answer`, or the last assistant message. KeyError if there is none."""
+    return _text(row, "expected_answer", "assistant", -1)
+
+
+def _text(row: Row, column: str, role: str, direction: int) -> str:
+    if column in row:
+        return str(row[column])
+    for message in row["messages"][::direction]:
+        if message["role"] == role:
+            return str(message["content"])
+    raise KeyError(column)
+
+
+# -- The registry.
+
+FLAGS = ("add_bos", "add_eos", "add_generation_prompt")
+_EXAMPLE_PROCESSORS = "nemo_rl.data.rows.example_processors"
+PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
     "default": math_hf_data_processor,
     "code_data_processor": code_data_processor,
     "conversation_processor": conversation_processor,
@@ -188,101 +226,37 @@ PROCESSOR_REGISTRY: dict[str, ProcessorFn] = {
     "math_data_processor": math_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "retrieval_data_processor": retrieval_data_processor,
+    "sft_processor": f"{_EXAMPLE_PROCESSORS}:sft_processor",
+    "pretokenized": f"{_EXAMPLE_PROCESSORS}:pretokenized",
+    "preference_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
 }
 
 
-def register_processor(name: str, processor: ProcessorFn) -> None:
-    """Make a function available as `processor: <name>`.
-
-    Raises:
-        ValueError: when the name is taken.
-    """
-    register(PROCESSOR_REGISTRY, name, processor)
+def register_processor(name: str, processor: Callable[..., Any]) -> None:
+    """Make a function available as `processor: <name>`. ValueError if the name is taken."""
+    if name in PROCESSOR_REGISTRY:
+        raise ValueError(f"a processor named {name!r} is registered already")
+    PROCESSOR_REGISTRY[name] = processor
 
 
-def find_processor(name: str) -> ProcessorFn:
+def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any]:
     """The processor of a registry name or an import path.
 
     Raises:
-        ValueError: when there is none.
+        ValueError: if there is none, or one of examples does not take the flags.
     """
-    return find(PROCESSOR_REGISTRY, name, "processor")
-
-
-P = TypeVar("P")
-
-
-def register(registry: dict[str, P], name: str, processor: P) -> None:
-    """Add to a registry of processors. ValueError when the name is taken."""
-    if name in registry:
-        raise ValueError(f"a processor named {name!r} is registered already")
-    registry[name] = processor
-
-
-def problem_text(row: Mapping[str, Any]) -> str:
-    """The problem of a row: `problem`, or the first user message. KeyError when there is none."""
-    if "problem" in row:
-        return str(row["problem"])
-    for message in row["messages"]:
-        if message["role"] == "user":
-            return str(message["content"])
-    raise KeyError("problem")
-
-
-def answer_text(row: Mapping[str, Any]) -> str:
-    """The expected answer of a row: `expected_answer`, or the last assistant message. KeyError when there is none."""
-    if "expected_answer" in row:
-        return str(row["expected_answer"])
-    for message in reversed(row["messages"]):
-        if message["role"] == "assistant":
-            return str(message["content"])
-    raise KeyError("expected_answer")
-
-
-def _prompt(
-    row: Mapping[str, Any],
-    messages: list[dict[str, str]],
-    metadata: dict[str, Any],
-    spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-) -> DatumSpec:
-    """The messages through the chat template, with the tools of the row, which are metadata as well."""
-    tools = row_tools(row, spec)
-    log = get_formatted_message_log(
-        messages,
-        tokenizer,
-        spec,
-        add_bos_token=False,
-        add_eos_token=False,
-        add_generation_prompt=True,
-        tools=tools,
-    )
-    return cut_to_length(
-        DatumSpec(
-            message_log=log,
-            length=sum(len(message["token_ids"]) for message in log),
-            extra_env_info={**metadata, "tools": tools} if tools else metadata,
-            loss_multiplier=1.0,
-            idx=idx,
-            task_name=str(spec.task_name),
-        ),
-        max_seq_length,
-    )
-
-
-def cut_to_length(datum: DatumSpec, max_seq_length: int | None) -> DatumSpec:
-    """The datum as it is, or, when longer than allowed, a stub with `loss_multiplier` 0.
-
-    `length` of a stub stays the real length, so that it can be counted and reported; its messages keep a few tokens.
-    """
-    if max_seq_length is None or datum["length"] <= max_seq_length:
-        return datum
-    kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(datum["message_log"])))
-    stub: LLMMessageLogType = [{**m, "token_ids": _ids(m)[:kept]} for m in datum["message_log"]]
-    return DatumSpec(**{**datum, "message_log": stub, "loss_multiplier": 0.0})
-
-
-def _ids(message: Mapping[str, Any]) -> torch.Tensor:
-    return torch.as_tensor(message["token_ids"], dtype=torch.int64)
+    processor = find(PROCESSOR_REGISTRY, name, "processor")
+    if not of_examples:
+        if isinstance(processor, str):
+            raise ValueError(f"processor {name!r} makes no prompts: it is for SFT, DPO and reward models")
+        return processor
+    if isinstance(processor, str):
+        processor = import_object(processor, "processor")
+    parameters = inspect.signature(processor).parameters
+    missing = [flag for flag in FLAGS if flag not in parameters]
+    if missing and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(
+            f"processor {name!r} does not take {', '.join(missing)}: it is called as (datum_dict, task_data_spec, "
+            f"tokenizer, max_seq_length, idx, {', '.join(f'{flag}=...' for flag in FLAGS)}); **kwargs will do"
+        )
+    return processor

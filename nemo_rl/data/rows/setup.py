@@ -1,84 +1,42 @@
-"""From the section `data` to the datasets and tasks of a run."""
+"""From the section `data` to the datasets and tasks of a run: prompts (`setup_data`) or examples (`setup_examples`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.config import (
+    DEFAULT_VALIDATION_SET,
+    AnyExampleDataConfig,
     DataConfig,
     DatasetConfig,
+    ExampleTableConfig,
+    PreferenceDatasetConfig,
     TableConfig,
     TaskNames,
     dataset_label,
     first_free,
-    prompt_settings,
 )
-from nemo_rl.data.datasets.registry import load_rows
-from nemo_rl.data.interfaces import Rows, TaskDataSpec
+from nemo_rl.data.datasets.registry import load_rows, load_stream
+from nemo_rl.data.interfaces import Row, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import answer_text, find_processor, problem_text
-from nemo_rl.types import DatumSpec, ProcessorFn, Prompt
-
-# -- From a prompt as the controller knows it (text) to what an episode needs (tokens, metadata).
+from nemo_rl.types import DatumSpec, Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """How the prompts of one task are made and who answers them."""
+    """How the rows of one task become tokens and, for prompts, who answers them."""
 
     spec: TaskDataSpec
-    processor: ProcessorFn
-    env_name: str
-
-
-@dataclass(frozen=True)
-class PromptProcessor:
-    """Picklable. Called with a `Prompt`, returns its `DatumSpec`."""
-
-    tasks: Mapping[str, Task]
-    tokenizer: PreTrainedTokenizerBase
-    max_input_seq_length: int
-
-    def __call__(self, prompt: Prompt) -> DatumSpec:
-        """Tokenise. A prompt longer than `max_input_seq_length` tokens comes back as a stub with loss_multiplier 0.
-
-        Raises:
-            ValueError: when the row lacks what the processor needs.
-        """
-        task = self.tasks[prompt.task_name]
-        try:
-            datum = task.processor(
-                both_forms(prompt.row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx
-            )
-        except KeyError as error:
-            raise ValueError(
-                f"row {prompt.prompt_id} has no {error.args[0]!r}, which the processor of task {prompt.task_name!r} "
-                f"needs; it has: {', '.join(prompt.row)}"
-            ) from error
-        return DatumSpec(**{**datum, "task_name": prompt.task_name})
-
-
-def both_forms(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with `messages` as well as `problem` and `expected_answer`, whichever it came with."""
-    if "messages" in row:
-        roles = {message["role"] for message in row["messages"]}
-        texts = {"problem": problem_text(row)} if "user" in roles else {}
-        return {**texts, **({"expected_answer": answer_text(row)} if "assistant" in roles else {}), **row}
-    if "problem" in row and "expected_answer" in row:
-        messages = [
-            {"role": "user", "content": row["problem"]},
-            {"role": "assistant", "content": row["expected_answer"]},
-        ]
-        return {"messages": messages, **row}
-    return dict(row)
-
-
-C = TypeVar("C", bound=TableConfig)
-T = TypeVar("T")
+    processor: Callable[..., Any]
+    env_name: str = ""  # section of `env`; of prompts only
+    processor_name: str = ""  # as configured
+    sequences_per_row: int = 1  # 2: chosen and rejected
+    columns: Mapping[str, str] = field(default_factory=dict)  # see `TableConfig.source_columns`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,68 +53,150 @@ class DataSetup:
         return {name: task.env_name for name, task in self.tasks.items()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamedRows(StreamedTable):
+    """A streamed dataset under a name. Prompt ids are `<name>:<number of the row>`."""
+
+    name: str
+    task_name: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSetup:
+    """What `setup_examples` returns."""
+
+    train: PromptDataset | list[StreamedRows]  # a list if `data.train[].streaming`
+    validation: dict[str, PromptDataset]
+    tasks: dict[str, Task]
+
+
 def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
-    """Load all datasets and find their processors, prompt files and environments.
+    """Load all datasets of prompts and find their processors, prompt files and environments.
 
     Raises:
         ValueError, FileNotFoundError: for an unknown dataset, processor or environment, a missing file or column, an
-            empty dataset, a missing prompt file; the message says what there is.
+            empty dataset; the message lists the alternatives.
     """
-
-    def make_task(name: str, dataset: DatasetConfig) -> Task:
+    for dataset in (*cfg.train, *(cfg.validation or [])):
         if dataset.env_name not in env_config:
             raise ValueError(
                 f"dataset {dataset_label(dataset)!r}: env_name {dataset.env_name!r} is no section of env; there are: "
                 f"{', '.join(env_config) or 'none'}"
             )
-        spec = TaskDataSpec(name, dataset.prompt_file, dataset.system_prompt_file, dataset.tools_file)
-        return Task(spec=spec, processor=find_processor(dataset.processor), env_name=dataset.env_name)
-
-    tasks: TaskBook[DatasetConfig, Task] = TaskBook(make_task, prompt_settings)
-    train: list[NamedRows] = []
-    validation: list[NamedRows] = []
-    for dataset in cfg.train:
-        rows, held_out = load_rows(dataset)
-        train.append(replace(tasks.named(dataset, rows, "train"), weight=dataset.weight))
-        if held_out is not None:
-            validation.append(tasks.named(dataset, held_out, "validation"))
-    for dataset in cfg.validation or []:
-        validation.append(tasks.named(dataset, load_rows(dataset)[0], "validation"))
+    loaded = _LoadedTables(cfg.train)
+    validation = [*loaded.held_out, *(loaded.validation(dataset) for dataset in cfg.validation or [])]
     return DataSetup(
-        train=PromptDataset(train),
+        train=PromptDataset(loaded.train),
         validation=PromptDataset(validation) if validation else None,
-        tasks=tasks.tasks,
+        tasks=loaded.tasks,
     )
 
 
-class TaskBook(Generic[C, T]):
-    """Names tasks and datasets: the dataset's own name, with a number where the same name means something else.
+def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
+    """Load all datasets of examples and find their processors and prompt files.
 
-    `make(name, config)` makes a task, and `settings(config)` says what it depends on.
+    Raises:
+        ValueError, FileNotFoundError: as `setup_data`.
     """
+    loaded = _LoadedTables(cfg.train)
+    validation = {DEFAULT_VALIDATION_SET: PromptDataset(loaded.held_out)} if loaded.held_out else {}
+    for name, dataset in cfg.validation_sets:
+        validation[name] = PromptDataset([loaded.validation(dataset)])
+    return ExampleSetup(train=loaded.streams or PromptDataset(loaded.train), validation=validation, tasks=loaded.tasks)
 
-    def __init__(self, make: Callable[[str, C], T], settings: Callable[[C], Hashable]) -> None:
-        self.tasks: dict[str, T] = {}
-        self._make = make
-        self._settings_of = settings
+
+class _LoadedTables:
+    """The tables of a run under unique names, and their tasks."""
+
+    def __init__(self, train: Sequence[TableConfig]) -> None:
+        self.train: list[NamedRows] = []
+        self.streams: list[StreamedRows] = []
+        self.held_out: list[NamedRows] = []  # rows that `split_validation_size` sets aside
+        self.tasks: dict[str, Task] = {}
         self._task_names = TaskNames()
         self._names: set[str] = set()
+        for cfg in train:
+            if cfg.is_streamed:
+                table = load_stream(cfg)
+                self.streams.append(StreamedRows(**self._named(cfg, ""), table=table.table, convert=table.convert))
+                continue
+            rows, held_out = load_rows(cfg)
+            weight = cfg.weight if isinstance(cfg, DatasetConfig) else None
+            self.train.append(NamedRows(**self._named(cfg, ""), rows=rows, repeat=cfg.repeat, weight=weight))
+            if held_out is not None:
+                self.held_out.append(NamedRows(**self._named(cfg, "/validation"), rows=held_out))
 
-    def named(self, cfg: C, rows: Rows, role: str) -> NamedRows:
-        """The rows of a dataset for `role`, "train" or "validation"."""
-        repeat = cfg.repeat if role == "train" else 1
-        return NamedRows(name=self.name(cfg, role), task_name=self.task(cfg), rows=rows, repeat=repeat)
+    def validation(self, cfg: TableConfig) -> NamedRows:
+        """The rows of a dataset to validate on."""
+        rows, _ = load_rows(cfg)
+        return NamedRows(**self._named(cfg, "/validation"), rows=rows)
 
-    def name(self, cfg: C, role: str) -> str:
-        """A name for rows that no other rows have."""
-        label = dataset_label(cfg)
-        name = first_free(label if role == "train" else f"{label}/{role}", self._names)
+    def _named(self, cfg: TableConfig, suffix: str) -> dict[str, str]:
+        name = first_free(dataset_label(cfg) + suffix, self._names)
         self._names.add(name)
-        return name
+        task_name = self._task_names.of(cfg)
+        if task_name not in self.tasks:
+            self.tasks[task_name] = make_task(task_name, cfg)
+        return {"name": name, "task_name": task_name}
 
-    def task(self, cfg: C) -> str:
-        """The name of the task of a dataset, made now if it is new."""
-        name = self._task_names.name(dataset_label(cfg), self._settings_of(cfg))
-        if name not in self.tasks:
-            self.tasks[name] = self._make(name, cfg)
-        return name
+
+def make_task(name: str, cfg: TableConfig) -> Task:
+    """The task of a dataset.
+
+    Raises:
+        ValueError, FileNotFoundError: for an unknown processor or a missing prompt file.
+    """
+    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
+    of_examples = isinstance(cfg, ExampleTableConfig)
+    if of_examples and cfg.system_prompt is not None:
+        spec.system_prompt = cfg.system_prompt
+    return Task(
+        spec=spec,
+        processor=find_processor(cfg.processor, of_examples=of_examples),
+        env_name=cfg.env_name if isinstance(cfg, DatasetConfig) else "",
+        processor_name=cfg.processor,
+        sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
+        columns=cfg.source_columns,
+    )
+
+
+@dataclass(frozen=True)
+class PromptProcessor:
+    """Makes the `DatumSpec` of a `Prompt`: tokens and metadata from a row. Picklable."""
+
+    tasks: Mapping[str, Task]
+    tokenizer: PreTrainedTokenizerBase
+    max_input_seq_length: int
+
+    def __call__(self, prompt: Prompt) -> DatumSpec:
+        """Tokenise. A prompt longer than `max_input_seq_length` tokens becomes a stub with `loss_multiplier` 0.
+
+        Raises:
+            ValueError: if the row lacks what the processor needs.
+        """
+        task = self.tasks[prompt.task_name]
+        try:
+            datum = task.processor(
+                both_forms(prompt.row), task.spec, self.tokenizer, self.max_input_seq_length, prompt.idx
+            )
+        except KeyError as error:
+            raise ValueError(
+                f"row {prompt.prompt_id} has no {error.args[0]!r}, which the processor of task {prompt.task_name!r} "
+                f"needs; it has: {', '.join(prompt.row)}"
+            ) from error
+        return DatumSpec(**{**datum, "task_name": prompt.task_name})
+
+
+def both_forms(row: Row) -> dict[str, Any]:
+    """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has."""
+    if "messages" in row:
+        roles = {message["role"] for message in row["messages"]}
+        texts = {"problem": problem_text(row)} if "user" in roles else {}
+        return {**texts, **({"expected_answer": answer_text(row)} if "assistant" in roles else {}), **row}
+    if "problem" in row and "expected_answer" in row:
+        messages = [
+            {"role": "user", "content": row["problem"]},
+            {"role": "assistant", "content": row["expected_answer"]},
+        ]
+        return {"messages": messages, **row}
+    return dict(row)

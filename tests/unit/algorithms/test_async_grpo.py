@@ -70,12 +70,12 @@ class FakePlaying(FakeRollouts):
         handle.samples = [replace(sample, weight_version=self.version) for sample in handle.samples]
         self.done.append(handle)
 
-    def tend(self) -> None:
+    def poll(self) -> None:
         while self.playing and self.rng.random() < 0.5:
             self.finish_one()
 
     def finished(self, *, wait: bool) -> list[GroupHandle]:
-        self.tend()
+        self.poll()
         if wait and not self.done:
             self.finish_one()
         done, self.done = self.done, []

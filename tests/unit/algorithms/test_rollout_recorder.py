@@ -13,8 +13,8 @@ import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
-from nemo_rl.rollouts.records.record import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
-from nemo_rl.rollouts.records.replay import RecordedRollouts
+from nemo_rl.rollouts.collector import RecordedRollouts
+from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
 from nemo_rl.utils.checkpoint.save import SaveRequest, Written
 from tests.fakes import FakeRollouts
@@ -174,7 +174,8 @@ def test_a_folder_is_looked_at_before_a_run_starts(tmp_path):
         check_record_folder(tmp_path / "record", other, key)
 
 
-def test_a_record_gives_a_run_the_same_steps(tmp_path):
+def test_a_record_gives_a_run_the_same_steps(tmp_path, caplog):
+    caplog.set_level("INFO")
     record = tmp_path / "record"
     want = Run(
         tmp_path / "one",
@@ -184,7 +185,7 @@ def test_a_record_gives_a_run_the_same_steps(tmp_path):
     replay = Run(tmp_path / "two", f"grpo.replay_from={record}", "grpo.max_num_steps=4", rollouts=Replaying(record))
     got = replay.go()
     assert trained(got)[:3] == trained(want) and len({row["train/reward"] for row in want}) > 1
-    assert f"the record in {record} ends with step 3" in replay.text
+    assert f"the record in {record} ends with step 3" in caplog.text
 
 
 def test_dynamic_sampling_gets_its_batches_again(tmp_path):

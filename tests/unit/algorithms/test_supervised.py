@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.loss import RewardModelLossConfig
+from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
 from nemo_rl.algorithms.dpo import SUM, DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss

@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.datasets.arithmetic import arithmetic_rows, arithmetic_space, load_arithmetic, load_held_out
+from nemo_rl.data.datasets.arithmetic import arithmetic_rows, arithmetic_space, load_arithmetic
+from nemo_rl.data.datasets.registry import load_rows
 
 
 @settings(max_examples=20, deadline=None)
@@ -35,10 +36,18 @@ def test_rows_depend_on_the_seed_and_repeat_only_after_the_whole_split():
 
 
 def test_what_is_set_aside_is_held_out_and_comes_once():
-    cfg = DatasetConfig(dataset_name="arithmetic", processor="default", env_name="math", kwargs={"num_samples": 500})
-    held_out = [row["problem"] for row in load_held_out(cfg)]
+    cfg = DatasetConfig(
+        dataset_name="arithmetic",
+        processor="default",
+        env_name="math",
+        kwargs={"num_samples": 500},
+        split_validation_size=0.05,
+    )
+    train, rows = load_rows(cfg)
+    assert rows is not None
+    held_out = [row["problem"] for row in rows]
     assert len(held_out) == len(set(held_out)) > 20
-    assert set(held_out).isdisjoint(row["problem"] for row in load_arithmetic(cfg))
+    assert set(held_out).isdisjoint(row["problem"] for row in train)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from nemo_rl.data.config import DataConfig, DatasetConfig, prompt_tasks
-from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
-from nemo_rl.data.rows.mixing import MixedOrder, whole_weights
+from nemo_rl.data.config import DataConfig, DatasetConfig, prompt_tasks, whole_weights
+from nemo_rl.data.rows.dataloader import MixedOrder, NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.setup import setup_data
 
 

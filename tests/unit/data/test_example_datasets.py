@@ -7,9 +7,16 @@ import numpy as np
 import pytest
 
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig
-from nemo_rl.data.datasets.conversations import chat_row, squad_row, tree_conversations, trees_of_messages
+from nemo_rl.data.datasets.examples import (
+    chat_row,
+    conversations_row,
+    helpsteer3_row,
+    ranked_row,
+    squad_row,
+    tree_conversations,
+    trees_of_messages,
+)
 from nemo_rl.data.datasets.files import JsonLines
-from nemo_rl.data.datasets.preferences import conversations_row, helpsteer3_row, ranked_row
 from nemo_rl.data.datasets.registry import load_rows, load_stream
 from nemo_rl.data.interfaces import BAD_ROW
 from nemo_rl.data.rows.example_processors import split_preference

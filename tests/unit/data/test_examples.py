@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.rows.example_processors import EXAMPLE_PROCESSOR_REGISTRY, find_example_processor, sft_processor
-from nemo_rl.data.rows.examples import ExampleMaker, ExampleTask, check_examples, setup_examples
-from nemo_rl.data.rows.processors import register_processor
+from nemo_rl.data.rows.example_processors import sft_processor
+from nemo_rl.data.rows.examples import ExampleMaker, check_examples
+from nemo_rl.data.rows.processors import find_processor, register_processor
+from nemo_rl.data.rows.setup import Task, setup_examples
 from nemo_rl.types import Prompt
 from tests.unit.data.templates import TEMPLATES, tokenizer_with
 
@@ -31,9 +32,9 @@ CONVERSATION = [
 
 
 def maker(processor="sft_processor", *, tokenizer=TOKENIZER, max_length=256, columns=None, spec=None, **kwargs):
-    task = ExampleTask(
+    task = Task(
         spec=spec or TaskDataSpec("t"),
-        processor=find_example_processor(processor),
+        processor=find_processor(processor, of_examples=True),
         processor_name=processor,
         sequences_per_row=2 if processor == "preference_processor" else 1,
         columns=columns or {},
@@ -349,10 +350,10 @@ def test_own_processors(tmp_path, monkeypatch):
         file.write("# changed\n")
     assert make.fingerprint() != before
     with pytest.raises(ValueError, match=r"does not take add_bos, add_eos, add_generation_prompt.*\*\*kwargs will do"):
-        find_example_processor("own_example_processor:old")
+        find_processor("own_example_processor:old", of_examples=True)
     with pytest.raises(ValueError, match="did you mean sft_processor"):
-        find_example_processor("sft_procesor")
-    assert sft_processor is EXAMPLE_PROCESSOR_REGISTRY["sft_processor"]
+        find_processor("sft_procesor", of_examples=True)
+    assert sft_processor is find_processor("sft_processor", of_examples=True)
 
 
 def test_setup_of_conversations(tmp_path, caplog):
@@ -433,10 +434,13 @@ def test_setup_of_streams(tmp_path):
     assert [row["messages"][1]["content"] for row in rows] == [str(i) for i in range(40)], "trying rows moves nothing"
 
 
-def test_prompts_and_examples_have_registries_of_their_own():
+def test_processors_of_prompts_and_of_examples_are_told_apart():
     with pytest.raises(ValueError, match="already"):
         register_processor("math_data_processor", lambda: None)
-    assert "math_data_processor" not in EXAMPLE_PROCESSOR_REGISTRY
+    with pytest.raises(ValueError, match="does not take add_bos"):
+        find_processor("math_data_processor", of_examples=True)
+    with pytest.raises(ValueError, match="makes no prompts"):
+        find_processor("sft_processor")
 
 
 def test_a_row_of_a_thousand_tokens_takes_three_milliseconds():

@@ -5,8 +5,9 @@ import pytest
 
 from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import sliding_puzzle
+from nemo_rl.data.datasets.arithmetic import in_split
 from nemo_rl.data.datasets.registry import load_rows
-from nemo_rl.data.datasets.sliding_puzzle import demonstrate, is_held_out, sliding_puzzle_rows
+from nemo_rl.data.datasets.sliding_puzzle import demonstrate_sliding_puzzle, sliding_puzzle_rows
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, ensure_tiny_model, recipe_hash
@@ -33,6 +34,10 @@ def dataset(**kwargs):
 
 def grids(rows):
     return {str(row["extra_env_info"]["game_state"]["grid"]) for row in rows}
+
+
+def is_held_out(board):
+    return in_split(render(board), "validation")
 
 
 def boards_of(rows):
@@ -112,7 +117,7 @@ def test_demonstrations_are_games_that_can_be_played_with_as_many_mistakes_as_as
     rng = random.Random(0)
     wrong_ways = []
     for _ in range(300):
-        first, *rest = demonstrate(rng, mistakes)
+        first, *rest = demonstrate_sliding_puzzle(rng, mistakes)
         assert first["role"] == "user"
         board = parse_grid([[int(t) if t != "_" else 0 for t in line.split()] for line in first["content"].split("\n")])
         for said, seen in zip(rest[::2], [*rest[1::2], None], strict=False):

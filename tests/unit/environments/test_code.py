@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_rl.data.datasets import code_arithmetic
+from nemo_rl.data.datasets.arithmetic import demonstrate_code_arithmetic
 from nemo_rl.environments.code.environment import CodeEnvironment, find_program, read_tests, same_output, shorten
 from nemo_rl.environments.config import OURS
 
@@ -122,7 +122,7 @@ def test_a_row_without_usable_tests_is_refused(row: dict) -> None:
 def test_demonstrations_of_the_tiny_model_are_right_unless_mistaken(environments) -> None:
     rng = random.Random(0)
     for mistake in (0.0, 1.0):
-        talks = [code_arithmetic.demonstrate(rng, mistake) for _ in range(4)]
+        talks = [demonstrate_code_arithmetic(rng, mistake) for _ in range(4)]
         rows = [{"ground_truth": str(eval(talk[0]["content"]))} for talk in talks]
         assert environments["all"].step(talks, rows).rewards.tolist() == [1.0 - mistake] * 4
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.datasets import judgements
+from nemo_rl.data.datasets import arithmetic
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
@@ -231,7 +231,7 @@ def test_the_default_prompt_and_the_example_can_be_filled():
     assert "instructions" in DEFAULT_TEMPLATE
     for template in (DEFAULT_TEMPLATE, (PROMPTS / "judge_tiny.txt").read_text()):
         assert fence("A") in fill(template, question="Q", answer="A", reference="R")
-    assert (PROMPTS / "judge_tiny.txt").read_text() == judgements.TEMPLATE, "what the tiny judge has learned"
+    assert (PROMPTS / "judge_tiny.txt").read_text() == arithmetic.JUDGE_TEMPLATE, "what the tiny judge has learned"
 
 
 @pytest.mark.parametrize(
@@ -300,13 +300,13 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
 def test_demonstrations_of_the_tiny_judge_tell_the_truth():
     rng = random.Random(3)
     seen = set()
-    for question, reply in (judgements.demonstrate(rng, 0.0) for _ in range(300)):
+    for question, reply in (arithmetic.demonstrate_judgement(rng, 0.0) for _ in range(300)):
         truth = re.search(r"=(-?\d+)\n", question["content"])
         said = re.search(r"\\boxed\{(-?\d+)\}", question["content"])
         assert truth is not None
-        want = judgements.NO_ANSWER if said is None else judgements.WRONG
+        want = arithmetic.NO_ANSWER if said is None else arithmetic.WRONG
         if said is not None and said[1] == truth[1]:
-            want = judgements.RIGHT
+            want = arithmetic.RIGHT
         assert find_score(reply["content"], SCORE, 0.0, 10.0) == want / 10
         seen.add(want)
     assert len(seen) == 3
@@ -317,11 +317,11 @@ def test_the_tiny_judge_knows_right_from_wrong():
     cfg = {"model_name": resolve_model("tiny:judge"), "precision": "float32", "max_new_tokens": 24, "batch_size": 64}
     environment = LLMJudgeEnvironment({**cfg, "prompt_file": str(PROMPTS / "judge_tiny.txt")})
     logs, metadata, want = [], [], []
-    for problem, value in judgements.SPACE:
+    for problem, value in arithmetic.arithmetic_space(max_operand=9, operators="+-", split="all"):
         for answer in (value, value + 1):
-            logs.append(log(judgements.boxed(answer), problem))
+            logs.append(log(arithmetic.boxed(answer), problem))
             metadata.append(known(problem, ground_truth=value))
-            want.append(judgements.RIGHT if answer == value else judgements.WRONG)
+            want.append(arithmetic.RIGHT if answer == value else arithmetic.WRONG)
     returned = environment.step(logs, metadata)
     right = [
         failure is None and reward == score / 10

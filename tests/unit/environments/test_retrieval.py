@@ -242,7 +242,7 @@ def test_the_processor_gives_answers_and_stop_strings():
 def test_demonstrations_are_answered_by_the_environment_as_they_say():
     rng = random.Random(1)
     for mistake in (0.0, 1.0):
-        user, search, found, answer = lookup.demonstrate(rng, mistake)
+        user, search, found, answer = lookup.demonstrate_lookup(rng, mistake)
         query = find_action(search["content"]).query
         assert query is not None and query in found["content"]
         said = find_action(answer["content"]).answer

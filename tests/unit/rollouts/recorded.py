@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_rl.rollouts.records.record import StepIndex, write_step
+from nemo_rl.rollouts.records import StepIndex, write_step
 from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
 
 

@@ -23,7 +23,7 @@ def test_requests_that_overlap_count_once_and_pauses_not():
         with busy.request():
             clock.now = 14.0
         clock.now = 15.0
-    busy.add_tokens(7)
+    busy.num_tokens += 7
     clock.now = 20.0
     assert busy.take() == GenerationUse(busy_s=4.0, window_s=10.0, num_tokens=7)
     assert busy.take() == GenerationUse(busy_s=0.0, window_s=0.0, num_tokens=0)

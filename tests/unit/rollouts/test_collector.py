@@ -238,7 +238,7 @@ def test_beside_training_engines_are_left_alone(synced):
     group = Playing(failures={0: error(WorkerError, "rollout-0", "EngineDied")})
     collector = OverFakes(group)
     collector.submit(requests(2))
-    collector.tend()
+    collector.poll()
     assert collector.finished(wait=False) == [] and group.generations == [] and group.asked == ["g0", "g1"]
     group.failures = {}
     if synced:  # the sync of weights found the engine dead as well
@@ -251,14 +251,14 @@ def test_beside_training_engines_are_left_alone(synced):
 def test_beside_training_a_rollout_worker_that_keeps_dying_ends_the_run():
     collector = OverFakes(Playing(failures={0: error(WorkerDied, "rollout-0")}))
     collector.submit(requests(2))
-    collector.tend()
+    collector.poll()
     assert len(collector.groups) == 2 and collector.groups[1].asked == ["g0", "g1"]
     for _ in range(2):
         collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
-        collector.tend()
+        collector.poll()
     collector.group = Playing(failures={0: error(WorkerDied, "rollout-0")})
     with pytest.raises(WorkerDied):
-        collector.tend()
+        collector.poll()
 
 
 class Once(FakeGroup):
@@ -280,13 +280,13 @@ class Once(FakeGroup):
     open: dict[str, None]
 
 
-def test_nothing_is_tended_while_an_engine_is_replaced():
+def test_poll_does_nothing_while_an_engine_is_replaced():
     group = Once(failures={1: error(WorkerError, "rollout-0", "EngineDied")})
     group.open = {}
     collector = OverFakes(group)
 
     def restart() -> list[str]:
-        collector.tend()  # the policy is waited for
+        collector.poll()  # the policy is waited for
         return ["engine, started again"]
 
     collector.restart_generation = restart
@@ -294,7 +294,7 @@ def test_nothing_is_tended_while_an_engine_is_replaced():
     assert group.generations == [["engine, started again"]]
 
 
-def test_whoever_replaces_an_engine_may_have_the_device():
+def test_the_device_is_free_while_an_engine_is_replaced():
     collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
     moves: list[str] = []
     collector._accelerator = Accelerator(exclusive=True)

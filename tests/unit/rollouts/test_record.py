@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from nemo_rl.rollouts.records.record import (
+from nemo_rl.rollouts.records import (
     put_aside,
     read_groups,
     read_index,
@@ -58,7 +58,7 @@ def test_experts_come_back_for_the_tokens_they_are_of(tmp_path, dtype):
                 np.testing.assert_array_equal(a.routed_experts, b.routed_experts, strict=True)
     lines = (tmp_path / "groups.jsonl").read_text().splitlines()
     (tmp_path / "groups.jsonl").write_text(re.sub(r'(?<="routed_experts_bytes": )\d+', "0", "\n".join(lines)))
-    with pytest.raises(ValueError, match="tells of experts of 0 tokens"):
+    with pytest.raises(ValueError, match="describes 0 experts of tokens"):
         read_groups(tmp_path)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from examples.show_rollouts import main
-from nemo_rl.rollouts.records.show import token_text
+from nemo_rl.rollouts.show_records import token_text
 from tests.unit.rollouts.recorded import record, sample
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.data.datasets import tool_arithmetic
+from nemo_rl.data.datasets.arithmetic import demonstrate_tool_arithmetic
 from nemo_rl.environments.code.tools.python_tools import PythonToolEnvironment, ToolCall, find_calls, problem_of
 from nemo_rl.environments.code.tools.tools import Tool, ToolError
 from nemo_rl.environments.config import OURS
@@ -128,7 +128,7 @@ def test_calls_are_found_in_several_styles() -> None:
 
 def test_demonstrations_of_the_tiny_model_play_as_they_say(environment) -> None:
     for mistake in (0.0, 1.0):
-        talk = tool_arithmetic.demonstrate(random.Random(1), mistake)
+        talk = demonstrate_tool_arithmetic(random.Random(1), mistake)
         seen, rewards, ends = play(environment, [talk[1]["content"], talk[3]["content"]], str(eval(talk[0]["content"])))
         assert seen[0] == talk[2]["content"]
         assert (rewards, ends) == ([0.0, 1.0 - mistake], [False, True])

@@ -1,9 +1,10 @@
-"""Recorded rollouts for people: a table of groups, and one group turn by turn. Renders with rich, prints nothing."""
+"""Displays recorded rollouts: a table of groups, and one group turn by turn. Renders with rich, prints nothing."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from nemo_rl.rollouts.records.record import StepIndex, read_groups, read_index, recorded_steps, step_folder
-from nemo_rl.types import RolloutGroup, Sample, SampleMeta
+from nemo_rl.rollouts.records import read_groups, read_index, recorded_steps, step_folder
+from nemo_rl.types import RolloutGroup, Sample, SampleStatus
 from nemo_rl.utils.console import ROLE_STYLES, visible
 
 Decode = Callable[[Sequence[int]], str]
@@ -26,12 +27,12 @@ LIKELY, UNLIKELY = 0.5, 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedGroup:
-    """A group with what its step made of it."""
+    """A group, with its task and the advantages of its step."""
 
     step: int
     task_name: str
     group: RolloutGroup
-    advantages: list[float] | None  # as planned, by sample; None: the group was not trained
+    advantages: list[float] | None  # planned, by sample; None if the group was not trained
 
     @property
     def rewards(self) -> list[float]:
@@ -44,7 +45,7 @@ class RecordedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """`field=value` on samples: status, stop, task, step."""
+    """`field=value`, a condition on samples; `FIELDS` are the fields."""
 
     field: str
     value: str
@@ -53,7 +54,7 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> Condition:
-        """From the command line. ValueError, with what there is, for another field."""
+        """From the command line. Raises ValueError, which lists the fields, for an unknown field."""
         field, equals, value = text.partition("=")
         if field not in cls.FIELDS or not equals:
             raise ValueError(f"--filter {text}: write one of {', '.join(f'{name}=...' for name in cls.FIELDS)}")
@@ -70,7 +71,7 @@ class Condition:
 
 
 def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterator[RecordedGroup]:
-    """The groups below `root`, step by step, of which a sample meets all conditions.
+    """The groups below `root`, step by step, with at least one sample that meets all conditions.
 
     Raises:
         FileNotFoundError: there is no record.
@@ -79,7 +80,7 @@ def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterato
     if not steps:
         raise FileNotFoundError(f"{root} holds no recorded step (step_000001, ...)")
     for step in steps:
-        index: StepIndex = read_index(root, step)
+        index = read_index(root, step)
         groups, task_names = read_groups(step_folder(root, step))
         for group, task_name in zip(groups, task_names, strict=True):
             found = RecordedGroup(
@@ -90,10 +91,10 @@ def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterato
 
 
 def groups_table(groups: Sequence[RecordedGroup]) -> Table:
-    """A line per group."""
+    """A table with one line per group."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("group", overflow="fold", no_wrap=True)  # whole: it is what --group takes
+    table.add_column("group", overflow="fold", no_wrap=True)  # in full: --group takes it
     table.add_column("task")
     for name in ("samples", "reward", "std", "tokens", "most", "turns"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -101,6 +102,7 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
     for recorded in groups:
         metas = [sample.meta for sample in recorded.group.samples]
         generated = [meta.num_generated_tokens for meta in metas]
+        not_completed = Counter(meta.status.value for meta in metas if meta.status is not SampleStatus.COMPLETED)
         table.add_row(
             str(recorded.step),
             Text(visible(recorded.group.group_id) + ("" if recorded.advantages is not None else " (not trained)")),
@@ -111,23 +113,17 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
             f"{statistics.fmean(generated):.0f}",
             str(max(generated)),
             f"{statistics.fmean([meta.num_turns for meta in metas]):.1f}",
-            _statuses(metas),
+            ", ".join(f"{count} {status}" for status, count in sorted(not_completed.items())),
         )
     return table
-
-
-def _statuses(metas: Sequence[SampleMeta]) -> str:
-    counts: dict[str, int] = {}
-    for meta in metas:
-        if meta.status.value != "completed":
-            counts[meta.status.value] = counts.get(meta.status.value, 0) + 1
-    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
 
 
 def show_group(
     recorded: RecordedGroup, samples: Sequence[int] | None = None, decode: Decode | None = None
 ) -> RenderableType:
-    """All samples of a group, or those with these numbers; with `decode` the sampled tokens, coloured by probability.
+    """All samples of a group, or those with the numbers `samples`.
+
+    With `decode`, also the tokens, with sampled tokens coloured by probability.
 
     Raises:
         ValueError: the group has no such sample.
@@ -160,17 +156,19 @@ def _show_sample(recorded: RecordedGroup, number: int, decode: Decode | None) ->
 
 
 def _conversation(sample: Sample) -> Text:
-    """Messages, and after each turn of the policy what is known of it."""
+    """The messages, with statistics after each turn of the policy."""
     text = Text()
     turns = iter(sample.meta.turns)
-    started = False
+    # Assistant messages of the prompt come first and were not sampled.
+    num_given = sum(message["role"] == "assistant" for message in sample.messages) - len(sample.meta.turns)
     for message in sample.messages:
         style = ROLE_STYLES.get(message["role"], "white")
         text.append(f"{message['role']}: ", style=f"bold {style}")
         text.append(visible(message["content"]) + "\n", style=style)
-        # Assistant messages of the prompt were not sampled; those of the policy are the last ones.
-        started = message["role"] == "assistant" and _num_left(sample, message) <= len(sample.meta.turns)
-        if started and (turn := next(turns, None)) is not None:
+        if message["role"] != "assistant":
+            continue
+        num_given -= 1
+        if num_given < 0 and (turn := next(turns, None)) is not None:
             text.append(
                 f"  {turn.num_generated_tokens} tokens, stopped by {turn.stop_reason.value}, reward {turn.reward:.4f}, "
                 f"{turn.generation_s:.2f} s sampling, {turn.env_s:.2f} s environment, weights {turn.weight_version}\n",
@@ -180,14 +178,8 @@ def _conversation(sample: Sample) -> Text:
     return text
 
 
-def _num_left(sample: Sample, message: dict[str, str]) -> int:
-    """Assistant messages from this one on."""
-    position = next(i for i, other in enumerate(sample.messages) if other is message)
-    return sum(other["role"] == "assistant" for other in sample.messages[position:])
-
-
 def token_text(sample: Sample, decode: Decode) -> Text:
-    """Every token with its number; sampled ones green, yellow or red by their probability, which stands behind them."""
+    """Every token with its id. Sampled tokens are green, yellow or red by their probability, with their logprob."""
     text = Text("tokens: ", style="bold")
     for token, is_sampled, logprob in zip(
         sample.token_ids.tolist(), sample.token_mask.tolist(), sample.generation_logprobs.tolist(), strict=True
@@ -204,15 +196,15 @@ def token_text(sample: Sample, decode: Decode) -> Text:
 
 
 def find_group(groups: Sequence[RecordedGroup], group_id: str | None, *, worst: bool) -> RecordedGroup:
-    """The group of this id or, of those with rewards, that with the smallest mean; else the first.
+    """The group `group_id`; without an id the first group or, with `worst`, the one with the lowest mean reward.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such group.
     """
     if group_id is not None:
         found = [group for group in groups if group.group.group_id == group_id]
         if not found:
-            raise ValueError(f"no group {group_id}; --list shows what there is")
+            raise ValueError(f"no group {group_id}; --list shows the groups")
         return found[0]
     if not groups:
         raise ValueError("no group meets the conditions")

@@ -1,14 +1,12 @@
 """Finished groups on disk: in the checkpoint of an asynchronous run, and as the record of a run.
 
-    <folder>/groups.jsonl         a line per group: its id, prompt and task; of each sample what the controller knows
-                                  and what was said
-    <folder>/tokens.safetensors   token_ids int64 [N], token_mask bool [N], generation_logprobs float32 [N]: the
-                                  samples of all groups one after another; where engines said it, routed_experts
-                                  uint8 or int16 [M, layers, K], of the first tokens of each sample
+    <folder>/groups.jsonl         a line per group: ids, task, and for each sample its metadata and messages
+    <folder>/tokens.safetensors   the samples of all groups concatenated: token_ids int64 [N], token_mask bool [N],
+                                  generation_logprobs float32 [N]; if engines returned them, routed_experts uint8 or
+                                  int16 [M, layers, K], for the first tokens of each sample
 
-A record of a run has such a folder per step, with `index.json` (`StepIndex`) and a manifest of digests beside them.
-
-Reading executes nothing.
+The record of a run has such a folder per step, with `index.json` (`StepIndex`) and a manifest of digests. Reading
+executes nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from nemo_rl.types import RolloutGroup, Sample, SampleMeta, SampleStatus, StopReason, TurnMeta
-from nemo_rl.utils import files as strict_json
+from nemo_rl.utils import files
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sync_directory
-from nemo_rl.utils.files import remove_tree
 
 GROUPS = "groups.jsonl"
 TOKENS = "tokens.safetensors"
@@ -38,7 +35,7 @@ COLUMNS = {"token_ids": np.int64, "token_mask": np.bool_, "generation_logprobs":
 
 
 def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Sequence[str]) -> None:
-    """Write groups, with the name of the task of each, into an existing folder."""
+    """Write groups, with one task name each, into an existing folder."""
     with (folder / GROUPS).open("w", encoding="ascii") as lines:
         for group, task_name in zip(groups, task_names, strict=True):
             record = {
@@ -53,20 +50,21 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
             }
             lines.write(json.dumps(record, allow_nan=False) + "\n")
     samples = [sample for group in groups for sample in group.samples]
-    columns = {}
-    for name, dtype in COLUMNS.items():
-        parts = [getattr(sample, name) for sample in samples]
-        columns[name] = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    # The empty array gives the column its type if there are no samples.
+    columns = {
+        name: np.concatenate([np.zeros(0, dtype), *(getattr(sample, name) for sample in samples)])
+        for name, dtype in COLUMNS.items()
+    }
     if experts := [sample.routed_experts for sample in samples if sample.routed_experts is not None]:
         columns[EXPERTS] = np.concatenate(experts)
     save_file(columns, folder / TOKENS)
 
 
 def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
-    """The groups of a folder, and the task of each.
+    """The groups of a folder, and the task name of each.
 
     Raises:
-        FileNotFoundError, ValueError: when the folder holds no groups, or its two files do not belong together.
+        FileNotFoundError, ValueError: the folder holds no groups, or its two files do not match.
     """
     with (folder / GROUPS).open(encoding="ascii") as lines:
         records = [json.loads(line) for line in lines]
@@ -74,7 +72,7 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     experts = columns.get(EXPERTS, np.zeros((0, 1, 1), np.uint8))
     bytes_per_token = experts.itemsize * math.prod(experts.shape[1:])
     groups: list[RolloutGroup] = []
-    start = first = 0
+    start = experts_start = 0
     for record in records:
         samples = []
         for stored in record["samples"]:
@@ -82,15 +80,17 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
             tokens = {name: columns[name][start : start + meta.length] for name in COLUMNS}
             start += meta.length
             count = meta.routed_experts_bytes // bytes_per_token
-            chosen = experts[first : first + count] if count else None
-            first += count
+            own_experts = experts[experts_start : experts_start + count] if count else None
+            experts_start += count
             said = {"messages": stored["messages"], "metrics": stored.get("metrics", {})}
-            samples.append(Sample(meta=meta, routed_experts=chosen, **said, **tokens))
+            samples.append(Sample(meta=meta, routed_experts=own_experts, **said, **tokens))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
-    if start != len(columns["token_ids"]):
-        raise ValueError(f"{folder}: {GROUPS} tells of {start} tokens, {TOKENS} holds {len(columns['token_ids'])}")
-    if first != len(experts):
-        raise ValueError(f"{folder}: {GROUPS} tells of experts of {first} tokens, {TOKENS} holds {len(experts)}")
+    for what, expected, found in (
+        ("tokens", start, len(columns["token_ids"])),
+        ("experts of tokens", experts_start, len(experts)),
+    ):
+        if expected != found:
+            raise ValueError(f"{folder}: {GROUPS} describes {expected} {what}, {TOKENS} holds {found}")
     return groups, [record["task_name"] for record in records]
 
 
@@ -100,22 +100,19 @@ def meta_from(record: dict[str, Any]) -> SampleMeta:
     return SampleMeta(**{**record, "status": SampleStatus(record["status"]), "turns": turns})
 
 
-# -- a folder per training step
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepIndex:
-    """What a recorded step was. Of a group's samples, `seed` and the number its id begins with decide the tokens."""
+    """Description of a recorded training step. `seed` and the first number of a sample's id determine its tokens."""
 
     step: int  # counted from 1
-    weight_version: int  # of the weights that the step trained
+    weight_version: int  # of the weights before the step
     seed: int  # of the run
     config_digest: str  # of the whole configuration
-    identity: dict[str, Any]  # what a run that replays it must share: model, tokenizer, sampling, sizes
+    identity: dict[str, Any]  # what a replaying run must share: model, tokenizer, sampling, sizes
     groups_per_batch: int
-    group_ids: list[str]  # in the order in which the step was given them, `groups_per_batch` at a time
-    trained: dict[str, list[float]]  # group id -> advantage of each sample as planned; in the order of training
-    environment_metrics: dict[str, float]  # what the environments said of all groups
+    group_ids: list[str]  # in the order in which the step received them, `groups_per_batch` at a time
+    trained: dict[str, list[float]]  # group id -> planned advantage of each sample; in the order of training
+    environment_metrics: dict[str, float]  # over all groups
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -125,47 +122,47 @@ def step_folder(root: Path, step: int) -> Path:
 def write_step(
     root: Path, index: StepIndex, groups: Sequence[RolloutGroup], task_names: Sequence[str], keep: int | None = None
 ) -> int:
-    """Write the groups of a step, in the order of `index.group_ids`, below `root`. Returns the bytes of its files.
+    """Write the groups of a step, in the order of `index.group_ids`, below `root`. Returns the bytes written.
 
-    The folder of the step is there as a whole or not at all. With `keep`, older steps but the newest ones are removed.
+    The step's folder appears complete or not at all. With `keep`, only the newest `keep` steps stay.
 
     Raises:
-        OSError: the disk is full or not to be written to; nothing of the step is left then.
+        OSError: the disk is full or not writable. Nothing of the step is left then.
     """
     assert [group.group_id for group in groups] == index.group_ids
     folder = step_folder(root, index.step)
     unfinished = root / f"tmp_{folder.name}"
-    remove_tree(unfinished)
+    files.remove_tree(unfinished)
     unfinished.mkdir(parents=True)
     try:
         write_groups(unfinished, groups, task_names)
-        (unfinished / INDEX).write_text(strict_json.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
+        (unfinished / INDEX).write_text(files.dumps(asdict(index), indent=1) + "\n", encoding="utf-8")
         num_bytes = seal(unfinished)
-        if folder.exists():  # of a step that is taken again from a checkpoint
-            remove_tree(folder)
+        if folder.exists():  # the step is repeated after a checkpoint was loaded
+            files.remove_tree(folder)
         unfinished.rename(folder)
     except BaseException:
-        remove_tree(unfinished)
+        files.remove_tree(unfinished)
         raise
     sync_directory(root)
     if keep is not None:
         for step in recorded_steps(root)[:-keep]:
-            remove_tree(step_folder(root, step))
+            files.remove_tree(step_folder(root, step))
     return num_bytes
 
 
 def recorded_steps(root: Path) -> list[int]:
-    """The steps of a record, in order. What was never finished is not among them."""
+    """The complete steps of a record, in order."""
     names = (STEP_FOLDER.fullmatch(path.name) for path in root.glob("step_*"))
     return sorted(int(name[1]) for name in names if name is not None)
 
 
 def read_index(root: Path, step: int) -> StepIndex:
-    """What a recorded step was.
+    """The index of a recorded step.
 
     Raises:
-        FileNotFoundError: the step is not there.
-        ValueError: its files are not those that were written.
+        FileNotFoundError: the step does not exist.
+        ValueError: its files have changed since they were written.
     """
     folder = step_folder(root, step)
     if not folder.is_dir():
@@ -178,7 +175,7 @@ def read_index(root: Path, step: int) -> StepIndex:
 
 
 def steps_text(steps: Sequence[int]) -> str:
-    """For people: "1 to 7", "1, 3 to 7", "no step"."""
+    """Steps as text: "1 to 7", "1, 3 to 7", "no step"."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:
@@ -189,9 +186,9 @@ def steps_text(steps: Sequence[int]) -> str:
 
 
 def put_aside(root: Path, after_step: int) -> Path | None:
-    """Move the steps after `after_step`, which the run that begins takes anew, into a folder of their own below `root`.
+    """Move the steps after `after_step`, which the starting run repeats, into a new folder `superseded_NNN`.
 
-    Returns that folder, None when there are no such steps.
+    Returns that folder, or None if there are no such steps.
     """
     later = [step for step in recorded_steps(root) if step > after_step]
     if not later:

@@ -1,4 +1,9 @@
-"""Conversations to learn from: how rows of well-known datasets and of files become `messages`."""
+"""Rows to learn from: how rows of files and of well-known datasets become conversations or preferences.
+
+A conversation is {"messages": [...]}, and may have "tools". A preference is {"prompt", "chosen", "rejected"}, each a
+text or a list of messages, and may have a "margin" (by how much the chosen answer is preferred), "tools", and a "tie":
+the name of the column that prefers neither answer.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl.config.base import StrictModel
-from nemo_rl.data.config import ExampleDatasetConfig, TableConfig
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import (
     JsonLines,
     column_names,
@@ -20,7 +25,9 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, without_none
+
+# -- Conversations.
 
 
 def squad_row(row: Row) -> Row:
@@ -39,11 +46,14 @@ def squad_row(row: Row) -> Row:
 
 def columns_row(row: Row, *, input_key: str, output_key: str, system_key: str | None = None) -> Row:
     """Two columns of text as a conversation of one turn; the other columns are kept."""
+    for key in (input_key, output_key):
+        if row[key] is None:
+            raise ValueError(f"column {key!r} has no value; fill it in or remove the row")
     system = row.get(system_key) if system_key else None
     messages = [
         *([{"role": "system", "content": str(system)}] if system else []),
-        {"role": "user", "content": _text_of(row, input_key)},
-        {"role": "assistant", "content": _text_of(row, output_key)},
+        {"role": "user", "content": str(row[input_key])},
+        {"role": "assistant", "content": str(row[output_key])},
     ]
     return {**row, "messages": messages}
 
@@ -56,11 +66,12 @@ def chat_row(
     tool_key: str = "tools",
     fill_ins: bool = True,
 ) -> Row:
-    """A conversation in the format of OpenAI's API as chat templates of Hugging Face take it.
+    """A conversation in the format of OpenAI's API, converted to the form that chat templates take.
 
-    Arguments of tool calls, there a text, become an object; the parts of a content become one text. Messages keep
-    `name`, `tool_call_id`, `reasoning_content` and whatever else has a value. `fill_ins`: the row comes from a table,
-    which gives every object the keys of all others; keys without a value are removed at every depth.
+    The arguments of tool calls, a text in that format, become an object; the parts of a content become one text.
+    Messages keep `name`, `tool_call_id`, `reasoning_content` and all other keys that have a value. `fill_ins`: the row
+    comes from a table, which gives every object the keys of all others; keys without a value are removed at every
+    depth.
     """
     if not isinstance(row[chat_key], list):
         raise ValueError(f"column {chat_key!r} must hold a list of messages, not {str(row[chat_key])[:80]!r}")
@@ -75,7 +86,7 @@ def chat_row(
     return {
         **others,
         "messages": messages,
-        **({"tools": _without_nulls(tools) if fill_ins else tools} if tools else {}),
+        **({"tools": without_none(tools) if fill_ins else tools} if tools else {}),
     }
 
 
@@ -107,7 +118,7 @@ def _tool_call(call: Any, column: str, fill_ins: bool) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         function["arguments"] = _from_json(function["arguments"] or "{}", column)
     elif fill_ins:
-        function["arguments"] = _without_nulls(function.get("arguments") or {})
+        function["arguments"] = without_none(function.get("arguments") or {})
     return (
         {**{k: v for k, v in call.items() if v is not None}, "function": function} if "function" in call else function
     )
@@ -118,18 +129,6 @@ def _from_json(text: str, column: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise ValueError(f"column {column!r} has a text that is no JSON ({error}): {text[:80]!r}") from error
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _text_of(row: Row, key: str) -> str:
-    if row[key] is None:
-        raise ValueError(f"column {key!r} has no value; fill it in or remove the row")
-    return str(row[key])
 
 
 def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
@@ -143,24 +142,20 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
     if "input_ids" in columns:
         require_used_keys(cfg, (), "the rows are tokens (column 'input_ids')")
         return converted(table, dict)
+    system = {"system_key": cfg.system_key} if cfg.system_key else {}
     if cfg.chat_key in columns or cfg.dataset_name == "openai_format":
-        keys = {"chat_key": cfg.chat_key, **({"system_key": cfg.system_key} if cfg.system_key else {})}
-        require_columns(table, keys, label)
+        require_columns(table, {"chat_key": cfg.chat_key, **system}, label)
         what = f"the rows have conversations (column {cfg.chat_key!r})"
         require_used_keys(cfg, ("chat_key", "system_key", "tool_key"), what, table)
-        fill_ins = not isinstance(table, JsonLines)
-        convert = partial(
-            chat_row, chat_key=cfg.chat_key, system_key=cfg.system_key, tool_key=cfg.tool_key, fill_ins=fill_ins
-        )
-        return converted(table, convert)
+        keys = {"chat_key": cfg.chat_key, "system_key": cfg.system_key, "tool_key": cfg.tool_key}
+        return converted(table, partial(chat_row, **keys, fill_ins=not isinstance(table, JsonLines)))
     input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
     if {"prompt", "completion"} <= set(columns) and not {input_key, output_key} <= set(columns):
         raise ValueError(
             f"dataset {label!r} has no columns {input_key!r} (input_key) and {output_key!r} (output_key), but it has "
             "'prompt' and 'completion': did you mean input_key=prompt output_key=completion?"
         )
-    keys = {"input_key": input_key, "output_key": output_key}
-    require_columns(table, {**keys, **({"system_key": cfg.system_key} if cfg.system_key else {})}, label)
+    require_columns(table, {"input_key": input_key, "output_key": output_key, **system}, label)
     what = f"the rows have no conversations, which chat_key would name, but texts; their columns: {', '.join(columns)}"
     require_used_keys(cfg, ("input_key", "output_key", "system_key"), what, table)
     return converted(table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key))
@@ -221,7 +216,7 @@ def trees_of_messages(rows: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list[dict[str, str]]]:
-    """The paths of a tree that end with an answer, as messages; a last question nobody answered is left out."""
+    """The paths of a tree as messages, each up to its last answer: unanswered questions at the end are left out."""
     found: list[list[dict[str, str]]] = []
     waiting: list[tuple[Mapping[str, Any], list[dict[str, str]]]] = [(tree, [])]
     while waiting:
@@ -229,7 +224,7 @@ def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list
         role = "assistant" if message["role"] == "assistant" else "user"
         path = [*before, {"role": role, "content": message["text"]}]
         replies = [reply for reply in message.get("replies") or [] if not reply.get("deleted")]
-        # Answers nobody ranked come last, in the order they were written.
+        # Answers without a rank come last, in the order they were written.
         replies.sort(key=lambda reply: float("inf") if reply.get("rank") is None else reply["rank"])
         waiting.extend((reply, path) for reply in reversed(replies[:1] if best_only else replies))
         if replies:
@@ -239,3 +234,64 @@ def tree_conversations(tree: Mapping[str, Any], *, best_only: bool) -> list[list
         if path and path not in found:
             found.append(path)
     return found
+
+
+# -- Preferences.
+
+
+def helpsteer3_row(row: Row) -> Row:
+    """HelpSteer3: `overall_preference` from -3 (response 1 much better) to 3 (response 2); 0 prefers neither."""
+    preference = int(row["overall_preference"])
+    responses = [row["response1"], row["response2"]]
+    chosen, rejected = responses if preference <= 0 else reversed(responses)
+    converted_row = {"prompt": row["context"], "chosen": chosen, "rejected": rejected, "margin": float(abs(preference))}
+    return converted_row if preference else {**converted_row, "tie": "overall_preference"}
+
+
+def conversations_row(row: Row) -> Row:
+    """Tulu 3: chosen and rejected are whole conversations; `prompt` repeats their first message."""
+    return {key: value for key, value in row.items() if key != "prompt"}
+
+
+def ranked_row(row: Row) -> Row:
+    """{"context": messages, "completions": [{"rank", "completion": messages}, ...]}: the best and the worst."""
+    ranked = sorted(row["completions"], key=lambda completion: completion["rank"])
+    if not ranked:
+        raise ValueError("column 'completions' is empty: a preference needs two answers")
+    best, worst = ranked[0], ranked[-1]
+    others = {key: value for key, value in row.items() if key not in ("context", "completions")}
+    pair = {**others, "prompt": row["context"], "chosen": best["completion"], "rejected": worst["completion"]}
+    return pair if best["rank"] != worst["rank"] else {**pair, "tie": "completions"}
+
+
+def keyed_row(row: Row, *, prompt_key: str, chosen_key: str, rejected_key: str, tool_key: str) -> Row:
+    """The row with columns renamed to `prompt`, `chosen`, `rejected` and `tools`; those without a value are omitted."""
+    named = {"prompt": prompt_key, "chosen": chosen_key, "rejected": rejected_key, "tools": tool_key}
+    others = {key: value for key, value in row.items() if key not in named.values() and key not in named}
+    return {**others, **{name: row[key] for name, key in named.items() if row.get(key) is not None}}
+
+
+def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
+    """Rows of a file or a Hugging Face path, ranked completions or `prompt_key`, `chosen_key` and `rejected_key`.
+
+    Raises:
+        ValueError: for a missing `data_path` or column, or an empty table. FileNotFoundError: for a missing file.
+    """
+    if not isinstance(cfg, PreferenceDatasetConfig):
+        raise ValueError(
+            f"dataset {cfg.dataset_name!r} holds preferences: it is for the section data of DPO and reward models"
+        )
+    table, label = load_example_table(cfg)
+    if cfg.dataset_name != "BinaryPreferenceDataset" and "completions" in column_names(table):
+        require_columns(table, {"of ranked completions": "context"}, label)
+        require_used_keys(cfg, (), "the rows have ranked answers (column 'completions')")
+        return converted(table, ranked_row)
+    require_columns(table, {"chosen_key": cfg.chosen_key, "rejected_key": cfg.rejected_key}, label)
+    keys = {
+        "prompt_key": cfg.prompt_key,
+        "chosen_key": cfg.chosen_key,
+        "rejected_key": cfg.rejected_key,
+        "tool_key": cfg.tool_key,
+    }
+    require_used_keys(cfg, tuple(keys), "", table)
+    return converted(table, partial(keyed_row, **keys))
