@@ -1,8 +1,8 @@
-"""Rows of a dataset -> tokenised groups in the object store, where nothing is sampled (SFT, DPO, reward models).
+"""Rows of a dataset -> tokenised groups in the object store, for training without sampling (SFT, DPO, reward models).
 
-`TokenizerWorker` runs in an actor of its own: it tokenises rows and puts them into the object store in groups.
-`TokenizerPool` is the controller's side: it spreads the rows of a batch over the workers and gets handles back. Tokens
-never reach it.
+`TokenizerWorker` runs in its own actor. It tokenises rows and puts them into the object store in groups.
+`TokenizerPool`, on the controller, distributes the rows of a batch over the workers and receives handles. Tokens never
+reach it.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ MadeRow = tuple[list[Example], ExampleMeta]
 
 
 class RowCache(Protocol):
-    """Rows that were tokenised before."""
+    """A cache of tokenised rows."""
 
     def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]:
-        """What is known of each row; None where nothing is."""
+        """The tokenised rows; None for rows that are not in the cache."""
         ...
 
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None: ...
 
 
 class TokenizerWorker:
-    """Tokenises rows. A plain class; `open_cache` is called in its process, None means that nothing is kept."""
+    """Tokenises rows. A plain class. `open_cache` is called in its process; with None nothing is cached."""
 
     def __init__(self, make: MakeExample, open_cache: Callable[[], RowCache] | None) -> None:
         self.make = make
         self.cache = open_cache() if open_cache is not None else None
 
     def make_group(self, prompts: Sequence[Prompt]) -> ExampleHandle:
-        """Tokenise these rows and put them into the object store as one group."""
+        """Tokenise rows and put them into the object store as one group."""
         samples: list[Example] = []
         rows: list[ExampleMeta] = []
         for examples, meta in self.make_rows(prompts):
@@ -56,7 +56,7 @@ class TokenizerWorker:
         return ExampleHandle(ref=ray.put(ExampleGroup(samples=samples)), rows=rows)
 
     def make_rows(self, prompts: Sequence[Prompt]) -> list[MadeRow]:
-        """What is made of each row, from the cache where it is known."""
+        """Tokenise rows that are not in the cache."""
         if self.cache is None:
             return [self.make(prompt) for prompt in prompts]
         found = self.cache.load(prompts)
@@ -67,33 +67,32 @@ class TokenizerWorker:
         return made
 
     async def is_alive(self) -> bool:
-        """Answers while a row is tokenised."""
+        """Answer, also while a row is tokenised."""
         return True
 
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """Rows that become one group, and the call that makes it."""
+    """The rows of one group, and the call that makes the group."""
 
     prompts: Sequence[Prompt]
     worker: int
-    life: int  # of the worker: groups are lost with the process that made them
+    num_restarts: int  # of the worker at the call: a group is lost with the process that made it
     ref: Any  # ray.ObjectRef of the handle
     handle: ExampleHandle | None = None
 
 
 @dataclass(kw_only=True)
 class PendingExamples:
-    """A batch that is being tokenised, or was. For `TokenizerPool.finish`, as often as it is needed."""
+    """A batch that `TokenizerPool.start` began. `TokenizerPool.finish` may be called several times for it."""
 
     chunks: list[_Chunk]
 
 
 class TokenizerPool:
-    """`num_workers` tokenizer workers on CPU worker slots of one node, booked apart from those of the training.
+    """`num_workers` tokenizer workers on CPU worker slots of one node, reserved separately from those of training.
 
-    Handles live as long as their workers. A worker that dies is restarted, and what it had made of the batch in
-    question is made again.
+    Handles live as long as their workers. A worker that dies is restarted, and its groups of the batch are made again.
     """
 
     def __init__(
@@ -106,12 +105,12 @@ class TokenizerPool:
     ) -> None:
         self._timeout_s = timeout_s
         self._builder = RayWorkerBuilder(WORKER, make, open_cache)
-        self._bytes_of_ended = 0
-        self._lives = [0] * num_workers
+        self._bytes_of_stopped = 0
+        self._num_restarts = [0] * num_workers
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
         try:
             self._cluster.bundles()
-            self._workers = start_groups(len(self._lives), self._start)
+            self._workers = start_groups(num_workers, self._start)
         except BaseException:
             self._cluster.shutdown()
             raise
@@ -119,10 +118,10 @@ class TokenizerPool:
     @property
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
-        return self._bytes_of_ended + sum(worker.controller_tensor_bytes for worker in self._workers)
+        return self._bytes_of_stopped + sum(worker.controller_tensor_bytes for worker in self._workers)
 
     def start(self, prompts: Sequence[Prompt]) -> PendingExamples:
-        """Begin to tokenise a batch, spread over the workers in groups of at most `MAX_GROUP_ROWS` rows."""
+        """Begin to tokenise a batch, distributed over the workers in groups of at most `MAX_GROUP_ROWS` rows."""
         num_workers = len(self._workers)
         size = max(1, min(MAX_GROUP_ROWS, -(-len(prompts) // num_workers)))
         starts = range(0, len(prompts), size)
@@ -131,11 +130,11 @@ class TokenizerPool:
         )
 
     def finish(self, pending: PendingExamples) -> list[ExampleHandle]:
-        """Wait for a batch: its groups, which hold the rows in the order of the prompts; lost ones are made again.
+        """Wait for a batch. Its groups hold the rows in the order of the prompts; lost groups are made again.
 
         Raises:
-            ValueError: what a row raised.
-            WorkerError: when a worker keeps dying or hangs.
+            ValueError: the error of a row.
+            WorkerError: a worker dies repeatedly, or hangs.
         """
         num_restarts = 0
         for worker in range(len(self._workers)):
@@ -143,51 +142,51 @@ class TokenizerPool:
                 num_restarts += 1
                 if num_restarts > MAX_RESTARTS:
                     raise error
-                logger.warning("%s; it is started again and its rows tokenised once more", first_line(error))
+                logger.warning("%s; restarting it and tokenising its rows again", first_line(error))
                 self._restart(worker)
         handles = [chunk.handle for chunk in pending.chunks]
         return [handle for handle in handles if handle is not None]
 
     def shutdown(self) -> None:
-        """End the workers, and with them the groups that they made."""
+        """Stop the workers. Their groups are lost."""
         for worker in self._workers:
             worker.shutdown()
         self._cluster.shutdown()
 
     def _begin(self, prompts: Sequence[Prompt], worker: int) -> _Chunk:
         ref = self._workers[worker].start_one(0, "make_group", prompts)
-        return _Chunk(prompts=prompts, worker=worker, life=self._lives[worker], ref=ref)
+        return _Chunk(prompts=prompts, worker=worker, num_restarts=self._num_restarts[worker], ref=ref)
 
     def _collect(self, pending: PendingExamples, worker: int) -> WorkerDied | None:
-        """Fill in the handles of one worker's groups; what it died of, if it did."""
+        """Fill in the handles of one worker's groups. Returns the error if the worker died."""
         own = [i for i, chunk in enumerate(pending.chunks) if chunk.worker == worker]
         for i in own:
-            if pending.chunks[i].life != self._lives[worker]:
+            if pending.chunks[i].num_restarts != self._num_restarts[worker]:
                 pending.chunks[i] = self._begin(pending.chunks[i].prompts, worker)
         chunks = [pending.chunks[i] for i in own if pending.chunks[i].handle is None]
         try:
             for chunk, handle in zip(chunks, self._workers[worker].wait([chunk.ref for chunk in chunks]), strict=True):
                 chunk.handle = handle
             if own:
-                self._workers[worker].call_one(0, "is_alive")  # it may have died since it answered
+                self._workers[worker].call_one(0, "is_alive")  # it may have died after its last answer
         except WorkerDied as error:
             return error
         except WorkerError as error:
             if error.exception_type != ValueError.__name__:
                 raise
-            told = str(error).removesuffix(f"\n{error.remote_traceback}").partition(f"{ValueError.__name__}: ")[2]
-            raise ValueError(told) from error
+            text = str(error).removesuffix(f"\n{error.remote_traceback}").partition(f"{ValueError.__name__}: ")[2]
+            raise ValueError(text) from error
         return None
 
     def _restart(self, worker: int) -> None:
         old = self._workers[worker]
-        self._bytes_of_ended += old.controller_tensor_bytes
+        self._bytes_of_stopped += old.controller_tensor_bytes
         old.shutdown()
         self._workers[worker] = self._start(worker)
-        self._lives[worker] += 1
+        self._num_restarts[worker] += 1
 
     def _start(self, worker: int) -> RayWorkerGroup:
-        # A group of its own for each worker, so that one can be ended and started anew.
+        # Each worker has its own group, so that it can be restarted alone.
         return RayWorkerGroup(
             self._cluster,
             self._builder,

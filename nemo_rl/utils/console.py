@@ -1,7 +1,7 @@
-"""What a person sees of a run: progress, a summary of each step, alarms, sample rollouts. All of it goes through here.
+"""The console output of a run: progress, a summary of each step, alarms, sample rollouts.
 
-On a terminal a live line at the bottom shows step, phase, tokens per second and time left. Elsewhere (a file, a CI log)
-there is no live line and no colour: one plain line per step and one per event.
+On a terminal, a live line at the bottom shows step, phase, tokens per second and time left. Otherwise (a file, a CI
+log) there is neither live line nor colour, but one plain line per step and event.
 """
 
 import logging
@@ -19,7 +19,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation do not agree on what was sampled
+MAX_TOKEN_MULT_PROB_ERROR = 1.05  # above it, training and generation disagree on the sampled tokens
 
 _DISAGREEMENT = "train/token_mult_prob_error"
 
@@ -39,20 +39,20 @@ _MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/
 _LAG = "train/weight_version_lag/max"
 _TOKENS_PER_S = "performance/tokens_per_sec"
 _TIMING_PREFIX = "timing/train/"
-_STEP_TIMER = "total_step_time"  # not a phase: the sum of them
+_STEP_TIMER = "total_step_time"  # the sum of the phases
 _NUM_STEPS_FOR_TIME_LEFT = 20
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
 
 
 class RunConsole:
-    """The console of one run of steps `start_step + 1` to `num_steps`. Enter it when the steps begin.
+    """The console of one run of steps `start_step + 1` to `num_steps`. Enter it when the first step begins.
 
     with RunConsole(num_steps=100) as console:
         with console.phase("rollout"):
             ...
         console.finish_step(1, metrics)
 
-    `file` defaults to standard output; `clock` returns seconds and never goes back.
+    `file` defaults to standard output; `clock` returns seconds and never decreases.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RunConsole:
         self._task = self._progress.add_task("", total=num_steps, completed=start_step, phase="", speed="", left="")
 
     def set_num_steps(self, num_steps: int) -> None:
-        """The steps of the run, once they are known: the data may end before `max_num_steps`."""
+        """Set the number of steps once it is known: the data may end before `max_num_steps`."""
         self._num_steps = num_steps
         self._progress.update(self._task, total=num_steps)
 
@@ -111,7 +111,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows `name` in the live line while the body runs; phases nest."""
+        """Show `name` in the live line while the body runs. Phases nest."""
         self._phases.append(name)
         self._progress.update(self._task, phase=" > ".join(self._phases))
         try:
@@ -123,11 +123,11 @@ class RunConsole:
     # ---- steps
 
     def remark(self, text: str) -> None:
-        """Shown in the line of the step that finishes next."""
+        """Add a text to the line of the next finished step."""
         self._remarks.append(visible(text))
 
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the summary and the alarms of step `step`, and moves the progress on. `metrics` by logged name."""
+        """Show the summary and the alarms of step `step`, and advance the progress. `metrics` are by logged name."""
         self._step_ends.append(self._clock())
         seconds_left = self.seconds_left(step)
         speed = f"{metrics[_TOKENS_PER_S]:,.0f} tok/s" if _TOKENS_PER_S in metrics else ""
@@ -141,7 +141,7 @@ class RunConsole:
             self.warn(alarm)
 
     def seconds_left(self, step: int) -> float:
-        """From the mean of the latest steps that ended here; 0.0 before the first."""
+        """An estimate from the mean duration of the latest steps; 0.0 before the first step ends."""
         num_steps = len(self._step_ends) - 1
         if num_steps < 1:
             return 0.0
@@ -155,10 +155,9 @@ class RunConsole:
         num_samples: int,
         title: str,
     ) -> None:
-        """Shows the first `num_samples` rollouts: messages ("role", "content") coloured by role, and the reward."""
-        for index, (messages, reward) in enumerate(zip(message_logs, rewards, strict=True)):
-            if index == num_samples:
-                break
+        """Show the first `num_samples` rollouts: messages ("role", "content") coloured by role, and the reward."""
+        rollouts = list(zip(message_logs, rewards, strict=True))
+        for index, (messages, reward) in enumerate(rollouts[:num_samples]):
             heading = f"{title}, sample {index + 1}, reward {reward:.4f}"
             body = Text()
             for message in messages:
@@ -172,7 +171,7 @@ class RunConsole:
                 self._line(Text(f"--- {heading}\n").append_text(body))
 
     def configure_logging(self, level: int = logging.INFO) -> None:
-        """Sends the log records of this process to the console, above the live line."""
+        """Send the log records of this process to the console, above the live line."""
         handler: logging.Handler
         if self.is_live:
             handler = RichHandler(console=self._console, show_path=False, markup=False, rich_tracebacks=False)
@@ -185,7 +184,7 @@ class RunConsole:
         root.setLevel(level)
 
     def _line(self, text: Text) -> None:
-        # Lines of a log file are not folded: soft_wrap.
+        # With soft_wrap, lines of a log file are not folded.
         self._console.print(text, soft_wrap=not self.is_live)
         self._console.file.flush()
 
@@ -205,7 +204,7 @@ def summary_line(metrics: Mapping[str, float]) -> str:
     }
     total = seconds.get(_STEP_TIMER)
     phases = sorted(
-        # "a/b" is part of "a"; "valid_tokens_per_sec_per_gpu" stands among the timings and is no time
+        # "a/b" is part of "a", and "valid_tokens_per_sec_per_gpu" is not a time.
         ((value, name) for name, value in seconds.items() if "/" not in name and "per_sec" not in name),
         reverse=True,
     )
@@ -216,12 +215,12 @@ def summary_line(metrics: Mapping[str, float]) -> str:
 
 
 def is_stale(metrics: Mapping[str, float]) -> bool:
-    """Whether samples are from older weights than those trained: their probabilities then differ by design."""
+    """Whether samples come from older weights than those trained. Their probabilities then differ by design."""
     return metrics.get(_LAG, 0.0) > 0
 
 
 def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """What a person should look at in the metrics of one step; empty when all is well."""
+    """Messages about metrics of one step that need attention; empty if there are none."""
     found = [
         f"{key} is {metrics[key]}" for key in _MUST_BE_FINITE if key in metrics and not math.isfinite(metrics[key])
     ]
@@ -241,7 +240,7 @@ def alarms(metrics: Mapping[str, float]) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """`text` with every control character but newline and tab as its escape: model output must not drive a terminal."""
+    """Escape every control character but newline and tab, so that model output cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -1,4 +1,8 @@
-"""Directories of checkpoints on a disk that may be full, shared, or written to by a process that is dying."""
+"""Files: the cache folder, strict JSON, locks, and directories on a disk that may be full or shared.
+
+Strict JSON is JSON that any parser accepts. Python writes the bare words `NaN` and `Infinity`, which are not JSON. Here
+they become the strings "NaN", "Infinity" and "-Infinity", which `float()` reads back. Finite floats keep every digit.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +20,20 @@ from typing import Any
 
 import numpy as np
 
-# -- Where things that can be made again are kept.
+logger = logging.getLogger(__name__)
+
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+_FULL_BELOW_BYTES = 1 << 20  # torch.save reports a full disk as an error about a position in its file
 
 
 def cache_root() -> Path:
-    """`$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
+    """The folder of files that can be recreated: `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`."""
     return Path(os.environ.get("NEMO_RL_CACHE") or "~/.cache/nemo_rl").expanduser()
 
 
-# -- JSON that any parser accepts.
-#
-# Python writes the bare words `NaN` and `Infinity`, which are not JSON. Here a float that is not finite becomes the
-# string "NaN", "Infinity" or "-Infinity": `float()` reads each of them back. Finite floats keep every digit.
-
-
 def to_plain(value: Any) -> Any:
-    """`value` as dict, list, str, int, float, bool and None only. Raises TypeError for anything else."""
+    """`value` as dict, list, str, int, finite float, bool and None. Raises TypeError for other types."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -53,40 +55,38 @@ def to_plain(value: Any) -> Any:
 
 
 def dumps(value: Any, *, indent: int | None = None) -> str:
-    """One line, or several with `indent`. Raises TypeError for what `to_plain` does not take."""
+    """Strict JSON on one line, or on several with `indent`. Raises TypeError as `to_plain` does."""
     return json.dumps(to_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 
 
-logger = logging.getLogger(__name__)
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_FULL_BELOW_BYTES = 1 << 20  # torch.save fails on a full disk with an error about a position in its file
-
-
 def try_lock(directory_fd: int) -> bool:
-    """Locks a directory for as long as this process lives. False when another process has it."""
+    """Lock a directory until this process ends. Returns False if another process holds the lock."""
     try:
         fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        # Some network file systems have no locks. One run per directory is then the user's to keep.
+        # Some network file systems have no locks. The user must then ensure one run per directory.
         if error.errno not in _NO_LOCKS:
             raise
     return True
 
 
 @contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Inside, no other process is inside with the same file, which is made if it is not there."""
+def file_lock(path: Path, *, waiting_for: str = "") -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created if needed. If it must wait, `waiting_for` is logged."""
     with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting_for:
+                logger.info("Waiting for another process that makes %s (%s)", waiting_for, path)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 
 def remove_tree(path: Path) -> None:
-    """Removes `path`. Files that a dying worker still writes into it are left for the next start."""
+    """Remove `path`. Files that a dying process still writes into it are left for the next start."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         logger.warning("%s could not be removed entirely", path)
@@ -97,9 +97,9 @@ def bytes_under(path: Path) -> int:
 
 
 def is_disk_full(error: BaseException, free_bytes: int) -> bool:
-    """Looks through the chain of causes: a worker's OSError arrives wrapped, native writers leave a text or nothing.
+    """Whether a full disk caused `error`. `free_bytes` were left before the unfinished checkpoint was removed.
 
-    `free_bytes` is what was left before the half-written checkpoint was removed.
+    Searches the chain of causes: a worker's OSError arrives wrapped, and native writers report a text or nothing.
     """
     cause: BaseException | None = error
     while cause is not None:

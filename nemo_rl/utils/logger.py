@@ -1,23 +1,23 @@
-"""The metrics of a run, on disk and at the services that are switched on.
+"""The metrics of a run, on disk and in the enabled services.
 
     <log_dir>/exp_NNN/{config.yaml, metrics.jsonl, tensorboard/, wandb/, ...}
 
-Metrics of a step are collected under `<prefix>/<name>` by `log_metrics` and leave together in `finish_step`, as one
-line of metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 0.8, "timing/train/generation": 1.25}`.
-Every line is valid JSON: a value that is not finite is the string "NaN", "Infinity" or "-Infinity".
+`log_metrics` collects the metrics of a step as `<prefix>/<name>`. `finish_step` writes them as one line of
+metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 0.8, "timing/train/generation": 1.25}`. Every
+line is strict JSON: a value that is not finite is the string "NaN", "Infinity" or "-Infinity".
 """
 
 import errno
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from nemo_rl.utils import files as strict_json
+from nemo_rl.utils import files
 
 if TYPE_CHECKING:
     from nemo_rl.utils.config import LoggerConfig, WandbConfig
@@ -32,7 +32,7 @@ class LogError(RuntimeError):
 
 
 class Logger:
-    """Writes the metrics of one run into `run_dir` (made by `get_next_experiment_dir`) and to the backends of `cfg`."""
+    """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`) and to the backends of `cfg`."""
 
     def __init__(self, cfg: "LoggerConfig", run_dir: Path | str) -> None:
         self.run_dir = Path(run_dir)
@@ -47,9 +47,9 @@ class Logger:
             self._backends.append(_Wandb(cfg.wandb, self.run_dir))
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Adds numbers (nested mappings too) to step `step` as `<prefix>/<name>`.
+        """Add numbers, also in nested mappings, to step `step` as `<prefix>/<name>`.
 
-        Raises TypeError for a value that is no number, ValueError for a name the step has already.
+        Raises TypeError for a value that is not a number, and ValueError for a repeated name.
         """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         self._step = step
@@ -62,51 +62,43 @@ class Logger:
             self._metrics[full_name] = int(value) if isinstance(value, numbers.Integral) else float(value)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Writes everything logged for `step` as one line, hands it to the backends, and returns it.
+        """Write the metrics of `step` as one line, send them to the backends, and return them.
 
-        Raises LogError when the disk does not take it.
+        Raises LogError if they cannot be written to disk.
         """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         metrics, self._metrics, self._step = self._metrics, {}, None
-        self._write_line(strict_json.dumps({"step": step, **metrics}), step)
-        for backend in self._backends:
-            backend.log(metrics, step)
-        return metrics
-
-    def _write_line(self, text: str, step: int) -> None:
-        line, size_before = (text + "\n").encode(), self._file.tell()
+        line, size_before = (files.dumps({"step": step, **metrics}) + "\n").encode(), self._file.tell()
         try:
             if self._file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            self._file.truncate(size_before)  # no half line
+            self._file.truncate(size_before)  # leave no partial line
             raise LogError(
                 f"the metrics of step {step} cannot be written to {self.run_dir / METRICS_NAME}: {error.strerror}. "
                 "Free some space there, or set logger.log_dir to another disk"
             ) from error
+        for backend in self._backends:
+            backend.log(metrics, step)
+        return metrics
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Writes the resolved configuration as `config.yaml` of the run folder and to the backends."""
-        plain = strict_json.to_plain(params)
+        """Write the resolved configuration to `config.yaml` in the run folder and to the backends."""
+        plain = files.to_plain(params)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         (self.run_dir / "config.yaml").write_text(text, encoding="utf-8")
         for backend in self._backends:
             backend.log_hyperparams(plain, text)
 
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        """A distribution, for the backends that draw one; metrics.jsonl holds numbers only."""
-        for backend in self._backends:
-            backend.log_histogram(values, step, name)
-
     def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
-        """Writes one JSON object per line to `file_name` in the run folder (rollouts of a step, offending samples)."""
+        """Write one JSON object per line to `file_name` in the run folder."""
         path = self.run_dir / file_name
         with path.open("w", encoding="utf-8") as file:
-            file.writelines(strict_json.dumps(record) + "\n" for record in records)
+            file.writelines(files.dumps(record) + "\n" for record in records)
         return path
 
     def close(self) -> None:
-        """Ends the backends. Metrics of an unfinished step are not written: the step did not happen."""
+        """Close the backends. Metrics of an unfinished step are dropped."""
         self._file.close()
         for backend in self._backends:
             backend.close()
@@ -126,11 +118,6 @@ class _TensorBoard:
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), 0)
 
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        import numpy as np
-
-        self._writer.add_histogram(name, np.asarray(values), step)
-
     def close(self) -> None:
         self._writer.close()
 
@@ -139,7 +126,6 @@ class _Wandb:
     def __init__(self, cfg: "WandbConfig", run_dir: Path) -> None:
         import wandb
 
-        self._histogram = wandb.Histogram
         self._run = wandb.init(
             project=cfg.project, name=cfg.name, entity=cfg.entity, mode=cfg.mode, dir=str(run_dir), reinit="create_new"
         )
@@ -150,15 +136,12 @@ class _Wandb:
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
 
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        self._run.log({name: self._histogram(list(values))}, step=step)
-
     def close(self) -> None:
         self._run.finish()
 
 
 def flatten_dict(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
-    """Leaves of nested mappings by joined key."""
+    """The leaves of nested mappings, by their keys joined with `sep`."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
@@ -169,7 +152,7 @@ def flatten_dict(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
 
 
 def get_next_experiment_dir(log_dir: Path | str) -> Path:
-    """Makes and returns `<log_dir>/exp_NNN`, one above the highest there is. Two runs never get the same one."""
+    """Create and return `<log_dir>/exp_NNN`, with the next free number. Two runs never get the same folder."""
     base = Path(log_dir)
     base.mkdir(parents=True, exist_ok=True)
     while True:
@@ -179,5 +162,5 @@ def get_next_experiment_dir(log_dir: Path | str) -> Path:
         try:
             path.mkdir()
         except FileExistsError:
-            continue  # another run took the number in between
+            continue  # another run has taken the number meanwhile
         return path

@@ -1,6 +1,6 @@
-"""Randomness: a seed per sample that depends on nothing but the sample, and the state of every generator of a process.
+"""Randomness: a seed per sample, and the state of every random generator of a process.
 
-torch is imported inside the functions that need it: the actors that run episodes only derive seeds.
+torch is imported inside the functions that need it, because the actors that play episodes only derive seeds.
 """
 
 import json
@@ -16,22 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 _SEED_MASK = 2**63 - 1  # engines take a signed 64-bit seed
-_NUM_PYTHON_WORDS = 625  # Mersenne Twister: 624 words and the position
 _REQUIRED = {"python/words", "python/gauss", "numpy/words", "numpy/position", "numpy/gauss", "torch/cpu"}
 _FORMAT = "nemo_rl rng state 1"
 
 
 def sample_seed(run_seed: int, step: int, prompt_id: str, sample_index: int, turn: int) -> int:
-    """Seed in [0, 2**63) of one turn of one sample. Worker, rank and order of arrival do not enter.
+    """Seed in [0, 2**63) of one turn of one sample. It depends on no worker, rank or order of arrival.
 
-    The five values are hashed as one JSON array, so no two different tuples share a text.
+    The five values are hashed as one JSON array, so that different tuples never have the same text.
     """
     text = json.dumps([run_seed, step, prompt_id, sample_index, turn], separators=(",", ":"))
     return xxhash.xxh3_64_intdigest(text.encode()) & _SEED_MASK
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds python, numpy and torch (CPU and every CUDA device) of this process. `seed` >= 0."""
+    """Seed Python, numpy and torch (CPU and all CUDA devices) in this process. `seed` >= 0."""
     import torch
 
     if seed < 0:
@@ -42,21 +41,21 @@ def seed_everything(seed: int) -> None:
 
 
 def make_deterministic() -> None:
-    """Operators with a random order of summation are replaced by slower ones, or refused. Call before CUDA is used.
+    """Replace operators with a random order of summation by slower ones, or refuse them. Call before CUDA is used.
 
     https://docs.pytorch.org/docs/stable/notes/randomness.html
     """
     import torch
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS sums in one order only with a workspace of its own
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS has a fixed order only with its own workspace
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 
 
 def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
-    """State of every generator of this process, as CPU tensors only; without `devices` CUDA is not touched.
+    """State of every generator of this process, as CPU tensors. Without `devices`, CUDA is not touched.
 
-    python/words int64 [625], python/gauss and numpy/gauss float64 [2] (is one kept back, its value),
+    python/words int64 [625], python/gauss and numpy/gauss float64 [2] (whether a normal draw is kept, and its value),
     numpy/words int64 [624], numpy/position int64 [1], torch/cpu uint8 [N], torch/cuda/<device> uint8 [N].
     """
     import torch
@@ -72,15 +71,14 @@ def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
         "torch/cpu": torch.get_rng_state(),
     }
     if devices and torch.cuda.is_available():
-        for device, device_state in enumerate(torch.cuda.get_rng_state_all()):
-            state[f"torch/cuda/{device}"] = device_state
+        state |= {f"torch/cuda/{device}": of_device for device, of_device in enumerate(torch.cuda.get_rng_state_all())}
     return state
 
 
 def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = True) -> None:
-    """Puts every generator back, without `devices` none of CUDA.
+    """Restore every generator; without `devices`, those of CUDA are left out.
 
-    Raises ValueError when the state is not whole or of other CUDA devices.
+    Raises ValueError if the state is incomplete or has another number of CUDA devices.
     """
     import torch
 
@@ -94,30 +92,18 @@ def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = Tru
     missing = _REQUIRED - state.keys()
     if missing:
         raise ValueError(f"the random state lacks {', '.join(sorted(missing))}")
-    words = tuple(state["python/words"].tolist())
-    if len(words) != _NUM_PYTHON_WORDS:
-        raise ValueError(f"the random state of python has {len(words)} words instead of {_NUM_PYTHON_WORDS}")
     kept, gauss = state["python/gauss"].tolist()
-    random.setstate((3, words, gauss if kept else None))
+    random.setstate((3, tuple(state["python/words"].tolist()), gauss if kept else None))
     kept, gauss = state["numpy/gauss"].tolist()
-    np.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {
-                "key": state["numpy/words"].numpy().astype(np.uint32),
-                "pos": int(state["numpy/position"].item()),
-            },
-            "has_gauss": int(kept),
-            "gauss": gauss,
-        }
-    )
+    words = {"key": state["numpy/words"].numpy().astype(np.uint32), "pos": int(state["numpy/position"].item())}
+    np.random.set_state({"bit_generator": "MT19937", "state": words, "has_gauss": int(kept), "gauss": gauss})
     torch.set_rng_state(state["torch/cpu"])
     for device in range(num_saved):
         torch.cuda.set_rng_state(state[f"torch/cuda/{device}"], device)
 
 
 def save_rng_state(path: Path, *, devices: bool = True) -> None:
-    """Writes `rng_state_dict()` as safetensors: reading it executes nothing."""
+    """Write `rng_state_dict()` as safetensors, which can be read without executing anything."""
     from safetensors.torch import save_file
 
     state = {name: tensor.contiguous() for name, tensor in rng_state_dict(devices=devices).items()}
@@ -125,7 +111,7 @@ def save_rng_state(path: Path, *, devices: bool = True) -> None:
 
 
 def load_rng_state(path: Path, *, devices: bool = True) -> None:
-    """Restores what `save_rng_state` wrote. Raises FileNotFoundError or ValueError with the file's name."""
+    """Restore the state that `save_rng_state` wrote. Raises FileNotFoundError or ValueError with the file's name."""
     from safetensors import safe_open
 
     if not path.is_file():

@@ -1,9 +1,10 @@
-"""Wall-clock time by label, and the end of a job's time."""
+"""Wall-clock time by label, and the time limit of a job."""
 
 import math
 import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -19,32 +20,32 @@ REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 class Timer:
-    """Seconds spent under each label; a label may be timed several times, and labels may nest ("a/b" inside "a").
+    """Seconds spent under each label. A label may be timed several times, and labels may nest ("a/b" inside "a").
 
         with timer.time("generation"):
             ...
         timer.get_timing_metrics("sum")   # {"generation": 1.25}
 
-    `clock` returns seconds and never goes back.
+    `clock` returns seconds and never decreases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._started: dict[str, float] = {}
-        self._elapsed_s: dict[str, list[float]] = {}
+        self._elapsed_s: defaultdict[str, list[float]] = defaultdict(list)
 
     def start(self, label: str) -> None:
-        """Raises ValueError when `label` is running already."""
+        """Start `label`. Raises ValueError if it is running."""
         if label in self._started:
             raise ValueError(f"timer {label!r} is running already; stop it before it is started again")
         self._started[label] = self._clock()
 
     def stop(self, label: str) -> float:
-        """Seconds since `start(label)`. Raises ValueError when `label` is not running."""
+        """Stop `label` and return the seconds since `start`. Raises ValueError if it is not running."""
         if label not in self._started:
             raise ValueError(f"timer {label!r} is not running; start it before it is stopped")
         elapsed_s = self._clock() - self._started.pop(label)
-        self._elapsed_s.setdefault(label, []).append(elapsed_s)
+        self._elapsed_s[label].append(elapsed_s)
         return elapsed_s
 
     @contextmanager
@@ -56,7 +57,7 @@ class Timer:
             self.stop(label)
 
     def get_elapsed(self, label: str) -> list[float]:
-        """Every measurement of `label`, oldest first. Raises KeyError when there is none."""
+        """All measurements of `label`, oldest first. Raises KeyError if there are none."""
         if label not in self._elapsed_s:
             raise KeyError(f"timer {label!r} has no measurement; there are: {', '.join(self._elapsed_s) or 'none'}")
         return list(self._elapsed_s[label])
@@ -71,26 +72,22 @@ class Timer:
         return REDUCTIONS[op](self.get_elapsed(label))
 
     def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """Every finished label, reduced. A mapping gives the reduction by label; a label it leaves out is averaged."""
-        if isinstance(reduction_op, str):
-            return {label: self.reduce(label, reduction_op) for label in self._elapsed_s}
-        return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed_s}
+        """One number for each label with measurements. A mapping gives the reduction by label, "mean" by default."""
+        ops = dict.fromkeys(self._elapsed_s, reduction_op) if isinstance(reduction_op, str) else reduction_op
+        return {label: self.reduce(label, ops.get(label, "mean")) for label in self._elapsed_s}
 
     def reset(self, label: str | None = None) -> None:
-        """Forgets the measurements of `label`, or of every label; what is running is dropped as well."""
-        if label is None:
-            self._started.clear()
-            self._elapsed_s.clear()
-        else:
-            self._started.pop(label, None)
-            self._elapsed_s.pop(label, None)
+        """Drop the measurements of `label`, or of all labels, including a running one."""
+        for name in [label] if label is not None else [*self._started, *self._elapsed_s]:
+            self._started.pop(name, None)
+            self._elapsed_s.pop(name, None)
 
 
 class TimeoutChecker:
-    """Says when it is time for the last checkpoint of a job with a time limit.
+    """Decides when a job with a time limit must write its last checkpoint.
 
-    `timeout` is "DD:HH:MM:SS" counted from construction, or None for no limit. `check_save` is true once, as soon as
-    one more iteration of mean length and a checkpoint as long as the longest so far would end after it.
+    `timeout` is "DD:HH:MM:SS" from construction, or None for no limit. `check_save` returns True once: as soon as one
+    more iteration of mean length and a checkpoint of the longest duration so far would exceed the limit.
     """
 
     def __init__(self, timeout: str | None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -100,35 +97,35 @@ class TimeoutChecker:
         self._iteration_started: float | None = None
         self._iterations_s: list[float] = []
         self._longest_save_s = 0.0
-        self._has_told = False
+        self._has_fired = False
 
     def start_iterations(self) -> None:
-        """The first iteration begins now; what came before (set-up) is no iteration."""
+        """Start the first iteration. Time before this call (setup) belongs to no iteration."""
         self._iteration_started = self._clock()
 
     def mark_iteration(self) -> None:
-        """An iteration, its checkpoint included, has ended, and the next begins."""
+        """End an iteration, including its checkpoint, and start the next."""
         assert self._iteration_started is not None, "start_iterations() comes first"
         now = self._clock()
         self._iterations_s.append(now - self._iteration_started)
         self._iteration_started = now
 
     def note_save(self, seconds: float) -> None:
-        """A checkpoint took `seconds`, from the first byte to the last."""
+        """Report the duration of a checkpoint, from the first byte to the last."""
         self._longest_save_s = max(self._longest_save_s, seconds)
 
     def check_save(self) -> bool:
-        if self._has_told:
+        if self._has_fired:
             return False
         mean_s = sum(self._iterations_s) / len(self._iterations_s) if self._iterations_s else 0.0
-        self._has_told = self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
-        return self._has_told
+        self._has_fired = self._clock() - self._born + mean_s + self._longest_save_s >= self._limit_s
+        return self._has_fired
 
 
 def parse_duration_s(text: str) -> float:
     """Seconds of "DD:HH:MM:SS". Raises ValueError."""
     match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", text)
-    if match is None or int(match[2]) > 23 or int(match[3]) > 59 or int(match[4]) > 59:
+    days, hours, minutes, seconds = (int(part) for part in match.groups()) if match else (0, 24, 0, 0)
+    if hours > 23 or minutes > 59 or seconds > 59:
         raise ValueError(f'"{text}" is no duration; write "DD:HH:MM:SS", e.g. "00:03:45:00" for 3 hours 45 minutes')
-    days, hours, minutes, seconds = (int(part) for part in match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,4 +1,4 @@
-"""The tokenizer of a run, with the chat template its configuration asks for."""
+"""The tokenizer of a run, with the chat template of its configuration."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 PASSTHROUGH_TEMPLATE = "{%- for message in messages -%}{{- message['content'] -}}{%- endfor -%}"
 
-TEMPLATE_TIME = datetime(2024, 7, 26)  # what templates of Llama 3.2 write where there is no clock
+TEMPLATE_TIME = datetime(2024, 7, 26)  # the date that templates of Llama 3.2 write if there is no clock
 
 
 def strftime_now(format: str) -> str:
-    """The clock of chat templates, stopped: a row has the same tokens today and tomorrow, in cache and resumed run."""
+    """The clock of chat templates. It stands still, so that a row always has the same tokens."""
     return TEMPLATE_TIME.strftime(format)
 
 
@@ -35,13 +35,13 @@ class TokenizerSettings(Protocol):
 def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
     """The fast tokenizer `cfg.name`, padding on the right, with a pad token and a chat template.
 
-    `cfg.chat_template`: "default" keeps the tokenizer's own; None joins the contents of the messages; otherwise a Jinja
-    text, or the path of a `.jinja` file. `chat_template_kwargs` become defaults inside the template, so that they hold
-    wherever it is used (saved checkpoints included). A missing pad token becomes the end-of-sequence token.
+    `cfg.chat_template`: "default" is the tokenizer's own; None concatenates the contents of the messages; otherwise a
+    Jinja text, or the path of a `.jinja` file. `chat_template_kwargs` become defaults inside the template, so that they
+    apply wherever it is used, including saved checkpoints. A missing pad token becomes the end-of-sequence token.
 
     Raises:
-        ValueError: when the tokenizer does not exist, is not a fast one, or lacks an end-of-sequence token or template.
-        FileNotFoundError: for a missing `.jinja` file.
+        ValueError: the tokenizer does not exist, is not a fast one, or lacks an end-of-sequence token or template.
+        FileNotFoundError: a missing `.jinja` file.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
@@ -57,40 +57,36 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
         logger.warning("tokenizer %s has no pad token: padding with %r", cfg.name, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
-    template = _template(cfg, tokenizer)
-    tokenizer.chat_template = _defaults(cfg.chat_template_kwargs or {}) + template
+    defaults = "".join(
+        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_literal(value)} -%}}{{%- endif -%}}"
+        for name, value in (cfg.chat_template_kwargs or {}).items()
+    )
+    tokenizer.chat_template = defaults + _template(cfg, tokenizer)
     return tokenizer
 
 
 def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str:
-    asked = cfg.chat_template
-    if asked is None:
+    template = cfg.chat_template
+    if template is None:
         return PASSTHROUGH_TEMPLATE
-    if asked == "default":
+    if template == "default":
         if tokenizer.chat_template is None:
             raise ValueError(
                 f"tokenizer {cfg.name!r} has no chat template: set policy.tokenizer.chat_template to a Jinja text or "
                 "the path of a .jinja file, or to null to join the messages as they are"
             )
         return tokenizer.get_chat_template()
-    if asked.endswith(".jinja"):
-        if not Path(asked).is_file():
+    if template.endswith(".jinja"):
+        if not Path(template).is_file():
             raise FileNotFoundError(
-                f"policy.tokenizer.chat_template: {asked!r} does not exist (looked in {Path.cwd()})"
+                f"policy.tokenizer.chat_template: {template!r} does not exist (looked in {Path.cwd()})"
             )
-        return Path(asked).read_text(encoding="utf-8")
-    if "{" not in asked:
+        return Path(template).read_text(encoding="utf-8")
+    if "{" not in template:
         raise ValueError(
-            f"policy.tokenizer.chat_template {asked!r} is neither default, null, a .jinja file nor a Jinja text"
+            f"policy.tokenizer.chat_template {template!r} is neither default, null, a .jinja file nor a Jinja text"
         )
-    return asked
-
-
-def _defaults(kwargs: dict[str, Any]) -> str:
-    return "".join(
-        f"{{%- if {name} is not defined -%}}{{%- set {name} = {_literal(value)} -%}}{{%- endif -%}}"
-        for name, value in kwargs.items()
-    )
+    return template
 
 
 def _literal(value: Any) -> str:

@@ -1,13 +1,12 @@
-"""Python environments for workers: the driver's own where it will do, else one made by uv from an extra of the project.
+"""Python environments of workers: the driver's own if it suffices, else one that uv makes from an extra of the project.
 
-Engines pin packages that contradict each other, so each lives in an extra of `pyproject.toml`, and a worker that needs
-one runs in an environment of that extra. It is made once on each node, and again when `pyproject.toml` changed or
-`NRL_FORCE_REBUILD_VENVS=true`. `NEMO_RL_VENV_DIR` says where (default: `venvs/` in the project).
+Engines pin packages that contradict each other, so each is an extra of `pyproject.toml`, and its workers run in an
+environment of that extra. It is made once on each node, and again if `pyproject.toml` changed or
+`NRL_FORCE_REBUILD_VENVS=true`. `NEMO_RL_VENV_DIR` is the folder of environments (default: `venvs/` in the project).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -18,13 +17,13 @@ import subprocess
 import sys
 import tomllib
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from nemo_rl.utils.files import file_lock
 
 logger = logging.getLogger(__name__)
 
@@ -33,26 +32,32 @@ _NUM_LINES_KEPT = 60
 _NODE_BUILD_TIMEOUT_S = 3600.0
 _NETWORK_WORDS = ("error sending request", "dns error", "timed out", "connection", "network", "failed to fetch")
 
-_rebuilt: set[Path] = set()  # environments forced anew by this process: once is enough
+_rebuilt: set[Path] = set()  # environments that this process has rebuilt by force: once is enough
 
 
 class VenvBuildError(RuntimeError):
-    """An environment could not be made; the message holds uv's own words and what to do."""
+    """An environment could not be made; the message has uv's message and a remedy."""
 
 
 def python_executable_for(extra: str, project_root: Path | None = None) -> str:
-    """Path of a Python in whose environment `extra` of the project is installed, made now if need be.
+    """Path of a Python whose environment has `extra` of the project. Makes the environment if needed.
 
-    The driver's own Python when it has everything the extra asks for. With Ray up the environment is made on each node.
-    `project_root` is the folder of `pyproject.toml`, by default the project this package runs from. Raises ValueError
-    for an unknown extra or a package without its project, VenvBuildError when the build fails.
+    It is the driver's own Python if it meets all requirements of the extra. If Ray runs, the environment is made on
+    each node. `project_root` is the folder of `pyproject.toml`, by default that of this package.
+
+    Raises:
+        ValueError: for an unknown extra, or a package without its project.
+        VenvBuildError: the build fails.
     """
     root = find_project_root() if project_root is None else project_root.resolve()
     unmet = unmet_requirements(extra, root)
     if not unmet:
         return sys.executable
     path = venv_path(extra, root)
-    force = _force_rebuild() and path not in _rebuilt
+    force_text = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
+    if force_text not in ("true", "1", "false", "0", ""):
+        raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {force_text!r}")
+    force = force_text in ("true", "1") and path not in _rebuilt
     logger.info("%s does not have %s: using the environment %s", sys.executable, ", ".join(unmet), path)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
@@ -64,7 +69,7 @@ def python_executable_for(extra: str, project_root: Path | None = None) -> str:
 
 
 def find_project_root() -> Path:
-    """The folder of the project's `pyproject.toml`. Raises ValueError when the package was installed without it."""
+    """The folder of the project's `pyproject.toml`. Raises ValueError if the package was installed without it."""
     package = Path(__file__).resolve().parents[1]
     root = package.parent
     if not (root / "pyproject.toml").is_file():
@@ -76,10 +81,14 @@ def find_project_root() -> Path:
 
 
 def unmet_requirements(extra: str, project_root: Path) -> list[str]:
-    """What `extra` asks for and this process's environment does not have, e.g. ["vllm==0.32.0 (not installed)"]."""
+    """Requirements of `extra` that this process's environment does not meet: ["vllm==0.32.0 (not installed)"]."""
+    with open(project_root / "pyproject.toml", "rb") as file:
+        project: dict[str, Any] = tomllib.load(file)["project"]
+    extras = {canonicalize_name(name): requirements for name, requirements in project["optional-dependencies"].items()}
+    if canonicalize_name(extra) not in extras:
+        raise ValueError(f"{project_root / 'pyproject.toml'} has no extra {extra!r}: it has {sorted(extras)}")
     unmet = []
-    for text in _extra_requirements(extra, project_root):
-        requirement = Requirement(text)
+    for requirement in map(Requirement, extras[canonicalize_name(extra)]):
         if requirement.marker is not None and not requirement.marker.evaluate():
             continue
         try:
@@ -93,25 +102,27 @@ def unmet_requirements(extra: str, project_root: Path) -> list[str]:
 
 
 def venv_path(extra: str, project_root: Path) -> Path:
-    """Where the environment of `extra` lies, made or not."""
+    """The path of the environment of `extra`, whether it exists or not."""
     folder = os.environ.get("NEMO_RL_VENV_DIR")
     return (Path(folder).expanduser().resolve() if folder else project_root / "venvs") / extra
 
 
 def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
-    """Make the environment of `extra` on this machine unless it is there and up to date; path of its Python.
+    """Make the environment of `extra` on this machine unless it is up to date. Returns the path of its Python.
 
-    A lock keeps two drivers from building at once. The environment counts only once its stamp is written, last of all:
-    one left half made is made again.
+    A lock keeps two drivers from building at the same time. The stamp is written last, so that an unfinished
+    environment is made again.
     """
     path = venv_path(extra, project_root)
     python = path / "bin" / "python"
     stamp = _stamp(extra, project_root)
-    with _lock(path.with_name(f".{extra}.lock")):
-        if not force and _read_stamp(path) == stamp and python.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(path.with_name(f".{extra}.lock"), waiting_for="this environment"):
+        found = json.loads((path / _STAMP).read_text()) if (path / _STAMP).is_file() else None
+        if not force and found == stamp and python.exists():
             return str(python)
         if path.exists():
-            logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or half made")
+            logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or unfinished")
             shutil.rmtree(path)
         logger.info("Making the environment of extra %r in %s", extra, path)
         _build(extra, project_root, path)
@@ -120,7 +131,7 @@ def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
 
 
 def ensure_on_all_nodes(extra: str, project_root: Path, *, force: bool = False) -> str:
-    """`ensure_venv` on every node of the Ray cluster, side by side; the path is the same on all."""
+    """`ensure_venv` on every node of the Ray cluster in parallel. The path is the same on all nodes."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,7 +157,7 @@ def _ensure_venv_on_node(extra: str, project_root: str, path: str, force: bool) 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ["NEMO_RL_VENV_DIR"] = str(Path(path).parent)
     try:
-        # On a file system the nodes share, the others find what the first one made.
+        # On a shared file system, the other nodes find the environment of the first one.
         ensure_venv(extra, Path(project_root), force=force)
     except (VenvBuildError, ValueError, OSError) as error:
         return f"{os.uname().nodename}: {error}"
@@ -160,11 +171,10 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
             f"extra {extra!r} needs an environment of its own and uv, which makes it, is not on PATH: install uv, or "
             "start the driver from an environment that has the extra"
         )
-    # Ray refuses a worker whose Python differs from the driver's in any digit.
+    # Ray refuses a worker whose Python version differs from the driver's in any digit.
     command = [uv, "sync", "--extra", extra, "--no-default-groups", "--python", sys.executable]
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     env["UV_PROJECT_ENVIRONMENT"] = str(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
     process = subprocess.Popen(
         command,
@@ -179,7 +189,7 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
     try:
         for line in process.stderr:
             lines.append(line.rstrip())
-            if not line.startswith(" +"):  # two hundred lines, one for each package
+            if not line.startswith(" +"):  # about two hundred lines, one per package
                 logger.info("uv: %s", line.rstrip())
         returncode = process.wait()
     except BaseException:
@@ -214,43 +224,10 @@ def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str
     )
 
 
-def _extra_requirements(extra: str, project_root: Path) -> list[str]:
-    with open(project_root / "pyproject.toml", "rb") as file:
-        project: dict[str, Any] = tomllib.load(file)["project"]
-    extras = {canonicalize_name(name): requirements for name, requirements in project["optional-dependencies"].items()}
-    if canonicalize_name(extra) not in extras:
-        raise ValueError(f"{project_root / 'pyproject.toml'} has no extra {extra!r}: it has {sorted(extras)}")
-    return extras[canonicalize_name(extra)]
-
-
 def _stamp(extra: str, project_root: Path) -> dict[str, str]:
-    """What the environment is made from. uv.lock is left out: uv writes it on the way."""
+    """The inputs of the environment. uv.lock is not among them, because uv itself writes it."""
     digest = hashlib.sha256((project_root / "pyproject.toml").read_bytes())
     version_file = project_root / ".python-version"
     if version_file.is_file():
         digest.update(version_file.read_bytes())
     return {"extra": extra, "python": sys.version, "project": digest.hexdigest()}
-
-
-def _read_stamp(path: Path) -> dict[str, str] | None:
-    stamp = path / _STAMP
-    return json.loads(stamp.read_text()) if stamp.is_file() else None
-
-
-def _force_rebuild() -> bool:
-    value = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
-    if value not in ("true", "1", "false", "0", ""):
-        raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {value!r}")
-    return value in ("true", "1")
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("Waiting for another process that makes this environment (%s)", path)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

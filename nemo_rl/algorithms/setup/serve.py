@@ -21,9 +21,9 @@ from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.environments.code.tools.python_tools import find_calls
+from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.models.generation.config import HttpServerConfig
-from nemo_rl.rollouts.serve.server import OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import OpenAIServerSettings
 
 if TYPE_CHECKING:
     from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORKER = "nemo_rl.rollouts.serve.server.OpenAIServer"
+WORKER = "nemo_rl.rollouts.openai_server.OpenAIServer"
 NAME_PREFIX = "openai-server"
 FILE = "openai_server.json"
 KEY = "policy.generation.vllm_cfg.http_server"

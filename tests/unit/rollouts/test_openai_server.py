@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.code.tools.python_tools import find_calls
+from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
-from nemo_rl.rollouts.serve.server import MAX_BODY_BYTES, OpenAIApp, Served
+from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIApp, OpenAIServerSettings
 from nemo_rl.types import Completion, SamplingParams, StopReason
 
 TOKENIZER = build_tiny_tokenizer()
@@ -82,19 +82,21 @@ def with_server(
     async def main() -> None:
         TOKENIZER.chat_template = TEMPLATE
         app = OpenAIApp(
-            Served(
+            OpenAIServerSettings(
+                host="127.0.0.1",
+                port=0,
+                token="secret",
                 model="tiny",
                 sampling=SamplingParams(max_new_tokens=100, stop_token_ids=(EOS,)),
-                generate=engine,
-                generation_failures=(RequestFailed,),
-                chat=ServedChat(TOKENIZER, {}),
+                make_chat=lambda: ServedChat(TOKENIZER, {}),
                 calls_of=find_calls,
                 encode=tokens,
                 decode=decode,
                 vocab_size=len(TOKENIZER),
                 max_model_len=400,
+                engine_timeout_s=5.0,
             ),
-            "secret",
+            engine,
         )
         async with TestServer(app.app) as server:
             client = openai.AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key=token, max_retries=0)
@@ -207,8 +209,14 @@ def test_completions_of_text_and_of_tokens():
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
         ({"top_logprobs": 4}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
-        ({"n": 10_000}, "n must"),
+        ({"n": 10_000}, "n=10000"),
+        ({"n": True}, "n=True"),
         ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "at most 16"),
+        ({"logprobs": 1}, "logprobs=1"),
+        ({"messages": []}, "messages="),
+        ({"messages": [{"content": "x"}]}, "a message needs a role"),
+        ({"max_tokens": 0}, "max_tokens=0"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "last message"),
         ({"messages": [{"role": "user", "content": "1" * 500}]}, "max_model_len"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "list of texts"),
@@ -226,7 +234,12 @@ def test_what_it_cannot_do_is_refused_by_name(request_body: dict[str, Any], name
 def test_what_asks_for_nothing_is_accepted():
     async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
         await client.chat.completions.create(
-            model="any", messages=HELLO, frequency_penalty=0, user="me", response_format={"type": "text"}
+            model="any",
+            messages=HELLO,
+            frequency_penalty=0,
+            user="me",
+            response_format={"type": "text"},
+            max_tokens=None,
         )
 
     with_server(Engine(), use)

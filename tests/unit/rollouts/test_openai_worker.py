@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.rollouts.serve.server import OpenAIServer, OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import SamplingParams
 from tests.unit.rollouts.engines import FakeReplica
 

@@ -1,0 +1,471 @@
+"""An OpenAI-compatible server over the engines of a run, for agents that are separate programs.
+
+    GET  /v1/models
+    POST /v1/completions         `prompt`: text, or token ids
+    POST /v1/chat/completions    `messages`, `tools`
+
+https://platform.openai.com/docs/api-reference/chat/create. In addition, an answer has `prompt_token_ids` and
+`weight_version` (the weights with which it was begun), and each choice `token_ids` and `token_logprobs` with the end of
+the turn included, which training needs. Every request must carry `Authorization: Bearer <token>`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, Protocol, TypeVar
+
+from aiohttp import web
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from nemo_rl.rollouts.engine_client import Engines, RequestFailed
+from nemo_rl.types import Completion, GenerateFn, SamplingParams, StopReason
+
+CLIENT_ID = "openai-server"
+MAX_BODY_BYTES = 16 << 20
+_SHUTDOWN_TIMEOUT_S = 3.0  # for answers that are being sent when the server stops
+
+
+class ToolCall(Protocol):
+    """A tool call in the model's text; `problem` is empty if it can be made."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> Mapping[str, Any]: ...
+    @property
+    def problem(self) -> str: ...
+
+
+class ChatPrompt(Protocol):
+    """A tokenised conversation."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def retokenized(self) -> int: ...
+
+
+class Chat(Protocol):
+    """Converts messages to token ids. Sampled turns keep their sampled tokens; see `data/chat/served.py`."""
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> ChatPrompt: ...
+    def remember(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Any,
+        answer: Mapping[str, Any],
+        token_ids: Sequence[int],
+        retokenized: int,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenAIServerSettings:
+    """Settings of a server. All of them can be pickled."""
+
+    host: str
+    port: int  # 0: any free port
+    token: str
+    model: str  # its name
+    sampling: SamplingParams  # defaults of requests
+    make_chat: Callable[[], Chat]  # called inside the worker
+    calls_of: Callable[[str], Sequence[ToolCall]] | None  # the tool calls in a text; None: they stay text
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    vocab_size: int
+    max_model_len: int
+    engine_timeout_s: float
+
+    def __repr__(self) -> str:
+        return f"OpenAIServerSettings(host={self.host!r}, port={self.port})"  # without the token
+
+
+class OpenAIServer:
+    """The server's process: answers external requests with the engines that also play the run's episodes.
+
+    Requests wait during a weight update, and for new engines after the death of an engine.
+    """
+
+    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
+        self.settings = settings
+        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
+        self.engines.replace(generation_workers)
+        self._app: OpenAIApp | None = None
+        self._runner: web.AppRunner | None = None
+
+    async def listen(self) -> int:
+        """Start to answer. Returns the port. Raises OSError if the address is not available."""
+        self._app = OpenAIApp(self.settings, self.engines.generate)
+        # With handler_cancellation, sampling stops when the client disconnects.
+        self._runner = web.AppRunner(
+            self._app.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Set the actor handles of the engine replicas, after a replica was restarted."""
+        self.engines.replace(workers)
+
+    async def stop(self) -> None:
+        """Answer requests in flight with status 503 and stop listening."""
+        if self._app is not None and self._runner is not None:
+            self._app.close()
+            await self._runner.cleanup()
+
+
+# -- requests
+
+
+class RequestError(ValueError):
+    """A request that cannot be answered; `status` is the HTTP status."""
+
+    def __init__(self, text: str, status: int = 400) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def _checked_message(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str):
+        raise ValueError("a message needs a role and a content")
+    return message
+
+
+def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError('a tool must be {"type": "function", "function": {"name": ...}}')
+    return tool
+
+
+NonEmpty = Annotated[str, Field(min_length=1)]
+Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class SamplingRequest(BaseModel):
+    """Parameters of both kinds of requests. A parameter that is null counts as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: Any = None
+    n: int = Field(default=1, ge=1, le=128)
+    max_tokens: int | None = Field(default=None, ge=1, le=2**31)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, ge=1e-6, le=1)
+    top_k: int | None = Field(default=None, ge=-1, le=2**31)
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
+    seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, le=2**62)  # of the first choice
+    stream: bool = False
+
+    # Parameters without effect here: they describe the client, or ask for what every answer has.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    stream_options: Any = None
+
+    # Parameters that are supported only with the value that changes nothing.
+    frequency_penalty: Zero = 0
+    presence_penalty: Zero = 0
+    logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
+    response_format: dict[Literal["type"], Literal["text"]] = Field(default_factory=dict)
+    parallel_tool_calls: Literal[True] = True
+    top_logprobs: Zero = 0
+    echo: Literal[False] = False
+    best_of: int = Field(default=1, ge=1, le=1)
+    suffix: str = Field(default="", max_length=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
+        """Sampling parameters; `room` is the number of tokens that fit after the prompt."""
+        given: dict[str, Any] = {}
+        if self.temperature is not None:
+            given["temperature"] = float(self.temperature)
+        if self.top_p is not None:
+            given["top_p"] = float(self.top_p)
+        if self.top_k is not None:
+            given["top_k"] = self.top_k if self.top_k > 0 else None
+        if self.stop is not None:
+            given["stop_strings"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        max_tokens = self.max_tokens if self.max_tokens is not None else default.max_new_tokens
+        return replace(default, max_new_tokens=min(max_tokens, room), **given)
+
+
+class CompletionRequest(SamplingRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: Any = None
+    logprobs: Annotated[int, Field(ge=0, le=0)] | Literal[False] = False  # of the sampled tokens only
+
+
+class ChatRequest(SamplingRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[Annotated[dict[str, Any], AfterValidator(_checked_message)]] = Field(min_length=1)
+    tools: list[Annotated[dict[str, Any], AfterValidator(_checked_tool)]] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none"] = "auto"  # nothing can force the model to call a tool
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=2**31)
+    logprobs: bool = False  # of the sampled tokens only
+
+    def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
+        sampling = super().sampling(default, room)
+        if self.max_completion_tokens is None:
+            return sampling
+        return replace(sampling, max_new_tokens=min(self.max_completion_tokens, room))
+
+
+R = TypeVar("R", bound=SamplingRequest)
+
+
+def parse_request(kind: type[R], body: bytes) -> R:
+    """Parse a JSON body. Raises RequestError, which names every wrong parameter."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    unknown = sorted(str(item["loc"][0]) for item in errors if item["type"] == "extra_forbidden")
+    if unknown:
+        supported = ", ".join(sorted(kind.model_fields))
+        raise RequestError(f"not supported: {', '.join(unknown)}; supported: {supported}")
+    raise RequestError(
+        "; ".join(
+            f"{'.'.join(map(str, item['loc'])) or 'body'}={item['input']!r:.200}: {item['msg']}" for item in errors
+        )
+    )
+
+
+# -- answers
+
+
+class OpenAIApp:
+    """`app` answers until `close`. Then requests in flight and later ones are answered with status 503."""
+
+    def __init__(self, settings: OpenAIServerSettings, generate: GenerateFn) -> None:
+        self.settings = settings
+        self.chat = settings.make_chat()
+        self._generate = generate
+        self._closed = asyncio.Event()
+        self.app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_post("/v1/completions", self._completions)
+        self.app.router.add_post("/v1/chat/completions", self._chat)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _guard(self) -> Any:
+        @web.middleware
+        async def guard(
+            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+        ) -> web.StreamResponse:
+            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+            if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.settings.token.encode()):
+                return _error("a token is needed: Authorization: Bearer <token>", 401)
+            try:
+                return await handler(request)
+            except RequestError as error:
+                return _error(str(error), error.status)
+            except RequestFailed as error:
+                return _error(str(error), 503)
+            except web.HTTPException as error:  # unknown path, body too large
+                return _error(f"{error.reason}: {request.method} {request.path}", error.status)
+
+        return guard
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {
+            "id": self.settings.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "nemo_rl",
+            "max_model_len": self.settings.max_model_len,
+        }
+        return web.json_response({"object": "list", "data": [model]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        wanted = parse_request(CompletionRequest, await request.read())
+        token_ids = self._prompt(wanted.prompt)
+        sampling, completions = await self._sample(token_ids, wanted)
+        choices = [
+            {
+                "index": index,
+                "text": self._text(completion, sampling),
+                "finish_reason": completion.stop_reason.value,
+                "logprobs": completion_logprobs(completion, self.settings.decode)
+                if wanted.logprobs is not False
+                else None,
+                "token_ids": completion.token_ids,
+                "token_logprobs": completion.logprobs,
+            }
+            for index, completion in enumerate(completions)
+        ]
+        return await self._respond(request, wanted, "text_completion", token_ids, completions, choices)
+
+    def _prompt(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str) and prompt:
+            return self.settings.encode(prompt)
+        if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+            if not all(0 <= token < self.settings.vocab_size for token in prompt):
+                raise RequestError(f"token ids must be from 0 to {self.settings.vocab_size - 1}")
+            return list(prompt)
+        raise RequestError("prompt must be a text or a list of token ids; send several prompts as several requests")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        wanted = parse_request(ChatRequest, await request.read())
+        tools = wanted.tools or None
+        try:
+            prompt = self.chat.prompt(wanted.messages, tools)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+        sampling, completions = await self._sample(prompt.token_ids, wanted)
+        calls_of = self.settings.calls_of if tools and wanted.tool_choice != "none" else None
+        choices = []
+        for index, completion in enumerate(completions):
+            text = self._text(completion, sampling)
+            message = answer_message(text, calls_of(text) if calls_of is not None else [])
+            token_ids = [*prompt.token_ids, *completion.token_ids]
+            self.chat.remember(wanted.messages, tools, message, token_ids, prompt.retokenized)
+            choices.append(
+                {
+                    "index": index,
+                    "message": message,
+                    "finish_reason": "tool_calls" if "tool_calls" in message else completion.stop_reason.value,
+                    "logprobs": chat_logprobs(completion, self.settings.decode)
+                    if wanted.logprobs is not False
+                    else None,
+                    "token_ids": completion.token_ids,
+                    "token_logprobs": completion.logprobs,
+                }
+            )
+        return await self._respond(
+            request, wanted, "chat.completion", prompt.token_ids, completions, choices, retokenized=prompt.retokenized
+        )
+
+    def _text(self, completion: Completion, sampling: SamplingParams) -> str:
+        """The text before the stop string. The tokens keep it."""
+        text = self.settings.decode(completion.token_ids)
+        if completion.stop_reason is not StopReason.STOP:
+            return text
+        return text[: min((at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
+
+    async def _sample(self, token_ids: list[int], wanted: SamplingRequest) -> tuple[SamplingParams, list[Completion]]:
+        room = self.settings.max_model_len - len(token_ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and leaves no room for an answer: max_model_len is "
+                f"{self.settings.max_model_len}"
+            )
+        sampling = wanted.sampling(self.settings.sampling, room)
+        tasks = [asyncio.ensure_future(self._generate(token_ids, sampling, wanted.seed + i)) for i in range(wanted.n)]
+        sampled = asyncio.gather(*tasks)
+        closed = asyncio.create_task(self._closed.wait())
+        try:
+            await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
+            if not sampled.done():
+                raise RequestError("the run has ended", 503)
+            return sampling, sampled.result()
+        finally:  # also if the client disconnected: the engine stops sampling
+            closed.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(sampled, *tasks, return_exceptions=True)
+
+    async def _respond(
+        self,
+        request: web.Request,
+        wanted: SamplingRequest,
+        kind: str,
+        token_ids: Sequence[int],
+        completions: Sequence[Completion],
+        choices: list[dict[str, Any]],
+        *,
+        retokenized: int | None = None,
+    ) -> web.StreamResponse:
+        num_sampled = sum(len(completion.token_ids) for completion in completions)
+        answer = {
+            "id": f"{kind}-{secrets.token_hex(8)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self.settings.model,
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(token_ids),
+                "completion_tokens": num_sampled,
+                "total_tokens": len(token_ids) + num_sampled,
+            },
+            "prompt_token_ids": list(token_ids),
+            "weight_version": min(completion.weight_version for completion in completions),
+        }
+        if retokenized is not None:
+            answer["retokenized_turns"] = retokenized
+        return await _streamed(request, answer) if wanted.stream else web.json_response(answer)
+
+
+def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """The assistant's message, with `tool_calls` for the calls. If one of them cannot be made, all stay text."""
+    if not calls or any(call.problem for call in calls):
+        return {"role": "assistant", "content": text}
+    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+    return {
+        "role": "assistant",
+        "content": before or None,
+        "tool_calls": [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in calls
+        ],
+    }
+
+
+def chat_logprobs(completion: Completion, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Logprobs in the format of chat completions."""
+    content = []
+    for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+        text = decode([token_id])
+        as_bytes = None if "\ufffd" in text else list(text.encode())  # None for a part of a character
+        content.append({"token": text, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []})
+    return {"content": content, "refusal": None}
+
+
+def completion_logprobs(completion: Completion, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """Logprobs in the format of completions."""
+    tokens = [decode([token_id]) for token_id in completion.token_ids]
+    offsets = [0]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets[:-1], "top_logprobs": None}
+
+
+async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+    """The whole answer as one server-sent event, because an engine returns all tokens at once."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for choice in answer["choices"]:
+        if "message" in choice:
+            choice["delta"] = choice.pop("message")
+            for index, call in enumerate(choice["delta"].get("tool_calls", ())):
+                call["index"] = index
+    chunk = {**answer, "object": answer["object"].replace("chat.completion", "chat.completion.chunk")}
+    await response.write(f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n".encode())
+    await response.write_eof()
+    return response
+
+
+def _error(text: str, status: int) -> web.Response:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return web.json_response({"error": {"message": text, "type": kind, "code": status}}, status=status)
