@@ -20,7 +20,7 @@ class RolloutCollection(RolloutTrainer):
 
     def step(self) -> None:
         self.generated = []
-        with self.phase(self.generation_phase):
+        with self.phase(self.source.phase):
             groups = self.next_groups()
         environment_metrics = self.rollouts.environment_metrics(groups)
         self.record("train", environment_metrics | rollout_metrics(groups, current_weight_version=0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.launch import launch
@@ -27,10 +26,7 @@ def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: R
     """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the stack."""
     uses_reference = not config.grpo.skip_reference_policy_logprobs_calculation
     setup = build_rollouts(config, stack, inputs, init_reference_model=uses_reference)
-    # A record gives the groups of each step in the order in which they were trained, whoever made it.
-    is_async = config.grpo.async_grpo.enabled and config.grpo.replay_from is None
-    trainer_class = AsyncGRPOTrainer if is_async else GRPOTrainer
-    trainer = trainer_class(config, tools, setup.parts)
+    trainer = GRPOTrainer(config, tools, setup.parts)
     trainer.start()
     start_openai_server(config, stack, tools, inputs, setup)
     return trainer

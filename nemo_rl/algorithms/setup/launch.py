@@ -10,9 +10,8 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from nemo_rl.algorithms.config.loop import RunConfig
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.virtual_cluster import init_ray

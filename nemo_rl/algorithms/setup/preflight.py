@@ -22,9 +22,9 @@ from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.environments.code.tools.tools import import_tool
+from nemo_rl.environments.code.tools import import_tool
 from nemo_rl.environments.config import (
-    BUILT_IN,
+    BUILT_IN_TOOLS,
     AnyEnvironmentConfig,
     CompositeEnvironmentConfig,
     LLMJudgeEnvironmentConfig,
@@ -98,7 +98,7 @@ def check_environment_inputs(env: Mapping[str, AnyEnvironmentConfig], names: Ite
                 check_corpus(section.dataset_name)
         elif isinstance(section, PythonToolsEnvironmentConfig):
             for tool in section.tools:
-                if tool not in BUILT_IN:
+                if tool not in BUILT_IN_TOOLS:
                     with _named(f"{key}.tools"):
                         import_tool(tool)
         elif isinstance(section, LLMJudgeEnvironmentConfig):

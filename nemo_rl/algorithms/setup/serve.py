@@ -21,7 +21,7 @@ from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.environments.code.tools.python_tools import find_calls
+from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.rollouts.openai_server import OpenAIServerSettings
 

@@ -49,7 +49,7 @@ def test_what_is_there_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("JUDGE_KEY", "secret")
     check(f"type: retrieval, dataset_name: {tmp_path / 'corpus.jsonl'}")
     check("type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'")
-    check("type: python_tools, tools: [python, 'nemo_rl.environments.code.tools.tools:calculator']")
+    check("type: python_tools, tools: [python, 'nemo_rl.environments.code.tools:calculator']")
     check(f"{JUDGE}, api_key_env: JUDGE_KEY")
 
 
@@ -61,7 +61,7 @@ def test_the_sections_of_a_composite_are_looked_at() -> None:
 
 
 def test_the_languages_of_stopwords_are_those_that_there_are(tmp_path: Path) -> None:
-    for language in (*LANGUAGES, *LANGUAGES.values()):
+    for language in LANGUAGES:
         RetrievalEnvironmentConfig(dataset_name="a:b", stopwords=language)
         PassageIndex(["fox"], k1=1.5, b=0.75, stopwords=language, cache=tmp_path)
     text = problems_of("+env.it={type: retrieval, dataset_name: 'a:b', stopwords: klingon}")

@@ -146,7 +146,7 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
             weights = replace(weights, entries=body, is_tied=False)
             names = None if names is None else names - {HEAD_WEIGHT, "lm_head.weight"}
         if names is not None:
-            weights.check_names(names)
+            weights.locate(names)
     except ValueError as error:
         raise ValueError(f"{asked}: {error}") from error
 
