@@ -197,8 +197,8 @@ def show_results(results: Mapping[str, Any], file: TextIO | None = None) -> None
             _number(row["truncated_rate"], ".1%"),
             _number(row["failed_rate"], ".1%"),
         )
-    file = file or sys.stdout
-    Console(file=file, highlight=False, width=None if file.isatty() else 160).print(table)  # a log file folds no line
+    out = file or sys.stdout
+    Console(file=out, highlight=False, width=None if out.isatty() else 160).print(table)  # a log file folds no line
 
 
 def _number(value: float | None, form: str) -> str:

@@ -236,7 +236,7 @@ def ranks(number: int) -> tuple[str, ...]:
         (
             None,
             (*ranks(2), f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=nowhere.plans:plan"),
-            "nowhere.plans cannot be imported .* importable where the job is started and on every node",
+            "no module .nowhere. can be imported .* importable where the job is started and on every node",
         ),
         # context parallel, packing
         ("gemma2", (*ranks(2), f"{D}.context_parallel_size=2"), "cannot be cut over ranks, because .* soft-capped"),

@@ -49,7 +49,7 @@ BACKEND_CHECKS = {
     ),
     "megatron_cfg": (
         "nemo_rl.models.policy.megatron.checks:check_megatron",
-        "nemo_rl.models.policy.megatron.checks:check_megatron_checkpoint",
+        "nemo_rl.models.policy.megatron.files:check_checkpoint",
     ),
 }
 # Type of environment -> the key that names something outside of the configuration, and the check of its value.

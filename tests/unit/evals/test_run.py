@@ -253,7 +253,7 @@ def test_several_datasets_keep_apart(tmp_path, monkeypatch):
         (["data.dataset_name=gms8k"], r"unknown dataset 'gms8k'; did you mean gsm8k"),
         (["data.dataset_name=no.csv"], r"dataset file 'no.csv' does not exist"),
         (["data.dataset_name=nowhere.sets:load"], r"dataset_name 'nowhere.sets:load': no module 'nowhere'"),
-        (["data.dataset_name=gsm8k"], r"dataset 'gsm8k' takes no data.kwargs, got num_samples"),
+        (["data.dataset_name=gsm8k"], r"dataset 'gsm8k' takes no kwargs, got num_samples"),
         (["data.processor=math_hf_procesor"], r"unknown processor 'math_hf_procesor'; did you mean"),
         (["+env.mine={type: 'nowhere:Env'}", "data.env_name=mine"], r"environment 'nowhere:Env': no module 'nowhere'"),
         (["data.kwargs.num_samples=0"], r"arithmetic: num_samples must be 1 or more"),

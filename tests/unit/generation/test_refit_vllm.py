@@ -19,6 +19,7 @@ from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.model import export_weights
+from nemo_rl.models.policy.peft_format import adapter_tensors
 from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
@@ -75,7 +76,7 @@ class AdapterPolicy(OneRankPolicy):
     def train(self, seed: int) -> int:
         """Give the adapters other values; returns their bytes in float32."""
         generator = torch.Generator().manual_seed(seed)
-        parts = [tensor for _, tensor in lora.adapter_tensors(self.model)]
+        parts = [tensor for _, tensor in adapter_tensors([self.model])]
         for tensor in parts:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
         return sum(4 * tensor.numel() for tensor in parts)
