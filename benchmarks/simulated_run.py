@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
@@ -241,5 +240,4 @@ def _build(
         resolved_config_yaml="",
         identity={},
     )
-    trainer = AsyncGRPOTrainer if config.grpo.async_grpo.enabled else GRPOTrainer
-    return trainer(config, tools, parts)
+    return GRPOTrainer(config, tools, parts)

@@ -177,7 +177,7 @@ class Simulation:
         )
 
     def step(self, version: int) -> None:
-        """What `AsyncGRPOTrainer` does; without age, what `GRPOTrainer` does."""
+        """The schedule of `AsyncGroups`; without an age, of synchronous GRPO."""
         while self.buffer.take(self.size, version) is None:
             self.finish(self.pool.next())
         self.finish(self.pool.until(self.pool.now + self.training_s))

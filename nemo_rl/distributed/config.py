@@ -36,6 +36,16 @@ class ClusterConfig(StrictModel):
         return self.gpus_per_node > 0
 
     @property
+    def unit(self) -> str:
+        """The key that counts the workers of a node."""
+        return "gpus_per_node" if self.use_gpus else "cpu_workers_per_node"
+
+    @property
+    def kind(self) -> str:
+        """`GPUs` or `CPU workers`, for messages."""
+        return "GPUs" if self.use_gpus else "CPU workers"
+
+    @property
     def workers_per_node(self) -> int:
         """Workers of one group on each node: one per GPU, or `cpu_workers_per_node`."""
         return self.gpus_per_node if self.use_gpus else self.cpu_workers_per_node

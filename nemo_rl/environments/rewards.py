@@ -16,8 +16,7 @@ from typing import Annotated, Any, get_type_hints
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.environments.math.verification import VERIFIERS, exact_integer
-from nemo_rl.environments.math.verifier_pool import Verification, VerifierPool, died
+from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died, exact_integer
 from nemo_rl.utils.registry import find
 
 RewardFunction = Callable[..., float]

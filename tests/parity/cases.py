@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.config.loss import DPOLossConfig, RewardModelLossConfig
+from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss, PreferenceLoss

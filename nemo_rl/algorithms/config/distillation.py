@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.checks import check_rollout_run, data_parallel_size
-from nemo_rl.algorithms.config.loss import DistillationLossConfig
+from nemo_rl.algorithms.config.loop import Problems, data_parallel_size
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutConfig, RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import check_budgets
 from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.errors import nearest_key
+from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import NotYet, anything
 from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.models.policy.config import PolicyConfig
+
+
+class DistillationLossConfig(StrictModel):
+    """The loss of on-policy distillation."""
+
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    """`forward`: KL(teacher || student); `reverse`: KL(student || teacher); `mixed`: both, see `mixed_kl_weight`."""
+
+    mixed_kl_weight: float = Field(default=0.5, ge=0, le=1)
+    """Weight of the forward KL in `mixed`; the reverse KL has the rest."""
+
+    zero_outside_topk: bool = False
+    """false: teacher and student are compared as distributions over the teacher's largest logits alone. true: the
+    student is taken whole, and the teacher as having nothing elsewhere, so that the student's mass there costs."""
 
 
 class TeacherResourcesConfig(StrictModel):
@@ -33,7 +45,7 @@ class TeacherResourcesConfig(StrictModel):
 
 
 class DistillationConfig(RolloutConfig):
-    """Distillation: batch shape, what the teacher is asked, validation."""
+    """Distillation: batch shape, the teacher's distributions, validation."""
 
     num_prompts_per_step: int = Field(default=128, ge=1)
     """Prompts of one step."""
@@ -78,10 +90,7 @@ class TeacherConfig(PolicyConfig):
 
     not_yet: ClassVar = (*PolicyConfig.not_yet, NotYet("generation", anything))
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        if self.reward_model_cfg.enabled:
-            yield "reward_model_cfg.enabled", "a teacher has the head of a language model; set it to false"
+    rules: ClassVar = {"reward_model_cfg.enabled": "a teacher has the head of a language model; set it to false"}
 
 
 class DistillationMasterConfig(RolloutMasterConfig):
@@ -89,8 +98,30 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     section: ClassVar = "distillation"
 
+    rules: ClassVar = {
+        "teacher=null requires teachers": (
+            "is required, e.g. teacher: {model_name: Qwen/Qwen3-4B}; or name several in `teachers`"
+        ),
+        "teacher.model_name: teacher != null excludes teachers": (
+            "there is one teacher, or several in `teachers`; leave one of the sections out"
+        ),
+        "distillation.task_to_teacher: teacher != null excludes distillation.task_to_teacher": (
+            "`teacher` teaches everything; leave it out, or name `teachers`"
+        ),
+        "policy.generation.top_p: policy.generation.is_filtered": (
+            "not supported yet: top_p or top_k, which leave no probability where the teacher may have some; set "
+            "top_p=1 and top_k=null"
+        ),
+        "distillation.topk_logits_k=null excludes has_several_teachers": (
+            "not supported yet: null with several teachers; use 64, for instance"
+        ),
+        "loss_fn.zero_outside_topk excludes distillation.topk_logits_k=null": (
+            "has no meaning with distillation.topk_logits_k=null, as nothing is outside; set it to false"
+        ),
+    }
+
     distillation: DistillationConfig = DistillationConfig()
-    """Distillation: batch shape, what the teacher is asked, validation."""
+    """Distillation: batch shape, the teacher's distributions, validation."""
 
     loss_fn: DistillationLossConfig = DistillationLossConfig()
     """The divergence between teacher and student."""
@@ -107,11 +138,16 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.distillation(self.distillation) | self.task_metrics | self.generation_metrics
+        names = self.rollout_metrics | metric_names.DISTILLATION
+        return names if self.distillation.topk_logits_k is None else names | metric_names.TOP_K
+
+    @property
+    def has_several_teachers(self) -> bool:
+        return len(self.teachers) > 1
 
     @property
     def teacher_cluster(self) -> ClusterConfig:
-        """The machines that the teachers are on."""
+        """The machines of the teachers."""
         own = self.distillation.teacher_resources
         if own is None:
             return self.training_cluster
@@ -127,49 +163,21 @@ class DistillationMasterConfig(RolloutMasterConfig):
             for key, teacher in found.items()
         ]
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from check_rollout_run(self)
-        yield from self._check_who_teaches()
-        yield from self._check_distributions()
-        for model in self.further_models:
-            yield from self._check_teacher(model)
-
-    def _check_who_teaches(self) -> Iterator[tuple[str, str]]:
+    def cross_checks(self) -> Problems:
+        yield from super().cross_checks()
         tasks = self.distillation.task_to_teacher
-        if self.teacher is None and not self.teachers:
-            yield "teacher", "is required, e.g. teacher: {model_name: Qwen/Qwen3-4B}; or name several in `teachers`"
-        if self.teacher is not None and self.teachers:
-            yield "teacher.model_name", "there is one teacher, or several in `teachers`; leave one of the sections out"
-        if self.teacher is not None and tasks:
-            yield "distillation.task_to_teacher", "`teacher` teaches everything; leave it out, or name `teachers`"
         for task, name in tasks.items():
             if self.teachers and name not in self.teachers:
-                near = nearest_key(name, self.teachers)
-                fix = f"did you mean {near}?" if near else f"there are: {', '.join(self.teachers)}"
+                fix = did_you_mean(name, self.teachers)
                 yield f"distillation.task_to_teacher.{task}", f"no section teachers.{name}; {fix}"
         for name in self.teachers if tasks or len(self.teachers) > 1 else ():
             if name not in tasks.values():
                 yield f"teachers.{name}.model_name", "teaches nothing; name its task in distillation.task_to_teacher"
 
-    def _check_distributions(self) -> Iterator[tuple[str, str]]:
-        generation, distillation = self.policy.generation, self.distillation
-        if generation.top_p < 1 or generation.top_k is not None:
-            yield (
-                "policy.generation.top_p",
-                "not supported yet: top_p or top_k, which leave no probability where the teacher may have some; set "
-                "top_p=1 and top_k=null",
-            )
-        if distillation.topk_logits_k is not None:
-            return
-        if len(self.teachers) > 1:
-            yield "distillation.topk_logits_k", "not supported yet: null with several teachers; use 64, for instance"
-        if self.loss_fn.zero_outside_topk:
-            yield (
-                "loss_fn.zero_outside_topk",
-                "has no meaning with distillation.topk_logits_k=null, as nothing is outside; set it to false",
-            )
+        for model in self.further_models:
+            yield from self._check_teacher(model)
 
-    def _check_teacher(self, model: FurtherModel) -> Iterator[tuple[str, str]]:
+    def _check_teacher(self, model: FurtherModel) -> Problems:
         longest, samples = self.policy.max_total_sequence_length, self.distillation.num_samples_per_step
         if model.config.max_total_sequence_length < longest:
             yield (

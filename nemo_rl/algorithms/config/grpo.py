@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.checks import check_grpo
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.loop import Problems
+from nemo_rl.algorithms.config.rollout import REFERENCE_KL, RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of
+from nemo_rl.config.rules import NotYet, anything, not_yet, one_of
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -67,7 +66,13 @@ class AsyncGRPOConfig(StrictModel):
             return self.max_open_steps
         return self.max_trajectory_age_steps + (self.group_order == "in_order")
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    rules: ClassVar = {
+        "recompute_kv_cache_after_weight_updates requires in_flight_weight_updates": (
+            "no sample is under way at a sync; set in_flight_weight_updates=true, or this to false"
+        ),
+    }
+
+    def cross_checks(self) -> Problems:
         if self.open_steps > self.max_trajectory_age_steps + 1:
             yield (
                 "max_open_steps",
@@ -77,11 +82,6 @@ class AsyncGRPOConfig(StrictModel):
         if self.enabled and self.open_steps < 2:
             fix = "max_trajectory_age_steps=2" if self.max_open_steps is None else "max_open_steps=2"
             yield "max_open_steps", f"with one step of groups nothing is sampled while the policy trains; set {fix}"
-        if self.recompute_kv_cache_after_weight_updates and not self.in_flight_weight_updates:
-            yield (
-                "recompute_kv_cache_after_weight_updates",
-                "no sample is under way at a sync; set in_flight_weight_updates=true, or this to false",
-            )
 
 
 class GRPOConfig(ScoredRolloutConfig):
@@ -116,13 +116,12 @@ class GRPOConfig(ScoredRolloutConfig):
 
     not_yet: ClassVar = (
         NotYet("calculate_advantages_on_gpu", anything),
-        NotYet("advantage_clip_low", one_of(None)),
-        NotYet("advantage_clip_high", one_of(None)),
-        NotYet("invalid_tool_call_advantage", one_of(None)),
-        NotYet("malformed_thinking_advantage", one_of(None)),
+        *not_yet(
+            *("advantage_clip_low", "advantage_clip_high", "invalid_tool_call_advantage"),
+            *("malformed_thinking_advantage", "stop_at_validation_metric", "stop_at_validation_threshold"),
+            neutral=one_of(None),
+        ),
         NotYet("val_start_at", one_of(-1, None)),
-        NotYet("stop_at_validation_metric", one_of(None)),
-        NotYet("stop_at_validation_threshold", one_of(None)),
     )
 
     @property
@@ -130,23 +129,25 @@ class GRPOConfig(ScoredRolloutConfig):
         """Prompts of a generation batch: those of a step, or more with dynamic sampling."""
         return round(self.num_prompts_per_step * self.batch_multiplier)
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        estimator, group_size = self.adv_estimator, self.num_generations_per_prompt
-        if estimator.name == "grpo" and estimator.use_leave_one_out_baseline and group_size < 2:
-            yield (
-                "num_generations_per_prompt",
-                "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, "
-                "or grpo.use_leave_one_out_baseline=false",
-            )
-        elif estimator.name == "grpo" and group_size < 2:
-            yield (
-                "num_generations_per_prompt",
-                "a group of 1 has no advantage; set 2 or more, or grpo.adv_estimator.name=reinforce_plus_plus",
-            )
-        if self.use_dynamic_sampling and group_size < 2:
-            yield "use_dynamic_sampling", "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"
-        if self.batch_multiplier != 1 and not self.use_dynamic_sampling:
-            yield "batch_multiplier", "only for dynamic sampling; set grpo.use_dynamic_sampling=true or leave it at 1"
+    rules: ClassVar = {
+        "num_generations_per_prompt < 2 and adv_estimator.name=grpo excludes "
+        "adv_estimator.use_leave_one_out_baseline": (
+            "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, or "
+            "{section}.use_leave_one_out_baseline=false"
+        ),
+        "num_generations_per_prompt < 2 and adv_estimator.name=grpo requires "
+        "adv_estimator.use_leave_one_out_baseline": (
+            "a group of 1 has no advantage; set 2 or more, or {section}.adv_estimator.name=reinforce_plus_plus"
+        ),
+        "use_dynamic_sampling excludes num_generations_per_prompt < 2": (
+            "every group of 1 would be dropped; set num_generations_per_prompt=2 or more"
+        ),
+        "batch_multiplier != 1 requires use_dynamic_sampling": (
+            "only for dynamic sampling; set {section}.use_dynamic_sampling=true or leave it at 1"
+        ),
+    }
+
+    def cross_checks(self) -> Problems:
         if (self.num_prompts_per_step * self.batch_multiplier) % 1:
             yield (
                 "batch_multiplier",
@@ -246,7 +247,7 @@ class ClippedPGLossConfig(StrictModel):
         bounds = (self.truncated_importance_sampling_ratio_min, self.truncated_importance_sampling_ratio)
         return bounds != (None, None)
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    def cross_checks(self) -> Problems:
         if self.ratio_clip_c is not None and self.ratio_clip_c <= 1 + self.ratio_clip_max:
             yield "ratio_clip_c", f"must be above 1 + ratio_clip_max = {1 + self.ratio_clip_max:g} (3 is usual)"
 
@@ -255,6 +256,25 @@ class GRPOMasterConfig(RolloutMasterConfig):
     """A whole GRPO run."""
 
     section: ClassVar = "grpo"
+
+    rules: ClassVar = {
+        **REFERENCE_KL,
+        "loss_fn.use_kl_in_reward requires grpo.adv_estimator.name=reinforce_plus_plus": (
+            "only reinforce_plus_plus has the KL in the reward; set grpo.adv_estimator.name=reinforce_plus_plus"
+        ),
+        "grpo.async_grpo.enabled excludes policy.generation.is_by_policy": (
+            "nothing samples while the policy trains if its own workers generate; set it to false, or "
+            "policy.generation.backend=vllm"
+        ),
+        "grpo.async_grpo.enabled and policy.generation.backend=vllm excludes policy.generation.colocated.enabled": (
+            "samples while the policy trains, so generation needs devices of its own; set "
+            "policy.generation.colocated.enabled=false and its resources"
+        ),
+        "loss_fn.use_importance_sampling_correction: grpo.async_grpo.enabled requires "
+        "loss_fn.use_importance_sampling_correction": (
+            "samples come from older weights than the ones that train; set it to true, or grpo.async_grpo.enabled=false"
+        ),
+    }
 
     grpo: GRPOConfig
     """GRPO: batch shape, advantages, sampling strategy, validation."""
@@ -268,12 +288,24 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.grpo(self.grpo) | self.task_metrics | self.generation_metrics
+        names = self.rollout_metrics | metric_names.POLICY_GRADIENT | metric_names.GROUP_ADVANTAGES
+        if self.grpo.use_dynamic_sampling:
+            names |= metric_names.DYNAMIC_SAMPLING
+        if self.grpo.seq_logprob_error_threshold is not None:
+            names |= metric_names.LOGPROB_ERROR
+        return names | {"buffer_size"} if self.grpo.async_grpo.enabled else names
 
     @property
     def recomputes_kv_cache(self) -> bool:
         settings = self.grpo.async_grpo
         return not settings.in_flight_weight_updates or settings.recompute_kv_cache_after_weight_updates
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from check_grpo(self)
+    def cross_checks(self) -> Problems:
+        yield from super().cross_checks()
+        samples = self.grpo.num_samples_per_step
+        if self.loss_fn.force_on_policy_ratio and samples != self.policy.train_global_batch_size:
+            yield (
+                "loss_fn.force_on_policy_ratio",
+                f"needs exactly one optimizer step per RL step; set policy.train_global_batch_size={samples} "
+                "(num_prompts_per_step x num_generations_per_prompt)",
+            )

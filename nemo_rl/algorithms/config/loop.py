@@ -1,21 +1,38 @@
-"""Configuration of the loop that all algorithms share: how long a run is, when it validates, when it stops early."""
+"""Configuration that all algorithms share: the length of a run, validation, early stopping, and their checks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar
+import re
+from abc import abstractmethod
+from collections.abc import Collection, Iterator
+from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.base import StrictModel
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.rules import divisors, written
 from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.layout import training_problems, training_sizes
+from nemo_rl.models.policy.megatron.config import device_problems
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
+
+Problems = Iterator[tuple[str, str]]
+"""(dotted key, message); the message says which values would work."""
+
+
+def _validation_metric(name: str | None) -> str | None:
+    if name is not None and not name.startswith("val:"):
+        raise ValueError(f'must be "val:<metric>" or null, e.g. "val:val_loss" (got {name!r})')
+    return name
 
 
 class EarlyStoppingConfig(StrictModel):
     """The run ends when a metric of the validations is good enough, or gets no better."""
 
-    metric_name: str | None = None
+    metric_name: Annotated[str | None, AfterValidator(_validation_metric)] = None
     """Metric to watch, `val:<metric>`; null: the run is never stopped early."""
 
     higher_is_better: bool = False
@@ -30,11 +47,11 @@ class EarlyStoppingConfig(StrictModel):
     threshold: float | None = None
     """The run ends when the metric is at least as good as this; null: it does not."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.metric_name is not None and not self.metric_name.startswith("val:"):
-            yield "metric_name", f'must be "val:<metric>" or null, e.g. "val:val_loss" (got {self.metric_name!r})'
-        if self.metric_name is not None and self.patience is None and self.threshold is None:
-            yield "patience", "and threshold are both null, so nothing would stop the run; set one of them"
+    rules: ClassVar = {
+        "patience: metric_name and patience=null excludes threshold=null": (
+            "patience and threshold are both null, so nothing would stop the run; set one of them"
+        ),
+    }
 
 
 class LoopConfig(StrictModel):
@@ -82,6 +99,130 @@ class RunConfig(StrictModel):
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
     @property
+    def algorithm(self) -> str:
+        """The name of the algorithm's own section."""
+        return self.section
+
+    @property
+    @abstractmethod
+    def loop(self) -> LoopConfig:
+        """The algorithm's own section."""
+
+    @property
+    @abstractmethod
+    def train_metrics(self) -> frozenset[str]:
+        """Names that steps report under `train/`, as far as the configuration decides them."""
+
+    @property
+    @abstractmethod
+    def val_metrics(self) -> frozenset[str]:
+        """Names that validations report under `validation/`."""
+
+    @property
     def training_cluster(self) -> ClusterConfig:
         """The machines that train."""
         return self.cluster
+
+    def check_validation(self, *, has_data: bool) -> Problems:
+        """Whether there is something to validate on."""
+        loop, section = self.loop, self.section
+        if loop.validates and not has_data:
+            asked = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
+            off = " and ".join(f"{section}.{setting}" for setting, is_asked in asked.items() if is_asked)
+            yield (
+                "data.validation",
+                f"nothing to validate on ({section}.val_period={loop.val_period}, "
+                f"val_at_start={written(loop.val_at_start)}, val_at_end={written(loop.val_at_end)}); name a dataset, "
+                f"set split_validation_size of a training dataset, or switch validation off with {off}",
+            )
+
+    def check_metric_names(self, free_prefixes: Collection[str] = ()) -> Problems:
+        """Whether the metrics that rank checkpoints and stop the run are reported, and when they are needed.
+
+        Nothing is known before the run about names whose first part (before a slash) is in `free_prefixes`.
+        """
+        stopping, checkpointing = self.loop.early_stopping.metric_name, self.checkpointing
+        if stopping is not None:
+            yield from self._check_metric(f"{self.section}.early_stopping.metric_name", stopping, free_prefixes)
+        name = checkpointing.metric_name
+        if not checkpointing.enabled or name is None:
+            return
+        problems = list(self._check_metric("checkpointing.metric_name", name, free_prefixes))
+        yield from problems
+        save_period, val_period = checkpointing.save_period, self.loop.val_period
+        if not problems and name.startswith("val:") and save_period % val_period and checkpointing.keep_top_k:
+            yield (
+                "checkpointing.save_period",
+                f"{save_period} is no multiple of {self.section}.val_period={val_period}: checkpoints between "
+                f"validations have no {name.partition(':')[2]} that could rank them; for val_period use "
+                f"{divisors(save_period, near=val_period)}",
+            )
+
+    def _check_metric(self, key: str, name: str, free_prefixes: Collection[str]) -> Problems:
+        prefix, _, metric = name.partition(":")
+        if prefix == "val" and self.loop.val_period == 0:
+            fix = f"set {self.section}.val_period above 0, or {key.rpartition('.')[2]}=null"
+            yield key, f"{name} needs validation; {fix}"
+            return
+        available = self.val_metrics if prefix == "val" else self.train_metrics
+        if metric in available or metric.partition("/")[0] in free_prefixes:
+            return
+        more = ""
+        if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
+            more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k)"
+        fix = did_you_mean(metric, sorted(available)).replace("you mean ", f"you mean {prefix}:")
+        yield key, f"no run with this configuration produces {name}{more}; {fix}"
+
+
+# Checks of one model of a run. `key` is the name of its section: `policy`, `value`, `teacher`.
+
+
+def saving_rules(key: str) -> dict[str, str]:
+    """Rules of a run about checkpoints of the model `key`."""
+    return {
+        f"checkpointing.model_save_format=safetensors and checkpointing.enabled excludes {key}.megatron_cfg.enabled": (
+            f"safetensors hold one part of a tensor per rank, and {key}.megatron_cfg has several; set it to torch_save "
+            "(checkpointing.save_consolidated=true writes safetensors besides)"
+        ),
+        f"{key}.megatron_cfg.optimizer.optimizer_cpu_offload and {key}.megatron_cfg.enabled and checkpointing.enabled "
+        f"excludes {key}.precision=float32": (
+            f"not supported yet: checkpoints of it with {key}.precision=float32; set that to bfloat16, or this to false"
+        ),
+    }
+
+
+def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | None:
+    """Ranks that hold different samples; None if the layout does not fit the cluster (`check_layout` says why)."""
+    if list(training_problems(policy, cluster.num_workers)):
+        return None
+    return training_sizes(policy, cluster.num_workers).data_parallel
+
+
+def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "policy") -> Problems:
+    """Whether the ranks of a policy can be arranged, and its devices have what it needs."""
+    for problem, message in training_problems(policy, cluster.num_workers):
+        yield f"{key}.{problem}", message
+    if policy.megatron_cfg.enabled:
+        for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
+            yield f"{key}.megatron_cfg.{problem}", message
+
+
+def check_batch_size(
+    policy: PolicyConfig, cluster: ClusterConfig, *, fix: str, key: str = "policy", sequences_per_sample: int = 1
+) -> Problems:
+    """Whether ranks and micro-batches can share `train_global_batch_size` evenly; `fix` is the remedy."""
+    num_ranks = data_parallel_size(policy, cluster)
+    if num_ranks is None:
+        return
+    if policy.train_global_batch_size % num_ranks:
+        text = f"{policy.train_global_batch_size} cannot be shared by {num_ranks} training ranks; {fix}"
+        yield f"{key}.train_global_batch_size", text
+        return
+    for problem, message in check_batching(
+        policy,
+        num_ranks=num_ranks,
+        micro_batch_multiple=policy.backend_cfg.micro_batch_multiple,
+        sequences_per_sample=sequences_per_sample,
+        key=key,
+    ):
+        yield f"{key}.{problem}", message

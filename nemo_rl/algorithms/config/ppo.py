@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.checks import check_reference_kl, check_rollout_batches, check_rollout_run, check_saving
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.config.loss import ValueLossConfig
-from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.loop import Problems, saving_rules
+from nemo_rl.algorithms.config.rollout import REFERENCE_KL, FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
 from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
+from nemo_rl.config.rules import NotYet, anything, not_yet, one_of, switched_off
 from nemo_rl.models.policy.config import PolicyConfig, RewardModelConfig
 
 
@@ -49,20 +47,31 @@ class PPOConfig(ScoredRolloutConfig):
     """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
     not_yet: ClassVar = (
-        NotYet("async_ppo", switched_off),
-        NotYet("async_grpo", switched_off),
-        # GRPO's own, which exemplars repeat.
-        NotYet("normalize_rewards", anything),
-        NotYet("use_leave_one_out_baseline", anything),
+        *not_yet("async_ppo", "async_grpo", neutral=switched_off),
+        # Keys of GRPO that exemplars repeat.
+        *not_yet(
+            *("normalize_rewards", "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches"),
+            "calculate_advantages_on_gpu",
+            neutral=anything,
+        ),
+        *not_yet(
+            *("seq_logprob_error_threshold", "stop_at_validation_metric", "stop_at_validation_threshold"),
+            neutral=one_of(None),
+        ),
         NotYet("use_dynamic_sampling", one_of(False, None)),
-        NotYet("dynamic_sampling_max_gen_batches", anything),
         NotYet("batch_multiplier", one_of(1, 1.0, None)),
-        NotYet("seq_logprob_error_threshold", one_of(None)),
-        NotYet("calculate_advantages_on_gpu", anything),
         NotYet("val_start_at", one_of(-1, None)),
-        NotYet("stop_at_validation_metric", one_of(None)),
-        NotYet("stop_at_validation_threshold", one_of(None)),
     )
+
+
+class ValueLossConfig(StrictModel):
+    """The loss of PPO's value model."""
+
+    value_clip: float | None = Field(default=0.2, gt=0)
+    """Bound on how far a value moves from the one its sample was scored with before its error is taken; null: none."""
+
+    scale: float = Field(default=0.5, gt=0)
+    """Factor on the mean squared error."""
 
 
 class ValueConfig(PolicyConfig):
@@ -97,6 +106,22 @@ class PPOMasterConfig(RolloutMasterConfig):
 
     section: ClassVar = "ppo"
 
+    rules: ClassVar = {
+        **REFERENCE_KL,
+        **saving_rules("value"),
+        "value.reward_model_cfg requires value.reward_model_cfg.enabled and "
+        "value.reward_model_cfg.reward_model_type=regression": (
+            "a value model has {enabled: true, reward_model_type: regression}: a number for each token; set these"
+        ),
+        "value.max_total_sequence_length < {policy.max_total_sequence_length}": (
+            "{value.max_total_sequence_length} is less than policy.max_total_sequence_length="
+            "{policy.max_total_sequence_length}, and the value model reads the same samples; leave it out"
+        ),
+        "value.nonfinite_action != {policy.nonfinite_action}": (
+            "must equal policy.nonfinite_action={policy.nonfinite_action}; leave it out"
+        ),
+    }
+
     ppo: PPOConfig
     """PPO: batch shape, passes over it, advantages, validation."""
 
@@ -115,45 +140,20 @@ class PPOMasterConfig(RolloutMasterConfig):
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        return metric_names.ppo(self.ppo) | self.task_metrics | self.generation_metrics
+        value = metric_names.UPDATE | metric_names.MOE | metric_names.VALUE
+        return self.rollout_metrics | metric_names.POLICY_GRADIENT | {f"value/{name}" for name in value}
 
     @property
     def further_models(self) -> list[FurtherModel]:
         return [FurtherModel(key="value", config=self.value, cluster=self.training_cluster)]
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from check_rollout_run(self)
-        yield from check_rollout_batches(self, self.value, "value")
-        yield from check_saving(self.checkpointing, self.value, "value")
-        skips_reference = self.ppo.skip_reference_policy_logprobs_calculation
-        yield from check_reference_kl(self, self.loss_fn, skips_reference=skips_reference)
-        yield from self._check_updates()
-        yield from self._check_value()
-
-    def _check_updates(self) -> Iterator[tuple[str, str]]:
+    def cross_checks(self) -> Problems:
+        yield from super().cross_checks()
+        yield from self.check_batches(self.value, "value")
         num_updates = self.ppo.ppo_epochs * self.ppo.num_samples_per_step / self.policy.train_global_batch_size
         if self.loss_fn.force_on_policy_ratio and num_updates != 1:
             yield (
                 "loss_fn.force_on_policy_ratio",
                 f"needs exactly one optimizer step per RL step and there are {num_updates:g}; set it to false, or "
                 f"ppo.ppo_epochs=1 and policy.train_global_batch_size={self.ppo.num_samples_per_step}",
-            )
-
-    def _check_value(self) -> Iterator[tuple[str, str]]:
-        head, longest = self.value.reward_model_cfg, self.policy.max_total_sequence_length
-        if not head.enabled or head.reward_model_type != "regression":
-            yield (
-                "value.reward_model_cfg",
-                "a value model has {enabled: true, reward_model_type: regression}: a number for each token",
-            )
-        if self.value.max_total_sequence_length < longest:
-            yield (
-                "value.max_total_sequence_length",
-                f"{self.value.max_total_sequence_length} is less than policy.max_total_sequence_length={longest}, and "
-                "the value model reads the same samples; leave it out",
-            )
-        if self.value.nonfinite_action != self.policy.nonfinite_action:
-            yield (
-                "value.nonfinite_action",
-                f"must be that of the policy, {self.policy.nonfinite_action}; leave it out",
             )

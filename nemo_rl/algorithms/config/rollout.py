@@ -1,127 +1,50 @@
-"""Configuration of what algorithms that sample share: the rollouts, the rewards, and the sections of such a run."""
+"""Configuration of what algorithms that sample share: rollouts, rewards, machines, and the sections of such a run."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from nemo_rl.algorithms.config.loop import LoopConfig, RunConfig
-from nemo_rl.algorithms.config.metric_names import REPLAY, SPECULATION, TASK, of_tasks, rollout_validation
+from nemo_rl.algorithms.config.loop import (
+    LoopConfig,
+    Problems,
+    RunConfig,
+    check_batch_size,
+    check_layout,
+    data_parallel_size,
+    saving_rules,
+)
+from nemo_rl.algorithms.config.metric_names import (
+    REPLAY,
+    ROLLOUT,
+    SPECULATION,
+    TASK,
+    TRAINING,
+    of_tasks,
+    rollout_validation,
+    turns,
+)
 from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.rules import NotYet, anything, divisors, one_of, switched_off
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.distributed.config import ClusterConfig
-from nemo_rl.environments.config import EnvSection
+from nemo_rl.environments.config import (
+    ENV_REGISTRY,
+    EnvSection,
+    PythonToolsEnvironmentConfig,
+    RetrievalEnvironmentConfig,
+    SlidingPuzzleEnvironmentConfig,
+    check_sections,
+    named_sections,
+)
 from nemo_rl.models.generation.config import ColocatedConfig
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-
-# -- Which machines of a run train and which generate: the one place that divides them.
-
-KEY = "policy.generation.colocated"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """`training` and `generation` are the same machines where the two take turns on them."""
-
-    training: ClusterConfig
-    generation: ClusterConfig
-
-
-def divide(cluster: ClusterConfig, colocated: ColocatedConfig) -> Machines:
-    """The machines of each side. As long as `division_problems` has something to say, both sides see them all."""
-    if colocated.enabled or any(division_problems(cluster, colocated)):
-        return Machines(training=cluster, generation=cluster)
-    unit = _unit(cluster)
-    if cluster.num_nodes == 1:
-        taken = colocated.resources.model_dump()[unit]
-        parts = ({unit: cluster.workers_per_node - taken}, {unit: taken})
-    else:
-        taken = colocated.resources.num_nodes
-        assert taken is not None
-        parts = ({"num_nodes": cluster.num_nodes - taken}, {"num_nodes": taken})
-    training, generation = (cluster.model_copy(update=part) for part in parts)
-    return Machines(training=training, generation=generation)
-
-
-def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Iterator[tuple[str, str]]:
-    """(dotted key, what would work) where `colocated` does not say how to divide `cluster`."""
-    resources = {key: value for key, value in colocated.resources.model_dump().items() if value is not None}
-    if colocated.enabled:
-        if resources:
-            yield (
-                f"{KEY}.resources",
-                f"{', '.join(resources)} only count for generation on its own resources; leave them out, or set "
-                f"{KEY}.enabled=false",
-            )
-        return
-    unit, kind = _unit(cluster), kind_of_devices(cluster)
-    other = ({"gpus_per_node", "cpu_workers_per_node"} - {unit}).pop()
-    if other in resources:
-        where = "has no GPUs" if unit == "cpu_workers_per_node" else "uses GPUs"
-        yield f"{KEY}.resources.{other}", f"the cluster {where}; set {KEY}.resources.{unit} instead"
-        return
-    per_node = cluster.workers_per_node
-    if cluster.num_nodes > 1:
-        yield from _node_problems(cluster, resources, unit)
-    elif resources.get("num_nodes", 1) != 1:
-        yield (
-            f"{KEY}.resources.num_nodes",
-            f"{resources['num_nodes']} of one node (cluster.num_nodes=1) leaves none to train; leave it out, and say "
-            f"with {KEY}.resources.{unit} how many of its {kind} generate",
-        )
-    elif per_node < 2:
-        yield (
-            f"{KEY}.enabled",
-            f"the one of the {kind} of the one node cannot both train and generate on its own; set cluster.{unit}=2 or "
-            f"more, or {KEY}.enabled=true",
-        )
-    elif unit not in resources:
-        yield (
-            f"{KEY}.resources.{unit}",
-            f"is required: how many of the node's {per_node} {kind} generate, {_up_to(per_node)}",
-        )
-    elif resources[unit] >= per_node:
-        yield (
-            f"{KEY}.resources.{unit}",
-            f"{resources[unit]} of the node's {per_node} {kind} leaves none to train; set {_up_to(per_node)}, or raise "
-            f"cluster.{unit}",
-        )
-
-
-def kind_of_devices(cluster: ClusterConfig) -> str:
-    """`GPUs` or `CPU workers`, for people."""
-    return "GPUs" if cluster.use_gpus else "CPU workers"
-
-
-def _node_problems(cluster: ClusterConfig, resources: dict[str, int], unit: str) -> Iterator[tuple[str, str]]:
-    """Of several nodes, whole ones generate."""
-    number, kind = cluster.num_nodes, kind_of_devices(cluster)
-    if "num_nodes" not in resources:
-        yield f"{KEY}.resources.num_nodes", f"is required: how many of the {number} nodes generate, {_up_to(number)}"
-    elif resources["num_nodes"] >= number:
-        yield (
-            f"{KEY}.resources.num_nodes",
-            f"{resources['num_nodes']} of {number} nodes leaves none to train; set {_up_to(number)}, or raise "
-            "cluster.num_nodes",
-        )
-    if resources.get(unit, cluster.workers_per_node) != cluster.workers_per_node:
-        yield (
-            f"{KEY}.resources.{unit}",
-            f"of several nodes whole ones generate, with all their {cluster.workers_per_node} {kind}; leave it out",
-        )
-
-
-def _unit(cluster: ClusterConfig) -> str:
-    return "gpus_per_node" if cluster.use_gpus else "cpu_workers_per_node"
-
-
-def _up_to(number: int) -> str:
-    return "1" if number == 2 else f"1 to {number - 1}"
 
 
 class RewardShapingConfig(StrictModel):
@@ -142,12 +65,11 @@ class RewardShapingConfig(StrictModel):
     stop_properly_penalty_coef: float | None = Field(default=None, ge=0, le=1)
     """Factor on the rewards of truncated samples (ProRL), in place of the DAPO penalty; null: off."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.enabled and self.overlong_buffer_length > self.max_response_length:
-            yield (
-                "overlong_buffer_length",
-                f"{self.overlong_buffer_length} is more than max_response_length={self.max_response_length}",
-            )
+    rules: ClassVar = {
+        "overlong_buffer_length > {max_response_length} and enabled": (
+            "{overlong_buffer_length} is more than max_response_length={max_response_length}; use at most that"
+        ),
+    }
 
 
 class RewardScalingConfig(StrictModel):
@@ -168,11 +90,10 @@ class RewardScalingConfig(StrictModel):
     target_max: float = 1.0
     """What `source_max` becomes."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        for side in ("source", "target"):
-            low, high = (self.source_min, self.source_max) if side == "source" else (self.target_min, self.target_max)
-            if low >= high:
-                yield f"{side}_max", f"must be above {side}_min={low} (got {high})"
+    rules: ClassVar = {
+        "source_max <= {source_min}": "must be above source_min={source_min} (got {source_max}); raise it",
+        "target_max <= {target_min}": "must be above target_min={target_min} (got {target_max}); raise it",
+    }
 
 
 class RolloutRecordConfig(StrictModel):
@@ -266,6 +187,209 @@ class FurtherModel:
     is_apart: bool = False  # on machines of its own; else it takes turns with the policy on the same ones
 
 
+# Which machines of a run train and which generate.
+
+COLOCATED = "policy.generation.colocated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The machines of each side. They are the same if training and generation take turns on them."""
+
+    training: ClusterConfig
+    generation: ClusterConfig
+
+
+def divide(cluster: ClusterConfig, colocated: ColocatedConfig) -> Machines:
+    """The machines of each side. Both have all of them as long as `division_problems` has something to say."""
+    if colocated.enabled or any(division_problems(cluster, colocated)):
+        return Machines(training=cluster, generation=cluster)
+    unit = cluster.unit
+    if cluster.num_nodes == 1:
+        taken = colocated.resources.model_dump()[unit]
+        parts = ({unit: cluster.workers_per_node - taken}, {unit: taken})
+    else:
+        taken = colocated.resources.num_nodes
+        assert taken is not None
+        parts = ({"num_nodes": cluster.num_nodes - taken}, {"num_nodes": taken})
+    training, generation = (cluster.model_copy(update=part) for part in parts)
+    return Machines(training=training, generation=generation)
+
+
+def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Problems:
+    """(dotted key, what would work) if `colocated` does not say how to divide `cluster`.
+
+    GPUs or CPU workers of one node are divided; of several nodes, whole ones generate.
+    """
+    section, unit, kind, per_node = f"{COLOCATED}.resources", cluster.unit, cluster.kind, cluster.workers_per_node
+    resources = {key: value for key, value in colocated.resources.model_dump().items() if value is not None}
+    if colocated.enabled:
+        if resources:
+            yield (
+                section,
+                f"{', '.join(resources)} only count for generation on its own resources; leave them out, or set "
+                f"{COLOCATED}.enabled=false",
+            )
+        return
+    other = ({"gpus_per_node", "cpu_workers_per_node"} - {unit}).pop()
+    if other in resources:
+        has = "uses GPUs" if cluster.use_gpus else "has no GPUs"
+        yield f"{section}.{other}", f"the cluster {has}; set {section}.{unit} instead"
+        return
+    if cluster.num_nodes > 1:
+        yield from _part_problems("num_nodes", cluster.num_nodes, f"{cluster.num_nodes} nodes", resources)
+        if resources.get(unit, per_node) != per_node:
+            yield (
+                f"{section}.{unit}",
+                f"of several nodes whole ones generate, with all their {per_node} {kind}; leave it out",
+            )
+    elif resources.get("num_nodes", 1) != 1:
+        yield (
+            f"{section}.num_nodes",
+            f"{resources['num_nodes']} of one node (cluster.num_nodes=1) leaves none to train; leave it out, and say "
+            f"with {section}.{unit} how many of its {kind} generate",
+        )
+    elif per_node < 2:
+        yield (
+            f"{COLOCATED}.enabled",
+            f"one of the {kind} cannot both train and generate on its own; set cluster.{unit}=2 or more, or "
+            f"{COLOCATED}.enabled=true",
+        )
+    else:
+        yield from _part_problems(unit, per_node, f"node's {per_node} {kind}", resources)
+
+
+def _part_problems(key: str, number: int, what: str, resources: Mapping[str, int]) -> Problems:
+    """Whether `resources` gives a part of `number` to generation and leaves some to train."""
+    works = "1" if number == 2 else f"1 to {number - 1}"
+    if key not in resources:
+        yield f"{COLOCATED}.resources.{key}", f"is required: how many of the {what} generate, {works}"
+    elif resources[key] >= number:
+        yield (
+            f"{COLOCATED}.resources.{key}",
+            f"{resources[key]} of the {what} leaves none to train; set {works}, or raise cluster.{key}",
+        )
+
+
+_BY_POLICY = "the policy's own workers generate (policy.generation.backend={policy.generation.backend})"
+_HF, _MEGATRON = "policy.generation.backend=hf", "policy.generation.backend=megatron and policy.megatron_cfg.enabled"
+_UNSUPPORTED = {
+    "policy.dtensor_cfg.pipeline_parallel_size > 1": (_HF, "pipeline stages"),
+    "policy.dtensor_cfg.context_parallel_size > 1": (_HF, "sequences cut over ranks"),
+    "policy.dtensor_cfg.expert_parallel_size > 1": (_HF, "experts on different ranks"),
+    "policy.megatron_cfg.pipeline_model_parallel_size > 1": (_MEGATRON, "pipeline stages"),
+    "policy.megatron_cfg.context_parallel_size > 1": (_MEGATRON, "sequences cut over ranks"),
+    "policy.megatron_cfg.expert_model_parallel_size > 1": (_MEGATRON, "experts on different ranks"),
+    "policy.megatron_cfg.expert_tensor_parallel_size > 1": (_MEGATRON, "experts cut over ranks"),
+    "policy.megatron_cfg.fp8_cfg.enabled": (_MEGATRON, "products in FP8"),
+    "policy.dtensor_cfg.sequence_parallel": (_HF, "single tokens cut over ranks"),
+    "policy.megatron_cfg.sequence_parallel": (_MEGATRON, "single tokens cut over ranks"),
+}
+"""Layouts of training in which a data-parallel rank cannot sample tokens by itself -> (backend, what is missing)."""
+
+_GENERATION_BY_POLICY = {
+    "policy.generation.backend=megatron requires policy.megatron_cfg.enabled": (
+        "megatron is for a policy that trains with policy.megatron_cfg; set policy.megatron_cfg.enabled=true and "
+        "policy.dtensor_cfg.enabled=false, or policy.generation.backend=vllm"
+    ),
+    "policy.generation.backend=hf excludes policy.megatron_cfg.enabled": (
+        "hf is for a policy that trains with policy.dtensor_cfg; set policy.dtensor_cfg.enabled=true and "
+        "policy.megatron_cfg.enabled=false, or policy.generation.backend=vllm"
+    ),
+    **{
+        f"{layout} and {backend}": (
+            f"not supported yet: {what} where {_BY_POLICY}; change it, or set policy.generation.backend=vllm"
+        )
+        for layout, (backend, what) in _UNSUPPORTED.items()
+    },
+    "policy.generation.vllm_cfg.precision != {policy.precision} and policy.generation.is_by_policy": (
+        f"{_BY_POLICY}, in policy.precision={{policy.precision}}; remove the key, or set policy.generation.backend=vllm"
+    ),
+    "policy.generation.vllm_cfg.tensor_parallel_size != 1 and policy.generation.is_by_policy": (
+        f"{_BY_POLICY}, cut as policy.{{policy.backend_key}} says; remove the key"
+    ),
+    "policy.generation.vllm_kwargs and policy.generation.is_by_policy": (
+        f"{_BY_POLICY} and know none of {{policy.generation.vllm_kwargs}}; remove them"
+    ),
+    "policy.generation.colocated.enabled=false and policy.generation.is_by_policy": (
+        f"{_BY_POLICY}: they have no resources of their own; set it to true, or policy.generation.backend=vllm"
+    ),
+}
+
+_ENGINES = {
+    "policy.generation.vllm_cfg.precision=fp8 and policy.generation.backend=vllm requires cluster.use_gpus": (
+        "fp8 runs on GPUs only; use policy.precision={policy.precision}"
+    ),
+    "policy.generation.vllm_cfg.kv_cache_dtype != auto and policy.generation.backend=vllm requires cluster.use_gpus": (
+        "{policy.generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
+    ),
+    # The OpenAI-compatible server needs engines that answer at any time.
+    "policy.generation.vllm_cfg.expose_http_server excludes rollout.replay_from": (
+        "no engine is started with {algorithm}.replay_from; set it to false"
+    ),
+    "policy.generation.vllm_cfg.expose_http_server excludes policy.generation.is_by_policy": (
+        "workers that train cannot answer; set it to false, or policy.generation.backend=vllm"
+    ),
+    "policy.generation.vllm_cfg.expose_http_server and policy.generation.backend=vllm and cluster.use_gpus excludes "
+    "policy.generation.colocated.enabled": (
+        "colocated engines sleep while the policy trains; set policy.generation.colocated.enabled=false and its "
+        "resources, or this to false"
+    ),
+    # Routing replay needs the experts that every token went through.
+    "policy.router_replay.enabled and policy.generation.is_by_policy requires rollout.replay_from": (
+        "policy.generation.backend={policy.generation.backend} does not say which experts a token went through; set it "
+        "to false, or policy.generation.backend=vllm"
+    ),
+    "policy.generation.vllm_cfg.pipeline_parallel_size > 1 and policy.router_replay.enabled requires "
+    "rollout.replay_from": (
+        "engines of one stage alone return the experts of tokens, which policy.router_replay.enabled=true needs; set "
+        "it to 1"
+    ),
+    "policy.generation.vllm_cfg.enable_prefix_caching=false and policy.router_replay.enabled and cluster.use_gpus "
+    "requires rollout.replay_from": (
+        "vLLM returns the experts of tokens, which policy.router_replay.enabled=true needs, only with a prefix cache; "
+        "set it to true"
+    ),
+}
+
+_SAMPLING = {
+    "policy.generation.temperature=0": (
+        "training needs a temperature above 0; set one (only val_temperature may be 0)"
+    ),
+    "policy.deterministic and cluster.use_gpus and policy.generation.top_p < 1": (
+        "cumulative sums on GPUs come in any order, and policy.generation.top_p needs them; set top_p=1 or "
+        "deterministic=false"
+    ),
+    "data.max_input_seq_length > {policy.generation.vllm_cfg.max_model_len}": (
+        "{data.max_input_seq_length} is more than policy.generation.vllm_cfg.max_model_len="
+        "{policy.generation.vllm_cfg.max_model_len}: such prompts could never be answered; use at most that"
+    ),
+    "{algorithm}.replay_from: rollout.replay_from excludes rollout.validates": (
+        "no engine is started that could answer validation prompts; set {algorithm}.val_period=0, "
+        "{algorithm}.val_at_start=false and {algorithm}.val_at_end=false"
+    ),
+    "{algorithm}.rollout_record.enabled: rollout.replay_from excludes rollout.rollout_record.enabled": (
+        "nothing is sampled with replay_from; set it to false"
+    ),
+}
+
+REFERENCE_KL = {
+    "loss_fn.reference_policy_kl_penalty > 0 excludes policy.generation.is_filtered": (
+        "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not the "
+        "reference; set it to 0, or top_p=1 and top_k=null"
+    ),
+    "{algorithm}.skip_reference_policy_logprobs_calculation: rollout.skip_reference_policy_logprobs_calculation "
+    "excludes loss_fn.reference_policy_kl_penalty > 0": (
+        "the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 (it is "
+        "{loss_fn.reference_policy_kl_penalty})"
+    ),
+    "loss_fn.use_kl_in_reward requires loss_fn.reference_policy_kl_penalty > 0": (
+        "has no effect without a KL penalty; set loss_fn.reference_policy_kl_penalty above 0"
+    ),
+}
+"""Rules of algorithms with a KL penalty to the reference policy, in the loss or in the reward."""
+
+
 class RolloutMasterConfig(RunConfig):
     """A whole run of an algorithm that samples."""
 
@@ -287,6 +411,8 @@ class RolloutMasterConfig(RunConfig):
         NotYet("env.should_log_nemo_gym_responses", anything),
     )
 
+    rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SAMPLING, **saving_rules("policy")}
+
     @property
     def training_cluster(self) -> ClusterConfig:
         return divide(self.cluster, self.policy.generation.colocated).training
@@ -307,9 +433,8 @@ class RolloutMasterConfig(RunConfig):
         """The algorithm's own section."""
 
     @property
-    @abstractmethod
-    def train_metrics(self) -> frozenset[str]:
-        """What its steps report under `train/`, as far as the configuration decides it."""
+    def loop(self) -> RolloutConfig:
+        return self.rollout
 
     @property
     def further_models(self) -> list[FurtherModel]:
@@ -318,17 +443,145 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def val_metrics(self) -> frozenset[str]:
-        """What its validations report under `validation/`."""
-        names = rollout_validation(self.rollout)
+        names = rollout_validation(self.rollout.val_k_values)
         return names | of_tasks(prompt_tasks(self.data)[1], names)
 
     @property
+    def rollout_metrics(self) -> frozenset[str]:
+        """Names of training on rollouts that every step reports under `train/`."""
+        names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns)
+        return names | self.task_metrics | self.generation_metrics
+
+    @property
     def task_metrics(self) -> frozenset[str]:
-        """What its steps report of each task under `train/`; nothing where there is one task."""
+        """Names of each task that steps report under `train/`; none if there is one task."""
         return of_tasks(prompt_tasks(self.data)[0], TASK)
 
     @property
     def generation_metrics(self) -> frozenset[str]:
-        """What its steps report under `train/` of tokens drafted ahead and of routing replay, where these are on."""
+        """Names of speculative decoding and of routing replay that steps report under `train/`, if these are on."""
         drafts = SPECULATION if self.policy.generation.speculates else frozenset[str]()
         return drafts | (REPLAY if self.policy.router_replay.enabled else frozenset())
+
+    def cross_checks(self) -> Problems:
+        yield from division_problems(self.cluster, self.policy.generation.colocated)
+        yield from self.check_batches(self.policy)
+        yield from check_layout(self.policy, self.training_cluster)
+        for model in self.further_models:
+            yield from check_layout(model.config, model.cluster, model.key)
+            if model.config.router_replay.enabled:
+                yield f"{model.key}.router_replay.enabled", "its experts are not those that generated; set it to false"
+        yield from self._check_engines()
+        yield from self._check_environments()
+        yield from self.check_validation(has_data=self.data.has_validation)
+        replayed = self.rollout.replay_from
+        if replayed is not None and not Path(replayed).is_dir():
+            yield (
+                f"{self.section}.replay_from",
+                f"there is no folder {replayed!r} (looked in {Path.cwd()}); name the {self.section}.rollout_record."
+                "save_dir of the run that recorded",
+            )
+
+    def check_batches(self, policy: PolicyConfig, key: str = "policy") -> Problems:
+        """Whether optimizer steps and ranks of the model `key` can share the samples of a step evenly."""
+        rollout, section, global_batch = self.rollout, self.section, policy.train_global_batch_size
+        samples = rollout.num_samples_per_step
+        if samples % global_batch:
+            yield (
+                f"{key}.train_global_batch_size",
+                f"{global_batch} does not divide the {samples} samples of a step ({section}.num_prompts_per_step="
+                f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
+                f"these would: {divisors(samples, near=global_batch)}",
+            )
+        num_ranks = data_parallel_size(policy, self.training_cluster) or 1
+        works = divisors(samples, near=global_batch, multiple_of=num_ranks)
+        fix = f"these would: {works}"
+        if not works:
+            prompts = rollout.num_prompts_per_step
+            fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
+        yield from check_batch_size(policy, self.training_cluster, fix=fix, key=key)
+
+    def _check_engines(self) -> Problems:
+        """Whether engines fill the machines. An engine spans nodes only by its pipeline stages."""
+        vllm, is_colocated = self.policy.generation.vllm_cfg, self.policy.generation.colocated.enabled
+        num_workers, per_node = self.generation_cluster.num_workers, self.generation_cluster.workers_per_node
+        size, kind = vllm.engine_size, self.cluster.kind
+        section = "policy.generation.vllm_cfg"
+        key, text = f"{section}.tensor_parallel_size", str(size)
+        if vllm.pipeline_parallel_size > 1:
+            key = f"{section}.pipeline_parallel_size"
+            text = f"{vllm.pipeline_parallel_size} x tensor_parallel_size={vllm.tensor_parallel_size} = {size}"
+        if num_workers % size:
+            which = "of the cluster" if is_colocated else "that generate"
+            works = divisors(num_workers, near=size)
+            yield key, f"{text} does not divide the {num_workers} {kind} {which}; these would: {works}"
+        elif size <= per_node and per_node % size:
+            works = divisors(per_node, near=size)
+            yield key, f"engines of {text} do not fill nodes of {per_node} {kind}; these would: {works}"
+        elif size > per_node and is_colocated:
+            fix = f"use at most that, or {COLOCATED}.enabled=false"
+            yield key, f"not supported yet: an engine of {text} spans nodes of {per_node} {kind}; {fix}"
+        elif size > per_node and per_node % vllm.tensor_parallel_size:
+            works = divisors(per_node, near=vllm.tensor_parallel_size)
+            yield (
+                f"{section}.tensor_parallel_size",
+                f"{vllm.tensor_parallel_size} devices that share every layer have to be on one node of {per_node} "
+                f"{kind}; set it to one of {works}, and pipeline_parallel_size to span nodes",
+            )
+        elif size > per_node and size % per_node:
+            yield key, f"an engine of {text} does not fill nodes of {per_node} {kind}; make it a multiple of {per_node}"
+
+    def _check_environments(self) -> Problems:
+        """Whether datasets name environments that exist, and these have the turns and the time that they need."""
+        datasets = {"train": self.data.train, "validation": self.data.validation or []}
+        unknown = [
+            (f"data.{name}.{index}.env_name", dataset.env_name)
+            for name, rows in datasets.items()
+            for index, dataset in enumerate(rows)
+            if dataset.env_name not in self.env
+        ]
+        for key, name in unknown:
+            yield key, f"no section env.{name}; {did_you_mean(name, self.env)}"
+        answering = dict.fromkeys(dataset.env_name for rows in datasets.values() for dataset in rows)
+        for name in named_sections(self.env, [name for name in answering if name in self.env]):
+            env_type = self.env[name].type if name in self.env else "."
+            if env_type not in ENV_REGISTRY and "." not in env_type and ":" not in env_type:
+                hint = did_you_mean(env_type, ENV_REGISTRY)
+                fix = f"{hint} One of your own is an import path, e.g. my_package.envs:MyEnv"
+                yield f"env.{name}.type", f"no environment {env_type!r}; {fix}"
+        for name in answering:
+            if name in self.env:
+                yield from self._check_turns(name)
+        yield from check_sections(self.env, self.rollout.env_step_timeout_s)
+        if not unknown:  # names of tasks, and with them of metrics, follow from the environments
+            # What an environment reports of itself is not known before it runs.
+            yield from self.check_metric_names(free_prefixes=self.env)
+
+    def _check_turns(self, name: str) -> Problems:
+        """Whether an episode in the environment `name` can end in its turns."""
+        section, turns, key = self.env[name], self.rollout.max_rollout_turns, f"{self.section}.max_rollout_turns"
+        if isinstance(section, RetrievalEnvironmentConfig) and turns <= section.max_searches:
+            yield (
+                key,
+                f"{turns} leaves no turn to answer after the {section.max_searches} searches of env.{name}; set it to "
+                f"at least {section.max_searches + 1}" + (f", or env.{name}.max_searches={turns - 1}" * (turns > 1)),
+            )
+        elif isinstance(section, PythonToolsEnvironmentConfig) and turns < 2:
+            yield (
+                key,
+                f"1 leaves no turn to read the result of a tool of env.{name}; set it to at least 2, and to one more "
+                "than the calls that an answer may need",
+            )
+        elif isinstance(section, SlidingPuzzleEnvironmentConfig):
+            limits = [
+                dataset.kwargs.get("max_moves") or section.cfg.max_moves
+                for dataset in [*self.data.train, *(self.data.validation or [])]
+                if dataset.env_name == name
+            ]
+            longest = max((limit for limit in limits if isinstance(limit, int)), default=0)
+            if turns < longest:
+                yield (
+                    key,
+                    f"{turns} cuts games of env.{name} off before their {longest} moves are made; set it to at least "
+                    f"{longest}, or env.{name}.cfg.max_moves={turns}",
+                )

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
 from nemo_rl.algorithms.config import metric_names
-from nemo_rl.algorithms.config.checks import (
+from nemo_rl.algorithms.config.loop import (
+    LoopConfig,
+    Problems,
+    RunConfig,
     check_batch_size,
     check_layout,
-    check_saving,
-    check_validation,
     data_parallel_size,
+    saving_rules,
 )
-from nemo_rl.algorithms.config.loop import LoopConfig, RunConfig
-from nemo_rl.algorithms.config.loss import DPOLossConfig, RewardModelLossConfig
+from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.data.config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.models.policy.config import PolicyConfig
 
@@ -61,42 +61,38 @@ class SupervisedMasterConfig(RunConfig):
     @property
     @abstractmethod
     def loss_metrics(self) -> frozenset[str]:
-        """What the loss reports."""
+        """Names that the loss reports."""
 
     @property
     def train_metrics(self) -> frozenset[str]:
-        """What its steps report under `train/`."""
         return metric_names.TRAINING | metric_names.ROWS | self.loss_metrics
 
     @property
     def val_metrics(self) -> frozenset[str]:
-        """What its validations report under `validation/`."""
         sets = {name for name, _ in self.examples.validation_sets}
         if not sets or any(dataset.split_validation_size > 0 for dataset in self.examples.train):
             sets.add(DEFAULT_VALIDATION_SET)
         per_set = {f"validation-{name}_{metric}" for name in sets for metric in self.loss_metrics | {"loss"}}
         return frozenset(per_set | {"val_loss"})
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        num_ranks = data_parallel_size(self.policy, self.cluster)
-        fix = f"make it a multiple of {num_ranks}"
+    rules: ClassVar = {
+        "data.max_input_seq_length > {policy.max_total_sequence_length}": (
+            "{data.max_input_seq_length} is more than policy.max_total_sequence_length="
+            "{policy.max_total_sequence_length}; use at most that"
+        ),
+        "policy.router_replay.enabled": "nothing is generated that experts could be taken from; set it to false",
+        **saving_rules("policy"),
+    }
+
+    def cross_checks(self) -> Problems:
+        fix = f"make it a multiple of {data_parallel_size(self.policy, self.cluster)}"
         yield from check_batch_size(self.policy, self.cluster, fix=fix, sequences_per_sample=self.sequences_per_row)
         yield from check_layout(self.policy, self.cluster)
-        yield from check_saving(self.checkpointing, self.policy)
-        longest = self.policy.max_total_sequence_length
-        if self.examples.max_input_seq_length > longest:
-            yield (
-                "data.max_input_seq_length",
-                f"{self.examples.max_input_seq_length} is more than policy.max_total_sequence_length={longest}; use at "
-                "most that",
-            )
-        if self.policy.router_replay.enabled:
-            yield "policy.router_replay.enabled", "nothing is generated whose experts could be taken; set it to false"
-        yield from check_validation(self, self.loop, self.examples.has_validation)
-        yield from metric_names.check_metric_names(self, self.loop)
+        yield from self.check_validation(has_data=self.examples.has_validation)
+        yield from self.check_metric_names()
 
 
-# -- SFT
+_NEEDS_LANGUAGE_MODEL = {"policy.reward_model_cfg.enabled": "is for reward models (run_rm.py); set it to false"}
 
 
 class SFTConfig(SupervisedConfig):
@@ -113,6 +109,8 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """A whole SFT run."""
 
     section: ClassVar = "sft"
+
+    rules: ClassVar = _NEEDS_LANGUAGE_MODEL
 
     sft: SFTConfig = SFTConfig()
     """SFT: what carries loss, validation."""
@@ -132,17 +130,52 @@ class SFTMasterConfig(SupervisedMasterConfig):
     def loss_metrics(self) -> frozenset[str]:
         return metric_names.NLL
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        yield from _needs_language_model(self.policy)
+
+class DPOLossConfig(StrictModel):
+    """The loss of DPO. The section `dpo` inherits it."""
+
+    reference_policy_kl_penalty: float = Field(default=0.05, gt=0)
+    """Beta: how strongly the policy is held to the reference policy (IPO calls it tau)."""
+
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    """`sigmoid`: DPO (with `label_smoothing`: cDPO); `ipo`: squared distance to a fixed margin, always with average
+    log-probabilities; `hinge`: SLiC; `robust`: unbiased under labels that are flipped with probability
+    `label_smoothing`."""
+
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that the labels of a pair are the wrong way round, for `sigmoid` and `robust`."""
+
+    preference_average_log_probs: bool = False
+    """Compare log-probabilities per token in place of their sums (length-normalised DPO). Log-ratios are then smaller
+    by the length of the answers, so that a larger beta is usual. `ipo` does so in any case."""
+
+    sft_average_log_probs: Annotated[bool, Derived("${.preference_average_log_probs}")]
+    """The same for the SFT term."""
+
+    preference_loss_weight: float = Field(default=1.0, ge=0)
+    """Weight of the preference loss."""
+
+    sft_loss_weight: float = Field(default=0.0, ge=0)
+    """Weight of the negative log-likelihood of the chosen sequences; 0: none."""
+
+    rules: ClassVar = {
+        "label_smoothing: preference_loss=robust requires label_smoothing > 0": (
+            "robust needs the probability of a flipped label; set label_smoothing, e.g. 0.1"
+        ),
+        "label_smoothing > 0 excludes preference_loss=[ipo, hinge]": (
+            "has no meaning with preference_loss={preference_loss}; set it to 0, or preference_loss=sigmoid"
+        ),
+        "preference_loss_weight=0 excludes sft_loss_weight=0": (
+            "and sft_loss_weight are both 0, so nothing would be learned; set one"
+        ),
+    }
 
 
-def _needs_language_model(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
-    if policy.reward_model_cfg.enabled:
-        yield "policy.reward_model_cfg.enabled", "is for reward models (run_rm.py); set it to false"
+class RewardModelLossConfig(StrictModel):
+    """The Bradley-Terry loss. The section `rm` inherits it."""
 
-
-# -- DPO
+    use_margin: bool = False
+    """Ask the chosen sequence to score higher than the rejected one by the margin that the row states."""
 
 
 class DPOConfig(SupervisedConfig, DPOLossConfig):
@@ -151,10 +184,6 @@ class DPOConfig(SupervisedConfig, DPOLossConfig):
     precompute_reference_logprobs: bool = False
     """Compute the reference policy's logprobs of all rows once, before the first step, in place of a pass of every
     step: no second copy of the weights is kept then, and further epochs cost less."""
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from SupervisedConfig.cross_checks(self)
-        yield from DPOLossConfig.cross_checks(self)
 
 
 class PreferenceMasterConfig(SupervisedMasterConfig):
@@ -175,6 +204,8 @@ class DPOMasterConfig(PreferenceMasterConfig):
 
     section: ClassVar = "dpo"
 
+    rules: ClassVar = _NEEDS_LANGUAGE_MODEL
+
     dpo: DPOConfig
     """DPO: the loss and its variants, reference logprobs, validation."""
 
@@ -186,17 +217,13 @@ class DPOMasterConfig(PreferenceMasterConfig):
     def loss_metrics(self) -> frozenset[str]:
         return metric_names.DPO
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
+    def cross_checks(self) -> Problems:
         yield from super().cross_checks()
-        yield from _needs_language_model(self.policy)
         if self.dpo.precompute_reference_logprobs and any(dataset.streaming for dataset in self.data.train):
             yield (
                 "dpo.precompute_reference_logprobs",
                 "needs all rows before the first step; set it to false, or streaming=false of data.train",
             )
-
-
-# -- reward models
 
 
 class RMConfig(SupervisedConfig, RewardModelLossConfig):
@@ -213,6 +240,13 @@ class RMMasterConfig(PreferenceMasterConfig):
 
     section: ClassVar = "rm"
 
+    rules: ClassVar = {
+        "policy.reward_model_cfg requires policy.reward_model_cfg.enabled and "
+        "policy.reward_model_cfg.reward_model_type=bradley_terry": (
+            "a reward model is trained with {enabled: true, reward_model_type: bradley_terry}; set these"
+        ),
+    }
+
     rm: RMConfig = RMConfig()
     """Reward model: the loss, validation."""
 
@@ -223,12 +257,3 @@ class RMMasterConfig(PreferenceMasterConfig):
     @property
     def loss_metrics(self) -> frozenset[str]:
         return metric_names.REWARD_MODEL
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        reward_model = self.policy.reward_model_cfg
-        if not reward_model.enabled or reward_model.reward_model_type != "bradley_terry":
-            yield (
-                "policy.reward_model_cfg",
-                "a reward model is trained with {enabled: true, reward_model_type: bradley_terry}",
-            )

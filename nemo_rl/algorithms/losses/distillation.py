@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.config.loss import DistillationLossConfig
+from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
 from nemo_rl.types import DistillationInputs, LossMetrics
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from nemo_rl.algorithms.config.loss import DPOLossConfig, RewardModelLossConfig
+from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.aggregate import divide_by_count, nan_unless_finite
 from nemo_rl.types import LossInputs, LossMetrics, PairInputs, PreferenceInputs
 

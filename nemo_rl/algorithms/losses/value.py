@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.config.loss import ValueLossConfig
+from nemo_rl.algorithms.config.ppo import ValueLossConfig
 from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
 from nemo_rl.types import LossMetrics, ValueInputs
 

@@ -309,6 +309,11 @@ class GenerationConfig(StrictModel):
         return self.backend != "vllm"
 
     @property
+    def is_filtered(self) -> bool:
+        """Whether `top_p` or `top_k` leaves out tokens."""
+        return self.top_p < 1 or self.top_k is not None
+
+    @property
     def speculates(self) -> bool:
         """Whether the engine drafts tokens ahead and then judges them."""
         return SPECULATION in self.vllm_kwargs

@@ -1,11 +1,12 @@
-"""Checkpoints that are either whole or recognised as not.
+"""Checkpoints that are either whole or recognised as incomplete.
 
     checkpoint_dir/step_N/{training_info.json, config.yaml, train_dataloader.pt, rng/, policy/..., manifest.json}
 
-A checkpoint is written as `tmp_step_N`, put on stable storage with its manifest (`checkpoint_manifest`), and renamed.
-Whatever kills the process, at any moment, the newest finished checkpoint stays and is found again.
-What goes into it is the caller's: `save` hands out the directory.
+A checkpoint is written as `tmp_step_N`, put on stable storage with its manifest (`manifest.py`), and renamed. The
+newest finished checkpoint survives the death of the process at any moment. The caller decides what a checkpoint holds.
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -15,13 +16,14 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
-from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite, Written
+from nemo_rl.utils.checkpoint.save import StateWrite, Written
 from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
 
 if TYPE_CHECKING:
@@ -52,13 +54,13 @@ class DiskFullError(CheckpointError):
 class CheckpointManager:
     """Saves, finds and removes the checkpoints of one run under `cfg.checkpoint_dir`.
 
-    On construction, what a dead run left half done is put right: its `tmp_step_*` are removed, and a checkpoint that
-    was being replaced comes back. `free_bytes` tells the space left on the disk of a path.
+    Construction repairs what a dead run left unfinished: its `tmp_step_*` are removed, and a checkpoint that was being
+    replaced comes back. `free_bytes` returns the space left on the disk of a path.
     """
 
     def __init__(
         self,
-        cfg: "CheckpointingConfig",
+        cfg: CheckpointingConfig,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
@@ -71,7 +73,7 @@ class CheckpointManager:
         if self.checkpoint_dir.is_dir():
             self._recover_from_dead_runs()
 
-    # ---- saving
+    # -- saving
 
     def save(
         self,
@@ -80,26 +82,14 @@ class CheckpointManager:
         training_info: Mapping[str, Any],
         resolved_config_yaml: str,
         metrics: Mapping[str, float],
-        *,
-        estimated_bytes: int | None = None,
     ) -> Path:
-        """Saves step `step` and removes what falls out of the best `keep_top_k`. Returns `.../step_N`.
-
-        `write(directory)` writes every state file under `directory` and returns once all processes have closed theirs.
-        `metrics` are by logged name ("train/reward", "validation/accuracy"); they are kept in training_info.json.
-        `estimated_bytes` is compared with the free space beforehand; without it, the size of the newest checkpoint.
-
-        Raises DiskFullError when there is too little space, and ValueError when `metric_name` is no metric of this run
-        (the checkpoint has been saved then). If anything raises before the rename, nothing of this step is left behind.
-        """
+        """`start_save` and finish: `write(directory)` returns once all processes have closed their files."""
 
         def start_write(directory: Path) -> StateWrite:
             write(directory)
             return Written()
 
-        return self.start_save(
-            step, start_write, training_info, resolved_config_yaml, metrics, estimated_bytes=estimated_bytes
-        ).finish()
+        return self.start_save(step, start_write, training_info, resolved_config_yaml, metrics).finish()
 
     def start_save(
         self,
@@ -108,18 +98,20 @@ class CheckpointManager:
         training_info: Mapping[str, Any],
         resolved_config_yaml: str,
         metrics: Mapping[str, float],
-        *,
-        estimated_bytes: int | None = None,
     ) -> PendingSave:
-        """Like `save`, with a checkpoint that is written while other things are done.
+        """Begin to save step `step`. One save at a time.
 
-        `start_write(directory)` copies what is to be saved and begins to write it. Until `PendingSave` says that it is
-        finished, the checkpoint is `tmp_step_N`, which no run resumes from. One save at a time.
+        `start_write(directory)` begins to write every state file under `directory`; processes may still be writing when
+        it returns. Until the returned `PendingSave` has finished, the checkpoint is `tmp_step_N`, from which no run
+        resumes. `metrics` are by logged name ("train/reward", "validation/accuracy"); training_info.json keeps them.
+
+        Raises:
+            DiskFullError: less space is free than the newest checkpoint takes, or the disk became full.
         """
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         with self.discarded_on_failure(step):
-            self._check_free_space(step, estimated_bytes)
+            self._check_free_space(step)
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
             return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
 
@@ -186,7 +178,7 @@ class CheckpointManager:
                 remove_tree(tmp_path)
                 logger.info("removed %s", path)
 
-    # ---- finding
+    # -- finding
 
     def get_latest_checkpoint_path(self) -> Path | None:
         """The highest N, not checked for damage; None when there is none."""
@@ -247,7 +239,7 @@ class CheckpointManager:
             raise CheckpointError(f"{path} holds no policy/weights")
         return weights, optimizer if optimizer.is_dir() else None
 
-    # ---- inside
+    # -- details
 
     def _tmp_path(self, step: int) -> Path:
         return self.checkpoint_dir / f"tmp_step_{step}"
@@ -304,12 +296,10 @@ class CheckpointManager:
             )
         logger.warning("no %s metrics at this step: its checkpoint counts as the worst by %s", prefix, self.metric_name)
 
-    def _check_free_space(self, step: int, estimated_bytes: int | None) -> None:
+    def _check_free_space(self, step: int) -> None:
         latest = self.get_latest_checkpoint_path()
-        needed = estimated_bytes if estimated_bytes is not None else (sealed_bytes(latest) if latest else None)
-        if needed is None:
-            return
-        if (free := self._free_bytes(self.checkpoint_dir)) < needed:
+        needed = sealed_bytes(latest) if latest else None
+        if needed is not None and (free := self._free_bytes(self.checkpoint_dir)) < needed:
             what = f"{size_text(needed)} are needed and {size_text(free)} are free"
             raise DiskFullError(self._disk_full_text(step, what))
 
@@ -368,6 +358,70 @@ class CheckpointManager:
                 logger.warning("%s is being written by another process and is left alone", tmp_path)
         finally:
             os.close(fd)
+
+
+class PendingSave:
+    """A checkpoint between `start_save` and its rename: its files are written, then sealed with a manifest.
+
+    When `advance` or `finish` raises, the half-written checkpoint has been removed and the save is over. Both raise
+    DiskFullError when the disk is full, and ValueError when `metric_name` is no metric of this run; in that case the
+    checkpoint has been saved.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        step: int,
+        tmp_path: Path,
+        write: StateWrite,
+        metrics: Mapping[str, float],
+        started: float,
+    ) -> None:
+        self.step = step
+        self.seconds = 0.0  # from the start to the rename, once it has finished
+        self._manager = manager
+        self._tmp_path = tmp_path
+        self._write = write
+        self._metrics = metrics
+        self._started = started
+        self._sealing: Future[int] | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` waits for no other process: the files are complete, or their writers have failed."""
+        return self._sealing is not None or self._write.is_done()
+
+    def advance(self) -> Path | None:
+        """Continue as far as possible without waiting. Returns `.../step_N` once it has finished."""
+        if self._sealing is None:
+            with self._manager.discarded_on_failure(self.step):
+                if not self._write.is_done():
+                    return None
+                self._write.finish()
+            # In a thread, because sealing reads every byte again.
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+            self._sealing = thread.submit(seal, self._tmp_path)
+            thread.shutdown(wait=False)
+        return self.finish() if self._sealing.done() else None
+
+    def finish(self) -> Path:
+        """Wait until it has finished. Returns `.../step_N`."""
+        manager = self._manager
+        with manager.discarded_on_failure(self.step):
+            if self._sealing is None:
+                self._write.finish()
+                num_bytes = seal(self._tmp_path)
+            else:
+                num_bytes = self._sealing.result()
+            path = manager.publish(self._tmp_path, num_bytes)
+        self.seconds = time.monotonic() - self._started
+        manager.check_metric_is_there(self._metrics)
+        manager.remove_old_checkpoints()
+        return path
+
+    def discard(self) -> None:
+        """Give up: remove the files. Processes that are still writing must have ended, or fail."""
+        self._manager.remove_tmp_checkpoint(self._tmp_path)
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -14,6 +14,7 @@ from nemo_rl.utils.checkpoint.save import Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from tests.fakes import NoData
 
 
 class ScriptedTrainer(Trainer):
@@ -39,6 +40,9 @@ class ScriptedTrainer(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            policies=[],
+            data=NoData(),
+            nonfinite_action="stop",
         )
         self.values = list(values)
 

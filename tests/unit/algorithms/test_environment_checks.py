@@ -61,7 +61,7 @@ def test_registered_names_and_import_paths_are_environments() -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((TOOLS, USED), "grpo.max_rollout_turns: 1 leaves no turn to read what a tool of env.it says"),
+        ((TOOLS, USED), "grpo.max_rollout_turns: 1 leaves no turn to read the result of a tool of env.it"),
         ((PUZZLE, PUZZLES, "grpo.max_rollout_turns=29"), "29 cuts games of env.it off before their 30 moves are made"),
         (
             (PUZZLE, PUZZLES[:-1] + ", kwargs: {max_moves: 40}}", "grpo.max_rollout_turns=30"),

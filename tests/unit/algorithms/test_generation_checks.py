@@ -19,11 +19,11 @@ HF = "policy.generation.backend=hf"
         (["policy.dtensor_cfg.expert_parallel_size=2"], "experts on different ranks"),
         (
             ["policy.dtensor_cfg.tensor_parallel_size=2", "policy.dtensor_cfg.sequence_parallel=true"],
-            "single tokens cannot be cut over ranks",
+            "single tokens cut over ranks",
         ),
-        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "policy.dtensor_cfg.tensor_parallel_size says"),
+        (["policy.generation.vllm_cfg.tensor_parallel_size=2"], "cut as policy.dtensor_cfg says"),
         (["policy.generation.vllm_cfg.precision=bfloat16"], "in policy.precision=float32"),
-        (["+policy.generation.vllm_kwargs.block_size=32"], "know none of block_size"),
+        (["+policy.generation.vllm_kwargs.block_size=32"], "know none of {.block_size.: 32}"),
         (["grpo.async_grpo.enabled=true"], "nothing samples while the policy trains"),
     ],
 )

@@ -77,7 +77,7 @@ def test_one_node_is_divided_and_several_are_shared_out_whole(
         (
             (APART, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=2"),
             "resources.num_nodes",
-            "2 of 2 nodes leaves none to train; set 1, or raise cluster.num_nodes",
+            "2 of the 2 nodes leaves none to train; set 1, or raise cluster.num_nodes",
         ),
         (
             (

@@ -1,8 +1,6 @@
 import dataclasses
 import math
 from itertools import combinations
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -110,8 +108,7 @@ def test_so_many_turns_have_metrics_of_their_own_and_their_names_are_known(max_t
     samples = [played(*[(1.0, 2)] * max_turns)]
     names = {name for name in turn_metrics(samples, max_turns=max_turns) if name.startswith("turn_")}
     assert len(names) == 3 * reported
-    config: Any = SimpleNamespace(max_rollout_turns=max_turns)
-    assert turns(config) <= names and len(turns(config)) == (reported + 2 if reported else 0)
+    assert turns(max_turns) <= names and len(turns(max_turns)) == (reported + 2 if reported else 0)
 
 
 def test_pass_at_k_by_hand():

@@ -124,7 +124,7 @@ def test_both_models_are_restored(tmp_path):
 
 def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_path):
     run = Run(tmp_path)
-    run.trainer.recover(WorkerDied("gone", worker="value-0", rank=0, method="train"))
+    run.trainer.replace_dead(WorkerDied("gone", worker="value-0", rank=0, method="train"))
     assert run.policy.calls == ["value.restart"]
 
 
@@ -139,7 +139,7 @@ def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_pa
             ("value.sequence_packing={enabled: true, train_mb_tokens: 100}",),
             r"value.sequence_packing.train_mb_tokens.*too little for value.max_total_sequence_length=512",
         ),
-        (("value.nonfinite_action=skip",), r"value.nonfinite_action=skip: must be that of the policy, stop"),
+        (("value.nonfinite_action=skip",), r"value.nonfinite_action=skip: must equal policy.nonfinite_action=stop"),
         (("loss_fn.force_on_policy_ratio=true",), r"force_on_policy_ratio.*there are 4; .*ppo.ppo_epochs=1"),
         (
             ("ppo.skip_reference_policy_logprobs_calculation=true",),

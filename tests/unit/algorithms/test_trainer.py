@@ -21,6 +21,7 @@ from nemo_rl.utils.checkpoint.save import StateWrite, Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from tests.fakes import NoData
 
 
 class Write:
@@ -66,7 +67,11 @@ class CountingTrainer(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            policies=[],
+            data=NoData(),
+            nonfinite_action="stop",
         )
+        self.replacements = {"policy": lambda: self.calls.append("recover")}
         self.seen: dict[int, list[str]] = {}
         self.calls: list[str] = []
 
@@ -91,9 +96,6 @@ class CountingTrainer(Trainer):
 
     def read_state(self, directory: Path) -> None:
         self.calls.append(f"read {(directory / 'weights').read_text()} {self.state.total_steps}")
-
-    def recover(self, error: WorkerDied) -> None:
-        self.calls.append("recover")
 
 
 def wait_for_seal(trainer: CountingTrainer) -> None:

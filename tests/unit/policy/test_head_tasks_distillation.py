@@ -14,7 +14,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from nemo_rl.algorithms.config.loss import DistillationLossConfig
+from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig, SequencePackingConfig

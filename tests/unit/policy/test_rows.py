@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.config.loss import DPOLossConfig
+from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.plan.batch import Batching, plan_samples

@@ -83,7 +83,7 @@ class VllmGeneration(GenerationInterface):
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
         if accelerator is not None:
-            accelerator.register(GENERATION, self.onload, self.offload, on_device=True)
+            accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
     @property
     def num_engine_ranks(self) -> int:
@@ -123,9 +123,9 @@ class VllmGeneration(GenerationInterface):
         return dead
 
     def restart_worker(self, index: int) -> None:
-        present = self._accelerator.present if self._accelerator is not None else None
-        if self._accelerator is not None and present is not None and present != GENERATION:
-            self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
+        awake = self._accelerator.awake if self._accelerator is not None else None
+        if self._accelerator is not None and awake is not None and awake != GENERATION:
+            self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
         super().restart_worker(index)
 
     def shutdown(self) -> None:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.loss import RewardModelLossConfig
+from nemo_rl.algorithms.config.supervised import RewardModelLossConfig
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.types import PreferenceInputs
 from tests.loss_invariance import (

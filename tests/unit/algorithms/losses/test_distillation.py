@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl.algorithms.config.loss import DistillationLossConfig
+from nemo_rl.algorithms.config.distillation import DistillationLossConfig
 from nemo_rl.algorithms.losses.distillation import LOG_OUTSIDE, DistillationLoss
 from nemo_rl.types import DistillationInputs
 from tests.loss_invariance import (

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.loss import DPOLossConfig
+from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.types import PreferenceInputs
 from tests.loss_invariance import (

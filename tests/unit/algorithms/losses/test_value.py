@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.algorithms.config.loss import ValueLossConfig
+from nemo_rl.algorithms.config.ppo import ValueLossConfig
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.types import ValueInputs
 from tests.loss_invariance import (

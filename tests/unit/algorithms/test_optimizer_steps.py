@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss, PolicyTrainer, merged
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Schedule, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
@@ -35,7 +34,7 @@ class Position:
         self.taken = state["taken"]
 
 
-class TwoPolicies(PolicyTrainer):
+class TwoPolicies(Trainer):
     """A policy and a critic, which raises `error` once, in step 3."""
 
     def __init__(
@@ -167,7 +166,7 @@ def test_several_passes_stop_at_the_first_that_is_not_finite(tmp_path):
 
 
 def test_passes_are_merged_into_one_result():
-    found = merged([result(1.0, 2.0), result(3.0, 4.0, 1, ("b", "a")), result(5.0, 6.0, 1, ("a",))])
+    found = merge_results([result(1.0, 2.0), result(3.0, 4.0, 1, ("b", "a")), result(5.0, 6.0, 1, ("a",))])
     assert (found.losses, found.grad_norms) == ([1.0, 3.0, 5.0], [2.0, 4.0, 6.0])
     assert found.metrics == {"loss": 3.0, "global_valid_toks": 72.0}
     assert found.num_skipped_steps == 2 and found.nonfinite_samples == ["a", "b"]
