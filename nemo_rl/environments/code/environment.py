@@ -12,81 +12,17 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.code.sandbox.limits import LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxLimits, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import CodeEnvironmentConfig
+from nemo_rl.environments.config import CodeEnvironmentConfig, ProgramsConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import LLMMessageLogType
-
-# -- Programs in what a model says, and what a model is told about them. Pure functions on text.
-
-CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
-FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-
-
-def find_program(text: str) -> str | None:
-    """The program of a turn: its `<code>` blocks one after another, else its last fenced block of Python.
-
-    The last block may be open: a stop string ends the turn before the mark. None: there is no program.
-    """
-    if blocks := CODE.findall(text):
-        return "\n".join(block.strip("\n") for block in blocks)
-    if blocks := FENCED.findall(text):
-        return blocks[-1]
-    return None
-
-
-def same_output(printed: str, expected: str) -> bool:
-    """Equal line by line, apart from white space at the ends of lines and of the text."""
-    return _lines(printed) == _lines(expected)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
-
-
-def shorten(text: str, max_characters: int) -> str:
-    """The text, or its beginning and its end with what is left out counted in between."""
-    if len(text) <= max_characters:
-        return text
-    head = max_characters // 2
-    tail = max_characters - head
-    return f"{text[:head]}\n[{len(text) - max_characters} characters left out]\n{text[-tail:]}"
-
-
-def describe(result: SandboxResult, limits: SandboxLimits, max_characters: int) -> str:
-    """What a program printed and how it ended, for the model."""
-    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
-    if result.limit is not None:
-        parts.append(_reason(result.limit, limits))
-    elif result.exit_status < 0:
-        parts.append(f"The program was ended by signal {-result.exit_status}.")
-    elif result.exit_status != 0 and not result.stderr:
-        parts.append(f"The program ended with exit status {result.exit_status}.")
-    return shorten("\n".join(part for part in parts if part), max_characters)
-
-
-def _reason(limit: LimitHit, limits: SandboxLimits) -> str:
-    mib = 1 << 20
-    return {
-        LimitHit.WALL_TIME: f"The program was ended: it ran for more than {limits.wall_s:g} seconds.",
-        LimitHit.CPU_TIME: f"The program was ended: it computed for more than {limits.cpu_s} seconds.",
-        LimitHit.OUTPUT: f"The program was ended: it printed more than {limits.output_bytes} bytes.",
-        LimitHit.MEMORY: f"The program needs more memory than {limits.memory_bytes // mib} MiB.",
-        LimitHit.THREADS: f"The program has more threads than {limits.threads}.",
-        LimitHit.DISK: f"The program's files exceed {limits.disk_bytes // mib} MiB or {limits.files} files.",
-        LimitHit.FILE_SIZE: f"A file of the program exceeds {limits.file_bytes // mib} MiB.",
-        LimitHit.OPEN_FILES: f"The program has more than {limits.open_files} files open.",
-        LimitHit.PROCESSES: "The program may not start processes.",
-        LimitHit.FORBIDDEN: "The program may only use files in its own directory, and no network.",
-    }[limit]
-
 
 NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
 
 
 class CodeMetadata(TypedDict):
-    """What a row gives, `tests` or `ground_truth`, and what an episode carries from turn to turn."""
+    """A row has `tests` or `ground_truth`; the rest is the state of an episode."""
 
     tests: NotRequired[list[Any]]  # {"input": stdin, "output": expected stdout}, or source with assertions
     ground_truth: NotRequired[str]  # expected stdout of the program without input
@@ -109,7 +45,7 @@ class _Test:
 
 @dataclass(frozen=True, kw_only=True)
 class _Verdict:
-    """What came of one conversation's program; None of it where the turn had none."""
+    """The result of one conversation's turn. `answer` is None if it has no program, or tests of its own."""
 
     score: float
     observation: str
@@ -122,43 +58,34 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     An episode's rewards add up to the score of its best program. A program that hangs costs its own time limit.
 
     Raises:
-        SandboxUnavailable: where this machine cannot isolate programs; see `sandbox.allow_weaker`.
+        SandboxUnavailable: when this machine cannot isolate programs; see `sandbox.allow_weaker`.
     """
 
     def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig(**cfg)
-        sandbox = self.cfg.sandbox
-        self.pool = SandboxPool(
-            self.cfg.num_workers,
-            sandbox.limits,
-            preload=sandbox.preload,
-            site_packages=sandbox.site_packages,
-            allow_weaker=sandbox.allow_weaker,
-        )
+        self.pool = sandbox_pool(self.cfg)
         self.num_programs = 0
         self.limits_hit: Counter[LimitHit] = Counter()
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeMetadata]
     ) -> EnvironmentReturn[CodeMetadata]:
-        """Evaluate the last turn of each conversation, all programs side by side.
+        """Evaluate the last turn of each conversation, all programs in parallel.
 
         Raises:
-            ValueError: for a row with neither tests nor an expected output, or with a test that is none.
+            ValueError: for a row with neither tests nor an expected output, or with an invalid test.
         """
         tests = [read_tests(known) for known in metadata]
         programs = [find_program(str(log[-1]["content"])) for log in message_log_batch]
         verdicts = self._evaluate(programs, tests)
         rewards: list[float] = []
         after: list[CodeMetadata] = []
-        for known, verdict in zip(metadata, verdicts, strict=True):
+        ended: list[bool] = []
+        for known, program, verdict in zip(metadata, programs, verdicts, strict=True):
             best = known.get("best_score", 0.0)
             rewards.append(max(0.0, verdict.score - best))
             after.append({**known, "best_score": max(best, verdict.score)})
-        ended = [
-            self.cfg.terminate_on_evaluation or program is None or verdict.score == 1.0
-            for program, verdict in zip(programs, verdicts, strict=True)
-        ]
+            ended.append(self.cfg.terminate_on_evaluation or program is None or verdict.score == 1.0)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": verdict.observation} for verdict in verdicts],
             metadata=after,
@@ -201,7 +128,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of all programs since the last."""
+        """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of the programs since the last."""
         rates = {f"programs_that_hit/{limit}": self.limits_hit[limit] / max(1, self.num_programs) for limit in LimitHit}
         metrics = {
             "solved_rate": (batch["rewards"] >= 1).float().mean().item(),
@@ -218,12 +145,20 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
         self.pool.close()
 
 
-def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
-    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`.
+def sandbox_pool(cfg: ProgramsConfig) -> SandboxPool:
+    """The sandbox of a section."""
+    sandbox = cfg.sandbox
+    return SandboxPool(
+        cfg.num_workers,
+        sandbox.limits,
+        preload=sandbox.preload,
+        site_packages=sandbox.site_packages,
+        allow_weaker=sandbox.allow_weaker,
+    )
 
-    Raises:
-        ValueError: when it has neither, or a test is not of the two forms.
-    """
+
+def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
+    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`. ValueError for another row."""
     if metadata.get("tests") is None:
         if metadata.get("ground_truth") is None:
             raise ValueError(
@@ -235,19 +170,80 @@ def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
     tests = json.loads(tests) if isinstance(tests, str) else tests
     if not isinstance(tests, Sequence) or not tests:
         raise ValueError(f"tests of a row are a list that is not empty, got {tests!r:.200}")
-    return [_test(test) for test in tests]
-
-
-def _test(test: Any) -> _Test:
-    if isinstance(test, str):
-        return _Test(check=test)
-    if isinstance(test, Mapping) and set(test) == {"input", "output"}:
-        return _Test(stdin=str(test["input"]), expected=str(test["output"]))
-    raise ValueError(
-        "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected stdout}, "
-        f"got {test!r:.200}"
-    )
+    found: list[_Test] = []
+    for test in tests:
+        if isinstance(test, str):
+            found.append(_Test(check=test))
+        elif isinstance(test, Mapping) and set(test) == {"input", "output"}:
+            found.append(_Test(stdin=str(test["input"]), expected=str(test["output"])))
+        else:
+            raise ValueError(
+                "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected "
+                f"stdout}}, got {test!r:.200}"
+            )
+    return found
 
 
 def _result(text: str) -> str:
     return f"<result>\n{text}\n</result>"
+
+
+# Programs in the model's text, and results as text
+
+CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
+FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def find_program(text: str) -> str | None:
+    """The program of a turn: its `<code>` blocks in order, else its last fenced block of Python, else None.
+
+    The last block may be open: a stop string may end the turn before the mark.
+    """
+    if blocks := CODE.findall(text):
+        return "\n".join(block.strip("\n") for block in blocks)
+    if blocks := FENCED.findall(text):
+        return blocks[-1]
+    return None
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Whether two texts are equal line by line, apart from white space at the ends of lines and of the text."""
+    first, second = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    return first == second
+
+
+def shorten(text: str, max_characters: int) -> str:
+    """The text, or its beginning and its end with the number of omitted characters between them."""
+    if len(text) <= max_characters:
+        return text
+    head = max_characters // 2
+    tail = max_characters - head
+    return f"{text[:head]}\n[{len(text) - max_characters} characters left out]\n{text[-tail:]}"
+
+
+def describe(result: SandboxResult, limits: SandboxLimits, max_characters: int) -> str:
+    """The output of a program and how it ended, for the model."""
+    parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
+    if result.limit is not None:
+        parts.append(_reason(result.limit, limits))
+    elif result.exit_status < 0:
+        parts.append(f"The program was ended by signal {-result.exit_status}.")
+    elif result.exit_status != 0 and not result.stderr:
+        parts.append(f"The program ended with exit status {result.exit_status}.")
+    return shorten("\n".join(part for part in parts if part), max_characters)
+
+
+def _reason(limit: LimitHit, limits: SandboxLimits) -> str:
+    mib = 1 << 20
+    return {
+        LimitHit.WALL_TIME: f"The program was ended: it ran for more than {limits.wall_s:g} seconds.",
+        LimitHit.CPU_TIME: f"The program was ended: it computed for more than {limits.cpu_s} seconds.",
+        LimitHit.OUTPUT: f"The program was ended: it printed more than {limits.output_bytes} bytes.",
+        LimitHit.MEMORY: f"The program needs more memory than {limits.memory_bytes // mib} MiB.",
+        LimitHit.THREADS: f"The program has more threads than {limits.threads}.",
+        LimitHit.DISK: f"The program's files exceed {limits.disk_bytes // mib} MiB or {limits.files} files.",
+        LimitHit.FILE_SIZE: f"A file of the program exceeds {limits.file_bytes // mib} MiB.",
+        LimitHit.OPEN_FILES: f"The program has more than {limits.open_files} files open.",
+        LimitHit.PROCESSES: "The program may not start processes.",
+        LimitHit.FORBIDDEN: "The program may only use files in its own directory, and no network.",
+    }[limit]

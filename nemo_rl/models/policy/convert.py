@@ -33,12 +33,12 @@ from nemo_rl.models.policy.checkpoint import (
     save_config,
     write_safetensors,
 )
-from nemo_rl.models.policy.dtensor.lora import merge
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
 from nemo_rl.models.policy.peft_format import PeftAdapter, last_part, read_peft_adapter, tensor_names
 from nemo_rl.models.policy.weight_loading import checkpoint_files
+from nemo_rl.refit.layout import merge
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_names
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors

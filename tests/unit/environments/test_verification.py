@@ -11,6 +11,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.math.verification import (
+    Verification,
+    VerificationResult,
+    VerifierPool,
     dapo_math_verify,
     english_multichoice,
     exact_integer,
@@ -18,7 +21,6 @@ from nemo_rl.environments.math.verification import (
     multilingual_multichoice,
     normalize_answer,
 )
-from nemo_rl.environments.math.verifier_pool import Verification, VerificationResult, VerifierPool
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"

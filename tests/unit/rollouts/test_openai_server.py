@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestServer
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.code.tools.python_tools import find_calls
+from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
 from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIApp, OpenAIServerSettings
 from nemo_rl.types import Completion, SamplingParams, StopReason

@@ -1,8 +1,8 @@
-"""The server behind a `Sandbox`: a small interpreter that forks once per program and watches over the child.
+"""The server of a sandbox: a small interpreter that forks once per program and watches the child.
 
-It is started with one JSON object as its argument (`ServerConfig`) and talks in JSON lines: a `Program` in, a
-`SandboxResult` out; the first line out says what the sandbox can guarantee here. It ends with its standard input, and
-takes the program and its directory with it. Standard library only: it stays small, so that it forks quickly.
+It is started with one JSON object as its argument (`ServerConfig`). It reads a `Program` and writes a `SandboxResult`,
+both as JSON lines; its first line lists the mechanisms of isolation that it has. It ends with its standard input, and
+removes the program and its directory. Standard library only: it stays small, so that it forks quickly.
 """
 
 from __future__ import annotations
@@ -15,26 +15,15 @@ import os
 import resource
 import select
 import signal
+import stat
 import sys
 import time
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from nemo_rl.environments.code.sandbox import isolation as sandbox_namespaces
-from nemo_rl.environments.code.sandbox import program as sandbox_program
-from nemo_rl.environments.code.sandbox.isolation import (
-    PR_SET_CHILD_SUBREAPER,
-    SyscallFilter,
-    die_with,
-    drop_privileges,
-    drop_user,
-    landlock_abi,
-    prctl,
-    restrict_files,
-    set_limits,
-)
-from nemo_rl.environments.code.sandbox.limits import LimitHit, SandboxLimits
-from nemo_rl.environments.code.sandbox.sandbox import disk_use, remove_tree
+from nemo_rl.environments.code.sandbox import isolation
+from nemo_rl.environments.code.sandbox.program import LimitHit, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import run as run_program
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM_FILES = (
@@ -54,14 +43,14 @@ READ_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """What a server is told when it starts."""
+    """The argument of a server."""
 
-    directory: str  # its own: programs get directories in it
+    directory: str  # its own; the directories of programs are in it
     limits: dict[str, Any]  # of SandboxLimits
-    preload: list[str]  # modules that programs find imported
-    library_paths: list[str]  # where programs may import from besides the standard library
-    uids: list[int]  # users to become where the server is root: the first one that can read Python is taken
-    mechanisms: list[str]  # of sandbox_limits.MECHANISMS: which ones may be used
+    preload: list[str]  # modules to import before programs start
+    library_paths: list[str]  # programs may import from here, besides the standard library
+    uids: list[int]  # users for programs if the server is root: it takes the first one that can read Python
+    mechanisms: list[str]  # those of program.MECHANISMS that may be used
 
 
 class Server:
@@ -72,42 +61,36 @@ class Server:
         self.directory = config.directory
         self.work = os.path.join(self.directory, "work")
         self.readable = [*SYSTEM_FILES, *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
-        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # it stays in reach when the namespace has none
-        self.namespaces = "namespaces" in config.mechanisms and self._enter_namespaces()
-        self.abi = landlock_abi() if "landlock" in config.mechanisms else 0
-        self.filter = self._syscall_filter() if "seccomp" in config.mechanisms else None
+        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # stays open: the namespace has no /proc
+        self.namespaces = "namespaces" in config.mechanisms and in_child(self._enter_namespaces)
+        if os.path.isdir(root := os.path.join(self.directory, "root")):  # left by the trial
+            remove_tree(root)
+        if self.namespaces:
+            self._enter_namespaces()
+        self.abi = isolation.landlock_abi() if "landlock" in config.mechanisms else 0
+        self.filter = isolation.SyscallFilter() if "seccomp" in config.mechanisms else None
+        if not in_child(self._install_filter):
+            self.filter = None
         uids = config.uids if "user" in config.mechanisms and os.geteuid() == 0 else []
         self.uid = next((uid for uid in uids if can_become(uid)), None)
 
-    def _enter_namespaces(self) -> bool:
-        def enter() -> None:
-            sandbox_namespaces.enter(
-                directory=self.directory,
-                own=self.work,
-                readable=self.readable,
-                devices=DEVICES,
-                size=self.limits.disk_bytes,
-                files=self.limits.files,
-            )
+    def _enter_namespaces(self) -> None:
+        isolation.enter(
+            directory=self.directory,
+            own=self.work,
+            readable=self.readable,
+            devices=DEVICES,
+            size=self.limits.disk_bytes,
+            files=self.limits.files,
+        )
 
-        granted = in_child(enter)
-        remove_tree(os.path.join(self.directory, "root"))
-        if granted:
-            enter()
-        return granted
-
-    @staticmethod
-    def _syscall_filter() -> SyscallFilter | None:
-        made = SyscallFilter()
-
-        def install() -> None:
-            drop_privileges()
-            made.install()
-
-        return made if in_child(install) else None
+    def _install_filter(self) -> None:
+        isolation.drop_privileges()
+        if self.filter is not None:
+            self.filter.install()
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Fork, watch, clean up."""
+        """Run one program: fork, watch, clean up."""
         if not self.namespaces:
             os.mkdir(self.work, 0o700)
         if self.uid is not None:
@@ -115,7 +98,7 @@ class Server:
         try:
             return self._watched(request)
         finally:
-            remove_tree(self.work, keep=self.namespaces)  # there it is a file system of its own
+            remove_tree(self.work, keep=self.namespaces)  # a namespace has it as a file system of its own
 
     def _watched(self, request: dict[str, Any]) -> dict[str, Any]:
         stdin = os.memfd_create("stdin")
@@ -129,7 +112,7 @@ class Server:
         if pid == 0:
             try:
                 self._become_program(request, stdin, {name: write for name, (_, write) in pipes.items()}, server)
-            finally:  # whatever went wrong on the way in: nothing of the server may run in the child
+            finally:  # after an error on the way in, no code of the server may run in the child
                 os._exit(125)
         os.close(stdin)
         for _, write in pipes.values():
@@ -154,20 +137,20 @@ class Server:
         os.umask(0o077)
         for number in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN if number == signal.SIGPIPE else signal.default_int_handler)
-        set_limits(self.limits, exact_threads=self.uid is not None)
+        isolation.set_limits(self.limits, exact_threads=self.uid is not None)
         if self.uid is not None:
-            drop_user(self.uid)
-        die_with(server)
-        drop_privileges()
+            isolation.drop_user(self.uid)
+        isolation.die_with(server)
+        isolation.drop_privileges()
         if self.abi:
-            restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
+            isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
         if self.filter is not None:
             self.filter.install()
-        sandbox_program.run(request, 3)
+        run_program(request, 3)
 
 
 class _Watch:
-    """One running child: what it has written so far, and when it is enough."""
+    """One running child: its output so far, and the limit that it has reached."""
 
     def __init__(
         self, pid: int, pipes: dict[str, int], limits: SandboxLimits, work: str, proc: int, started: float
@@ -182,14 +165,14 @@ class _Watch:
         self.poll = select.poll()
         for fd in self.names:
             self.poll.register(fd, select.POLLIN)
-        self.poll.register(0, select.POLLRDHUP)  # the other side of the server has gone
+        self.poll.register(0, select.POLLRDHUP)  # the other side has closed the server's input
         self.limit: LimitHit | None = None
         self.status: int | None = None
         self.usage: resource.struct_rusage | None = None
         self.duration_s = 0.0
 
     def run(self) -> None:
-        """Until it has ended, or has reached a limit."""
+        """Watch until it has ended or reached a limit."""
         tick = FIRST_TICK_S
         while not self._has_ended():
             if self.limit is not None:
@@ -246,7 +229,7 @@ class _Watch:
                 self.limit = LimitHit.DISK
 
     def end(self) -> None:
-        """Nothing of it runs any more."""
+        """End the child and its descendants."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -257,7 +240,7 @@ class _Watch:
             self._close(fd)
 
     def result(self, token: str) -> dict[str, Any]:
-        """The fields of SandboxResult, from what is certain first and from what the child says last."""
+        """The fields of SandboxResult: from certain facts first, from the child's own report last."""
         assert self.status is not None and self.usage is not None
         exit_status = os.waitstatus_to_exitcode(self.status)
         facts = _facts(bytes(self.output["status"]), token)
@@ -289,10 +272,10 @@ class _Watch:
 
 
 def _facts(data: bytes, token: str) -> dict[str, Any]:
-    """What the first line with the request's token says; values of another type than the runner's count as not said.
+    """The child's report: the first line with the request's token. Values of a wrong type are ignored.
 
-    A line without the token is not from the runner. The converse does not hold: the program shares the runner's process
-    and can find the token there.
+    A line without the token is not from the runner. A line with the token may still be from the program, which shares
+    the runner's process and can find the token there.
     """
     for line in data.splitlines():
         try:
@@ -311,7 +294,7 @@ def _facts(data: bytes, token: str) -> dict[str, Any]:
 
 
 def stat_fields(proc: int, pid: int) -> list[bytes]:
-    """The fields of /proc/<pid>/stat from the third on, or nothing where there is no such process."""
+    """The fields of /proc/<pid>/stat from the third on; nothing if there is no such process."""
     try:
         with open(os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -326,7 +309,7 @@ def num_threads(proc: int, pid: int) -> int:
 
 
 def end_orphans(proc: int) -> None:
-    """End whatever the program has left behind: where guarantees are waived, its descendants come to this process."""
+    """End processes that the program has left: without guarantees, its descendants become children of this process."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -340,7 +323,7 @@ def end_orphans(proc: int) -> None:
 
 
 def children(proc: int) -> list[int]:
-    """Processes whose parent this one is."""
+    """The children of this process."""
     own = str(os.getpid()).encode()
     listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     try:
@@ -367,7 +350,7 @@ def can_become(uid: int) -> bool:
     """Whether this process may become that user, and still read Python's library then."""
 
     def action() -> None:
-        drop_user(uid)
+        isolation.drop_user(uid)
         for path in sys.path:
             if os.path.isdir(path) or not path.endswith(".zip"):
                 os.listdir(path)
@@ -375,8 +358,69 @@ def can_become(uid: int) -> bool:
     return in_child(action)
 
 
+def disk_use(directory: str, max_files: int) -> tuple[int, int]:
+    """(bytes on disk, number of entries) below a directory; counting stops beyond `max_files` entries.
+
+    Its owner is still running: an entry that is gone counts as empty, a hidden one as beyond `max_files`.
+    """
+    size = entries = 0
+    waiting = [directory]
+    while waiting and entries <= max_files:
+        try:
+            with os.scandir(waiting.pop()) as found:
+                for entry in found:
+                    entries += 1
+                    if entries > max_files:
+                        break
+                    status = entry.stat(follow_symlinks=False)
+                    size += status.st_blocks * 512
+                    if stat.S_ISDIR(status.st_mode):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # a path that is too long, or a directory that cannot be read
+            return size, max_files + 1
+    return size, entries
+
+
+def remove_tree(directory: str, *, keep: bool = False) -> None:
+    """Remove a directory, or with `keep` only its contents, whatever its links, depth and modes.
+
+    No other process may use it. Links are not followed. Directories inside directories are moved up and emptied there,
+    so that paths stay short.
+    """
+    number = 0
+    os.chmod(directory, 0o700)
+    waiting = [directory]
+    while waiting:
+        inner = waiting[-1]
+        found = False
+        with os.scandir(inner) as entries:
+            listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for name, is_directory in listed:
+            path = os.path.join(inner, name)
+            if not is_directory:
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            if inner != directory or len(name) > 100:
+                number += 1
+                moved = os.path.join(directory, f".removed-{os.getpid()}-{number}")
+                while os.path.lexists(moved):
+                    number += 1
+                    moved = os.path.join(directory, f".removed-{os.getpid()}-{number}")
+                os.rename(path, moved)
+                path = moved
+            waiting.append(path)
+            found = True
+        if not found:
+            if inner != directory or not keep:
+                os.rmdir(inner)
+            waiting.pop()
+
+
 def serve(config: ServerConfig, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until there are no more requests."""
+    """Answer until the input ends."""
     server = Server(config)
     ready = {
         "namespaces": server.namespaces,
@@ -400,9 +444,9 @@ def main() -> None:
     sys.path[:] = [path for path in sys.path if path not in ("", config.library_paths[0])] + config.library_paths[1:]
     for name in config.preload:
         importlib.import_module(name)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the run, which ends its servers
-    # Out of the way of 1 and 2, which are those of programs.
+    isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal ends the run, which ends its servers
+    # Replies go to a copy of 1: programs use 1 and 2.
     with open(0, "rb", buffering=0, closefd=False) as requests, open(os.dup(1), "wb") as replies:
         gc.collect()
         gc.freeze()
