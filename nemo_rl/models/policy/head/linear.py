@@ -4,8 +4,8 @@
 
 Forward keeps a few sums per token. Backward computes each tile again, turns it into its gradient in place and adds that
 to the gradients of states and head. The idea is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
-Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return a
-summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
+Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return
+a summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
 """
 
 from __future__ import annotations

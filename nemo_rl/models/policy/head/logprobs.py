@@ -154,7 +154,7 @@ class LogprobModel(nn.Module):
         return whole_logits(states, replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """Last hidden states [R, W, H] -> outputs of `task` for scored tokens, 0 elsewhere: float32 [B, S] or [B, S, C].
+        """Last hidden states [R, W, H] -> outputs of `task` for scored tokens, else 0: float32 [B, S] or [B, S, C].
 
         Equal and complete on all tensor- and context-parallel ranks.
         """
