@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -30,8 +29,8 @@ from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTr
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
-from nemo_rl.data.rows.setup import ExampleSetup, StreamedRows, setup_examples
-from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
+from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
@@ -62,19 +61,6 @@ def example_maker(
         sft = config.sft
         return maker(roles_to_train_on=sft.roles_to_train_on, only_unmask_final=sft.only_unmask_final)
     return maker()
-
-
-def open_streams(rows: Sequence[StreamedRows]) -> list[NamedStream]:
-    """Streamed datasets as `StreamedPrompts` reads them."""
-    return [
-        NamedStream(
-            name=part.name,
-            task_name=part.task_name,
-            open_rows=partial(copy.deepcopy, part.table),
-            convert=part.convert,
-        )
-        for part in rows
-    ]
 
 
 logger = logging.getLogger(__name__)
@@ -144,7 +130,7 @@ def _prompt_source(config: SupervisedMasterConfig, setup: ExampleSetup) -> Promp
     order = {"shuffle": data.shuffle, "seed": config.loop.seed, "size_key": "policy.train_global_batch_size"}
     if isinstance(setup.train, PromptDataset):
         return PromptDataLoader(setup.train, batch, **order)
-    return StreamedPrompts(open_streams(setup.train), batch, **order)
+    return StreamedPrompts(setup.train, batch, **order)
 
 
 @dataclass(frozen=True, kw_only=True)
