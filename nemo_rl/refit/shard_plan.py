@@ -2,7 +2,7 @@
 
 Sources hold shards: a tensor is split along one dimension, and each shard is held by one rank or by several (replicas).
 Different tensors may be split differently or live on few ranks only (experts, pipeline stages). Receivers want whole
-tensors, in an order of their own, in the buckets of a `PackLayout`. A source sends them one message per bucket, or none.
+tensors, in an order of their own, in the buckets of a `PackLayout`. A source sends at most one message per bucket.
 
     plan = build_plan(metas, sources, wants, nodes=nodes, bucket_bytes=...)   # once, equal on every rank
     local = plan.for_rank(rank)                                               # what this rank sends and receives
