@@ -27,7 +27,7 @@ def main() -> int:
         placement=describe_placement,
         check=check_rollout_hardware,
     )
-    from nemo_rl.algorithms.setup.collect_rollouts import collect_rollouts  # torch and Ray load here
+    from nemo_rl.algorithms.setup.grpo import collect_rollouts  # torch and Ray load here
 
     return collect_rollouts(config)
 

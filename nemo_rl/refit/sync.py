@@ -20,7 +20,7 @@ from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous,
 
 logger = logging.getLogger(__name__)
 
-TENANT = "refit"
+REFIT = "refit"
 OPEN_BUCKETS: dict[Transport, int] = {
     "packed_shm": NUM_HALVES,  # a half is free when the engines have emptied it
     "packed_ipc": NUM_HALVES,
@@ -54,7 +54,7 @@ class Refit(WeightSync):
     `bucket_bytes`: upper limit for one half of a buffer; small models use less. `recompute_kv_cache`: samples in
     progress during a sync do not reuse what they computed with the old weights.
 
-    A sync takes the devices as the tenant `refit`, which the setup registers with the accelerator: both weights are on
+    A sync takes the devices as the group `refit`, which the setup registers with the accelerator: both weights are on
     the device, neither the optimizer state nor the KV cache is. `generation_accelerator`: for generation on its own
     devices.
     """
@@ -143,9 +143,9 @@ class Refit(WeightSync):
         if self._hold_base == self.generation.workers:
             buckets = buckets[self.layout.num_base_buckets :]
         started = time.perf_counter()
-        with self.accelerator.hold(TENANT):
+        with self.accelerator.hold(REFIT):
             packed = self._transfer(self.layout, buckets, version)
-        # The next tenant then takes the device from generation as a whole.
+        # The next group then takes the device from generation as a whole.
         self.generation_accelerator.acquire(GENERATION)
         return {
             "sync_s": time.perf_counter() - started,

@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.grpo import prepare
 from nemo_rl.algorithms.setup.launch import USER_ERRORS
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs
+from nemo_rl.algorithms.setup.rollouts import prepare_rollouts as prepare
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager

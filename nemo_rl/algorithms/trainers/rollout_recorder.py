@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.setup.model_inputs import digest
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.records import StepIndex, put_aside, read_index, recorded_steps, steps_text
 from nemo_rl.types import BatchPlan, GroupHandle
 from nemo_rl.utils.checkpoint.manager import flat_differences
-from nemo_rl.utils.files import size_text
+from nemo_rl.utils.files import digest, size_text
 
 
 def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Policy(PolicyInterface):
             pad_token_id=pad_token_id,
         )
         self._folder = checkpoint_folder
-        self._name_prefix = self.tenant = name_prefix
+        self._name_prefix = name_prefix
         self._plan: BatchPlan | None = None
         self.sizes = training_sizes(config, cluster.world_size())
         host_environment = {} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()
@@ -113,17 +113,17 @@ class Policy(PolicyInterface):
         self.group = self._start()
         self._on_wait: Callable[[], None] | None = None
         self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
-        accelerator.register(self.tenant, self.onload, self.offload, on_device=True)
+        accelerator.register(self._name_prefix, self.onload, self.offload, is_awake=True)
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
         self.group.shutdown()
-        present = self.accelerator.present
-        if present is not None and present != self.tenant:
-            self.accelerator.release(present)
+        awake = self.accelerator.awake
+        if awake is not None and awake != self._name_prefix:
+            self.accelerator.release(awake)
         self.group = self._start()
         self.group.on_wait = self._on_wait
-        self.accelerator.built(self.tenant)
+        self.accelerator.rebuilt(self._name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
         self._on_wait = self.group.on_wait = callback
@@ -172,11 +172,11 @@ class Policy(PolicyInterface):
         return [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
 
     def compute(self, task: HeadTask, column: str) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("compute_reference_logprobs")
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
@@ -200,18 +200,18 @@ class Policy(PolicyInterface):
         self.group.call_all("set_token_advantages", advantages)
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             return self.group.call_all("evaluate", loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             results = self.group.call_all("train", loss_fn, task)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("save_checkpoint", directory, request)
         if not (directory / self._folder / "config.json").is_file():
             raise ValueError(
@@ -224,7 +224,7 @@ class Policy(PolicyInterface):
         return WorkersWrite(self.group) if request.in_background else Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:

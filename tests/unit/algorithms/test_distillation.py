@@ -17,8 +17,8 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, Tea
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.plan.batch import Batching
 from nemo_rl.algorithms.setup.distillation import TeacherInputs, tasks_by_teacher, warn_of_large_states
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs
 from nemo_rl.algorithms.setup.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.data.config import dataset_label

@@ -21,7 +21,7 @@ from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.model import export_weights
 from nemo_rl.models.policy.peft_format import adapter_tensors
 from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
-from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
@@ -112,7 +112,7 @@ def refit_into_engine(
     policy = kind(make_model(directory, tied=tied, dtype=dtype))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(REFIT, lambda: None, lambda: None)
     config = generation_config()
     changes = {"precision": dtype, "tensor_parallel_size": tensor_parallel_size}
     config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update=changes)})

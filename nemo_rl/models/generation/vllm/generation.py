@@ -84,7 +84,7 @@ class VllmGeneration(GenerationInterface):
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
         if accelerator is not None:
-            accelerator.register(GENERATION, self.onload, self.offload, on_device=True)
+            accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
     @property
     def name_prefix(self) -> str:
@@ -146,9 +146,9 @@ class VllmGeneration(GenerationInterface):
 
     def restart_worker(self, index: int) -> None:
         old = self._replicas[index]
-        present = self._accelerator.present if self._accelerator is not None else None
-        if self._accelerator is not None and present is not None and present != GENERATION:
-            self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
+        awake = self._accelerator.awake if self._accelerator is not None else None
+        if self._accelerator is not None and awake is not None and awake != GENERATION:
+            self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
         logger.warning("restarting %s", old.name_prefix)
         self._bytes_of_stopped += old.controller_tensor_bytes
         old.shutdown()
