@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
 
 SPECULATION = "speculative_config"
 
@@ -128,8 +127,8 @@ class VllmConfig(StrictModel):
     layers and experts are kept in FP8, with a scale for each 128 x 128 of them."""
 
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head"], _read(None, "auto")] = "auto"
-    """Data type of keys and values in the cache; `auto`: the data type of activations. `fp8` and `fp8_e4m3` (GPUs) store
-    values without a scale, `fp8_per_token_head` with one for each token and head."""
+    """Data type of keys and values in the cache; `auto`: the data type of activations. On GPUs, `fp8` and `fp8_e4m3`
+    store values without a scale, `fp8_per_token_head` with one for each token and head."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Devices that share every layer of one engine."""
