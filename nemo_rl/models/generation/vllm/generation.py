@@ -10,7 +10,7 @@ from typing import Any, Literal
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
@@ -62,10 +62,10 @@ class VllmGeneration(GenerationInterface):
         return_routed_experts: bool = False,
     ) -> None:
         check_vllm_kwargs(cfg, section)
+        self.name_prefix = name_prefix
         self._cluster = cluster
         self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
-        self._name_prefix = name_prefix
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
         if hf_overrides:
@@ -80,23 +80,10 @@ class VllmGeneration(GenerationInterface):
             weight_transfer=weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
             return_routed_experts=return_routed_experts,
         )
-        self._bytes_of_stopped = 0
         cluster.bundles()  # reserve them once, before the replicas start in parallel
-        self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
+        super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
         if accelerator is not None:
             accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
-
-    @property
-    def name_prefix(self) -> str:
-        return self._name_prefix
-
-    @property
-    def workers(self) -> list[Any]:
-        return [replica.workers[0] for replica in self._replicas]
-
-    @property
-    def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
 
     @property
     def num_engine_ranks(self) -> int:
@@ -112,9 +99,6 @@ class VllmGeneration(GenerationInterface):
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
         return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
 
-    def wait(self, futures: Sequence[Any]) -> None:
-        wait_groups(self._replicas, futures)
-
     def finish_weight_update(self, version: int) -> None:
         self._call_all("finish_weight_update", version)
 
@@ -123,9 +107,6 @@ class VllmGeneration(GenerationInterface):
 
     def offload(self) -> None:
         self._call_all("offload")
-
-    def reset_prefix_cache(self) -> None:
-        self._call_all("reset_prefix_cache")
 
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())
@@ -141,35 +122,22 @@ class VllmGeneration(GenerationInterface):
                 dead.append(index)
         return dead
 
-    def abandon_requests(self) -> None:
-        self._call_all("abandon_requests")
-
     def restart_worker(self, index: int) -> None:
-        old = self._replicas[index]
         awake = self._accelerator.awake if self._accelerator is not None else None
         if self._accelerator is not None and awake is not None and awake != GENERATION:
             self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
-        logger.warning("restarting %s", old.name_prefix)
-        self._bytes_of_stopped += old.controller_tensor_bytes
-        old.shutdown()
-        self._replicas[index] = self._start(index)
+        super().restart_worker(index)
 
     def shutdown(self) -> None:
         for replica in self._replicas:
             replica.shutdown("shutdown")
 
-    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return wait_groups(
-            self._replicas, [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
-        )
-
-    def _start(self, index: int) -> RayWorkerGroup:
-        # Each replica has its own group, so that it can be restarted alone.
+    def _start_replica(self, index: int) -> RayWorkerGroup:
         nodes = self._bundle_groups[index]
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
-            name_prefix=f"{self._name_prefix}-{index}",
+            name_prefix=f"{self.name_prefix}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
             env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
