@@ -10,17 +10,21 @@ from pydantic import AfterValidator, Field
 from nemo_rl.config.rules import NotYet, StrictModel, anything, not_yet, one_of
 
 
-class ClusterConfig(StrictModel):
+class MachinesConfig(StrictModel):
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
     gpus_per_node: int = Field(default=1, ge=0)
-    """GPUs used on each node. 0 runs everything on CPU."""
+    """GPUs used on each node; 0: everything runs on CPU."""
 
     num_nodes: int = Field(default=1, ge=1)
-    """Nodes of the run."""
+    """Number of nodes."""
 
     cpu_workers_per_node: int = Field(default=1, ge=1)
     """Training ranks on each node when `gpus_per_node` is 0."""
+
+
+class ClusterConfig(MachinesConfig):
+    """Machines of the run."""
 
     worker_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
