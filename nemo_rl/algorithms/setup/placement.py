@@ -14,10 +14,10 @@ from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.algorithms.setup.megatron_placement import megatron_rows
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
+from nemo_rl.utils.config import ClusterConfig
 
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 LABEL_WIDTH = 19

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.head.token_filter import smallest_kept
+from nemo_rl.models.policy.head.logit_tiles import smallest_kept
 from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
