@@ -158,16 +158,15 @@ def first_layer(rank: int, num_layers: int) -> int:
     return int(rank * golden % 1 * num_layers)
 
 
-def wants_of(model: Model, sizes: Sizes, num_receivers: int) -> Shards:
+def wants_of(model: Model, sizes: Sizes, num_receivers: int) -> dict[int, list[int]]:
     """Engines: own experts and everything else. Each begins at a layer of its own, so that all stages send at once."""
     expert, layer = np.array(model.expert), np.array(model.layer)
-    parts = []
+    wants = {}
     for rank in range(num_receivers):
         own = np.flatnonzero((expert < 0) | (expert * num_receivers // sizes.experts == rank))
         turned = (layer[own] - first_layer(rank, sizes.layers)) % sizes.layers
-        own = own[np.argsort(turned, kind="stable")]
-        parts.append(Shards.whole(model.metas, np.full(len(own), rank), own))
-    return Shards.concatenate(parts)
+        wants[rank] = own[np.argsort(turned, kind="stable")].tolist()
+    return wants
 
 
 def planned(sizes: Sizes, layout: Layout, bucket_bytes: int) -> tuple[Model, ShardPlan, float]:
@@ -194,7 +193,7 @@ def report_plan(bucket_bytes: int) -> float:
     messages = plan.messages_per_bucket()
     print(f"buckets of {bucket_bytes >> 20} MiB: {messages.shape[1]} at most, {plan.num_rounds.sum()} exchanges")
     print(f"messages per receiver and bucket: {messages.max()} at most, {messages.mean():.1f} on average")
-    own = np.array([plan.layout(rank).total_bytes for rank in range(layout.size)])
+    own = np.array([plan.layouts[rank].total_bytes for rank in range(layout.size)])
     received, moved = plan.received_bytes(), plan.transferred_bytes()
     wire = moved.sum(axis=0)
     print(f"bytes per receiver: {received.max() / 2**30:.1f} GiB, {(received / own).max():.6f} of its own part")

@@ -13,7 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.types import LLMMessageLogType
+from nemo_rl.types import EnvironmentStep, LLMMessageLogType
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +44,6 @@ class StepRefused(Exception):
 
 class _ActorDied(Exception):
     """The actor's process is gone; Ray restarts it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentStep:
-    """One conversation's part of an EnvironmentReturn."""
-
-    observation: dict[str, str]
-    reward: float
-    terminated: bool
-    metadata: Any
-    next_stop_strings: Sequence[str] | None
-    answer: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Outcome = EnvironmentStep | EnvironmentFailure

@@ -300,7 +300,7 @@ class ModelJudge:
         self.device = torch.device("cuda" if cfg.resources.gpus_per_node else "cpu")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.model_name, padding_side="left")
-            model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=cfg.precision)
+            model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=getattr(torch, cfg.precision))
         except (OSError, ValueError) as error:
             raise ValueError(f"model_name: the judge {cfg.model_name!r} cannot be loaded: {error}") from error
         if self.tokenizer.chat_template is None:

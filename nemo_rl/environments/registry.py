@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
@@ -30,22 +30,14 @@ MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; e
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
-    """Make a class (`package.module.Class` or `package.module:Class`) available as `env.<section>.type: <env_name>`.
-
-    Raises:
-        ValueError: when the name is taken.
-    """
+    """Make a class (`package.module.Class` or `package.module:Class`) available as `env.<section>.type: <env_name>`."""
     if env_name in ENV_REGISTRY:
         raise ValueError(f"an environment named {env_name!r} is registered already")
     ENV_REGISTRY[env_name] = actor_class_fqn
 
 
 def find_env_class(env_type: str) -> Any:
-    """The class (plain or a Ray actor class) behind a registry name or an import path.
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """The class (plain or a Ray actor class) behind a registry name or an import path. ValueError without one."""
     path = ENV_REGISTRY.get(env_type, env_type)
     if ":" not in path and "." not in path:
         path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name
@@ -53,11 +45,7 @@ def find_env_class(env_type: str) -> Any:
 
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
-    """The environment of a section in this process, without an actor; see `create_env`.
-
-    Raises:
-        ValueError: for an unknown environment.
-    """
+    """The environment of a section in this process, without an actor; see `create_env`."""
     env_type, options = _type_and_options(env_name, env_config)
     env_class: Any = find_env_class(env_type)
     if isinstance(env_class, ActorClass):
@@ -65,39 +53,29 @@ def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[st
     return env_class(options)
 
 
-def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
-    """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
-
-    `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
-    as one dictionary. The actor imports from the driver's import paths and is restarted when its process dies.
-
-    Raises:
-        ValueError: for an unknown environment, and one that asks for a GPU when none is left.
-    """
-    _check_gpus(environment_gpus({env_name: env_config}), ray.available_resources().get("GPU", 0.0))
-    return _start(env_name, env_config)
-
-
 def create_envs(
     env: Mapping[str, AnyEnvironmentConfig | Mapping[str, Any]], cluster: RayVirtualCluster
 ) -> dict[str, list[Any]]:
-    """Start the environments of a run on what its own `cluster` leaves; see `create_env`.
-
-    Returns the `num_actors` actors of each section of `env`.
+    """Start the environments of a run: section of `env` -> its `num_actors` actors; see `create_env`.
 
     Raises:
-        ValueError: for an unknown environment, and when fewer GPUs are free than all of them ask for together.
+        ValueError: for an unknown environment, or when `cluster` leaves fewer GPUs than all of them ask for together.
     """
-    cluster.bundles()  # booked at first use otherwise, and its GPUs would look free
+    cluster.bundles()  # otherwise reserved at first use, and its GPUs would look free
     _check_gpus(environment_gpus(env), ray.available_resources().get("GPU", 0.0))
     actors: dict[str, list[Any]] = {}
     for name, config in env.items():
         num_actors = config.num_actors if isinstance(config, ActorsConfig | EnvironmentConfig) else 1
-        actors[name] = [_start(name, config) for _ in range(num_actors)]
+        actors[name] = [create_env(name, config) for _ in range(num_actors)]
     return actors
 
 
-def _start(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
+def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
+    """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
+
+    `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
+    as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
+    """
     env_type, options = _type_and_options(env_name, env_config)
     env_class = find_env_class(env_type)
     # The worker process imports the class by name, so it needs the import paths of this process.

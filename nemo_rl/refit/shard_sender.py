@@ -103,12 +103,10 @@ class ShardSender(Sender):
             rendezvous=rendezvous,
         )
         nodes = sorted({offer.node for offer in offers})
-        everything = np.arange(len(metas))
-        receivers = [number for number, offer in enumerate(offers) if offer.has_buffer]
         plan = build_plan(
             metas,
             Shards.concatenate([offer.shards for offer in offers]),
-            Shards.concatenate([Shards.whole(metas, np.full(len(metas), to), everything) for to in receivers]),
+            {number: range(len(metas)) for number, offer in enumerate(offers) if offer.has_buffer},
             nodes=[nodes.index(offer.node) for offer in offers],
             bucket_bytes=self.layout.bucket_bytes,
         )

@@ -14,11 +14,11 @@ from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, stage_layers, training_sizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.utils.config import ClusterConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

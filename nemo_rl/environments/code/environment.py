@@ -158,11 +158,7 @@ def sandbox_pool(cfg: ProgramsConfig) -> SandboxPool:
 
 
 def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
-    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`.
-
-    Raises:
-        ValueError: when it has neither, or a test is not of the two forms.
-    """
+    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`. ValueError for another row."""
     if metadata.get("tests") is None:
         if metadata.get("ground_truth") is None:
             raise ValueError(
@@ -174,18 +170,18 @@ def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
     tests = json.loads(tests) if isinstance(tests, str) else tests
     if not isinstance(tests, Sequence) or not tests:
         raise ValueError(f"tests of a row are a list that is not empty, got {tests!r:.200}")
-    return [_test(test) for test in tests]
-
-
-def _test(test: Any) -> _Test:
-    if isinstance(test, str):
-        return _Test(check=test)
-    if isinstance(test, Mapping) and set(test) == {"input", "output"}:
-        return _Test(stdin=str(test["input"]), expected=str(test["output"]))
-    raise ValueError(
-        "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected stdout}, "
-        f"got {test!r:.200}"
-    )
+    found: list[_Test] = []
+    for test in tests:
+        if isinstance(test, str):
+            found.append(_Test(check=test))
+        elif isinstance(test, Mapping) and set(test) == {"input", "output"}:
+            found.append(_Test(stdin=str(test["input"]), expected=str(test["output"])))
+        else:
+            raise ValueError(
+                "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected "
+                f"stdout}}, got {test!r:.200}"
+            )
+    return found
 
 
 def _result(text: str) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code.environment import describe, sandbox_pool, shorten
-from nemo_rl.environments.code.sandbox.program import Program, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import MathEnvironmentConfig, PythonToolsEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
@@ -66,17 +66,9 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         self.num_calls = self.num_refused = 0
 
     def _tool(self, name: str) -> Tool:
-        if name == "calculator":
-            return calculator()
-        if name == "python":
-            assert self.sandbox is not None
-            return python(
-                self.sandbox,
-                self.cfg.sandbox.limits,
-                keep_state=self.cfg.keep_state,
-                max_characters=self.cfg.max_result_characters,
-            )
-        return import_tool(name)
+        if self.sandbox is not None and name == "python":
+            return python(self.sandbox, self.cfg)
+        return calculator() if name == "calculator" else import_tool(name)
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[PythonToolsMetadata]
@@ -170,7 +162,7 @@ class Tool:
 
 
 def calculator() -> Tool:
-    """The calculator."""
+    """The tool `calculator`."""
 
     def run(arguments: Mapping[str, Any], state: State) -> str:
         try:
@@ -181,7 +173,7 @@ def calculator() -> Tool:
     return Tool(CALCULATOR, run)
 
 
-def python(pool: SandboxPool, limits: SandboxLimits, *, keep_state: bool, max_characters: int) -> Tool:
+def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
     """Python in the sandbox.
 
     `keep_state`: a call sees the names that earlier calls of its episode have defined. The state keeps their source,
@@ -190,21 +182,18 @@ def python(pool: SandboxPool, limits: SandboxLimits, *, keep_state: bool, max_ch
     """
 
     def run(arguments: Mapping[str, Any], state: State) -> str:
-        cells: list[str] = state.get("cells", []) if keep_state else []
-        result = pool.run([Program(cells=[*cells, arguments["code"]], echo=True)])[0]
-        if keep_state and result.finished:
-            state["cells"] = [*cells, arguments["code"]]
-        return describe(result, limits, max_characters) or "(no output)"
+        cells: list[str] = [*state.get("cells", ()), arguments["code"]]
+        result = pool.run([Program(cells=cells, echo=True)])[0]
+        if cfg.keep_state and result.finished:
+            state["cells"] = cells
+        return describe(result, cfg.sandbox.limits, cfg.max_result_characters) or "(no output)"
 
     return Tool(PYTHON, run)
 
 
 def import_tool(path: str) -> Tool:
-    """The tool behind `package.module:name`: a `Tool`, or a function without arguments that returns one.
-
-    Raises:
-        ValueError: when there is no such tool.
-    """
+    """The tool behind `package.module:name`: a `Tool`, or a function without arguments that returns one. ValueError
+    when there is no such tool."""
     found = import_object(path, "tool")
     tool = found if isinstance(found, Tool) else found()
     if not isinstance(tool, Tool):

@@ -11,13 +11,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.math.verification import (
-    Verification,
-    VerificationResult,
-    VerifierPool,
-    died,
-    exact_integer,
-)
+from nemo_rl.environments.math.verification import Verification, VerifierPool, died
 from nemo_rl.environments.rewards import response_text
 from nemo_rl.types import LLMMessageLogType
 
@@ -43,10 +37,11 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     ) -> EnvironmentReturn[MathMetadata]:
         """One turn, then the episode is over. A verification that ends its process has no verdict: see `failures`."""
         jobs = [
-            Verification(verifier=self.verifier, response=response_text(log), ground_truth=str(truth["ground_truth"]))
+            Verification(self.verifier, response_text(log), str(truth["ground_truth"]))
             for log, truth in zip(message_log_batch, metadata, strict=True)
         ]
-        results = self._verify(jobs)
+        results = self.pool.verify(jobs)
+        self.num_timed_out += sum(result.failure == "timeout" for result in results)
         return EnvironmentReturn(
             observations=[
                 {"role": "environment", "content": f"Environment: {'correct' if result.correct else 'incorrect'}"}
@@ -61,19 +56,6 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
                 died(job) if result.failure == "died" else None for job, result in zip(jobs, results, strict=True)
             ],
         )
-
-    def _verify(self, jobs: list[Verification]) -> list[VerificationResult]:
-        """Results in the order of the jobs; certain ones need no process."""
-        results: dict[int, VerificationResult] = {}
-        for i, job in enumerate(jobs):
-            certain = exact_integer(job.response, job.ground_truth) if self.verifier == "hf_math_verify" else None
-            if certain is not None:
-                results[i] = VerificationResult(correct=certain[0], answer=certain[1])
-        open_jobs = [i for i in range(len(jobs)) if i not in results]
-        found = self.pool.verify([jobs[i] for i in open_jobs])
-        self.num_timed_out += sum(result.failure == "timeout" for result in found)
-        results.update(zip(open_jobs, found, strict=True))
-        return [results[i] for i in range(len(jobs))]
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

@@ -159,7 +159,7 @@ START_TIMEOUT_S = 120.0
 MAX_LOGGED_CHARACTERS = 200
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verification:
     """A response to check against a ground truth. `verifier` is a name of VERIFIERS."""
 
@@ -172,7 +172,7 @@ class Verification:
         return f"ground truth {truth!r}, response {response!r}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class VerificationResult:
     """`failure` is None, "timeout" (counts as not correct) or "died" (there is no verdict, see `died`).
 
@@ -197,14 +197,12 @@ class _Verifier:
         self.lines: LineProcess | None = None
 
     def verify(self, job: Verification) -> VerificationResult:
-        result = self._try(job)
-        if result is None:
-            logger.warning("a verifier process was ended or stopped from outside, or by a response: once more")
+        for _ in range(2):
             result = self._try(job)
-        if result is None:
-            logger.warning("verification ended its process twice, no verdict: %s", job)
-            return VerificationResult(correct=False, failure="died")
-        return result
+            if result is not None:
+                return result
+            logger.warning("a verifier process was ended or stopped, from outside or by a response: %s", job)
+        return VerificationResult(correct=False, failure="died")
 
     def _try(self, job: Verification) -> VerificationResult | None:
         """None when the process is gone, or is stopped by a signal."""
@@ -255,14 +253,13 @@ class VerifierPool:
 
     def verify(self, jobs: Sequence[Verification]) -> list[VerificationResult]:
         """All results, in the order of the jobs, after at most about (jobs / workers) * limit seconds if no process is
-        ended from outside.
-
-        Raises:
-            RuntimeError: when verifier processes cannot be started.
-        """
+        ended from outside. RuntimeError when verifier processes cannot be started."""
         return list(self._threads.map(self._verify, jobs))
 
     def _verify(self, job: Verification) -> VerificationResult:
+        certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
+        if certain is not None:
+            return VerificationResult(*certain)
         verifier = self._idle.get()
         try:
             return verifier.verify(job)

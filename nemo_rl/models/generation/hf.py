@@ -12,7 +12,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -30,23 +29,12 @@ _GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 class GeneratingPolicy(Protocol):
     """A policy whose workers have `generate`."""
 
-    def prepare_generation(self) -> None:
-        """Prepare the workers for `generate`. Called again after workers were replaced."""
-        ...
-
+    def prepare_generation(self) -> None: ...  # called again after workers were replaced
     @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        ...
-
+    def generating_workers(self) -> list[Any]: ...  # actor handles by rank
     @property
-    def data_coordinates(self) -> list[int]:
-        """The data-parallel coordinate of each worker."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise WorkerDied, with the worker's name, if a worker is gone."""
-        ...
+    def data_coordinates(self) -> list[int]: ...  # the data-parallel coordinate of each worker
+    def check_health(self) -> None: ...  # raises WorkerDied, with the worker's name, if a worker is gone
 
 
 class HfGeneration(GenerationInterface):
@@ -62,25 +50,12 @@ class HfGeneration(GenerationInterface):
         timeout_s: float | None = None,
     ) -> None:
         self._policy = policy
-        self._name_prefix = name_prefix
-        self._bytes_of_stopped = 0
         builder = RayWorkerBuilder(WORKER, max_model_len)
-        self._start = partial(
-            RayWorkerGroup, cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s
-        )
-        self._worker = self._start()
 
-    @property
-    def name_prefix(self) -> str:
-        return self._name_prefix
+        def start(index: int) -> RayWorkerGroup:
+            return RayWorkerGroup(cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s)
 
-    @property
-    def workers(self) -> list[Any]:
-        return self._worker.workers
-
-    @property
-    def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_stopped + self._worker.controller_tensor_bytes
+        super().__init__(1, start, name_prefix)
 
     def connect_policy(self) -> None:
         """Prepare the policy's current workers and send requests to them from now on."""
@@ -89,11 +64,11 @@ class HfGeneration(GenerationInterface):
 
     def _send_ranks(self) -> None:
         ranks = PolicyRanks(workers=self._policy.generating_workers, data_ranks=self._policy.data_coordinates)
-        self._worker.call_one(0, "use", ranks)
+        self._call_all("use", ranks)
 
     def rest(self) -> None:
         """Drop all requests and return when the policy's workers are free."""
-        self._worker.call_one(0, "rest")
+        self._call_all("rest")
 
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         raise NotImplementedError("the policy's workers generate: no weights are sent")
@@ -104,11 +79,8 @@ class HfGeneration(GenerationInterface):
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
         raise NotImplementedError("the policy's workers generate: no weights are sent")
 
-    def wait(self, futures: Sequence[Any]) -> None:
-        assert not futures
-
     def finish_weight_update(self, version: int) -> None:
-        self._worker.call_one(0, "set_weight_version", version)
+        self._call_all("set_weight_version", version)
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Nothing to move: the weights are the policy's."""
@@ -116,30 +88,18 @@ class HfGeneration(GenerationInterface):
     def offload(self) -> None:
         self.rest()
 
-    def reset_prefix_cache(self) -> None:
-        """No cache outlives a request."""
-
     def dead_workers(self) -> list[int]:
         """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
         self._policy.check_health()
         try:
-            self._worker.call_one(0, "ping")
+            self._call_all("ping")
         except WorkerDied:
             return [0]
         return []
 
-    def abandon_requests(self) -> None:
-        self._worker.call_one(0, "abandon_requests")
-
     def restart_worker(self, index: int) -> None:
-        assert index == 0
-        self._bytes_of_stopped += self._worker.controller_tensor_bytes
-        self._worker.shutdown()
-        self._worker = self._start()
+        super().restart_worker(index)
         self._send_ranks()
-
-    def shutdown(self) -> None:
-        self._worker.shutdown()
 
 
 class SharedWeights:

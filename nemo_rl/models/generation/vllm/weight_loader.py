@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,11 +67,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     init_info_cls = PackedInitInfo
     update_info_cls = PackedUpdateInfo
-    transport: Transport
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.transport: Transport = self.config.backend
         self._receiver: WeightReceiver | None = None
         self._why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
@@ -101,8 +101,14 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._why_reload is None:
             addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
             if self._targets is None or addresses != self._addresses:
-                self._trace()
-                self._addresses = addresses
+                self._targets, self._addresses = None, addresses
+                try:
+                    targets, stale = trace_load(self.model, self._receiver.layout.weights)
+                except NotTraceable as error:
+                    self._why_reload = str(error)
+                else:
+                    self._refuse_stale(stale)
+                    self._targets = targets
         if self._why_reload is not None and self._receiver.layout.num_base_buckets:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
@@ -150,17 +156,6 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         with disable_mtp_completeness_check():
             self._loaded |= self.model.load_weights(weights) or set()
 
-    def _trace(self) -> None:
-        assert self._receiver is not None
-        self._targets = None
-        try:
-            targets, stale = trace_load(self.model, self._receiver.layout.weights)
-        except NotTraceable as error:
-            self._why_reload = str(error)
-            return
-        self._refuse_stale(stale)
-        self._targets = targets
-
     def _refuse_stale(self, names: Iterable[str]) -> None:
         if stale := sorted(names):
             raise RefitError(
@@ -169,27 +164,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             )
 
 
-class PackedShmEngine(PackedWeightTransferEngine):
-    """Shared memory of the node."""
-
-    transport: Transport = "packed_shm"
-
-
-class PackedIpcEngine(PackedWeightTransferEngine):
-    """Memory of the GPU that policy and generation share."""
-
-    transport: Transport = "packed_ipc"
-
-
-class PackedCollectiveEngine(PackedWeightTransferEngine):
-    """A process group of the policy's ranks and the engines' ranks, which are on other devices."""
-
-    transport: Transport = "packed_collective"
-
-
-# vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": ...}` selects an engine.
-for _engine in (PackedShmEngine, PackedIpcEngine, PackedCollectiveEngine):
-    WeightTransferEngineFactory.register_engine(_engine.transport, _engine)
+# vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": transport}` selects one.
+for _transport in get_args(Transport):
+    WeightTransferEngineFactory.register_engine(_transport, PackedWeightTransferEngine)
 
 # Before the model is built: on a CPU the linear layers are replaced.
 engine_patches.enable()

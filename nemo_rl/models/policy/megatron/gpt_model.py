@@ -76,26 +76,15 @@ def packed_params(batch: ModelBatch, context_size: int) -> PackedParams:
 class PolicyGPTModel(GPTModel):
     """A stage of the model. Its output layer never computes logits: `output_head` passes its weight to the tasks.
 
-    Call `set_head` after construction.
+    `build_stages` sets the attributes, which tell the tasks how to compute with logits.
     """
 
-    def set_head(
-        self,
-        *,
-        transform: LogitTransform,
-        true_vocab_size: int,
-        chunk_tokens: int | None,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-    ) -> None:
-        """How tasks compute with logits. `true_vocab_size`: without the padding rows for tensor parallelism."""
-        self.transform = transform
-        self.true_vocab_size = true_vocab_size
-        self.chunk_tokens = chunk_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
+    transform: LogitTransform
+    true_vocab_size: int  # without the padding rows for tensor parallelism
+    chunk_tokens: int | None
+    temperature: float
+    top_k: int | None
+    top_p: float
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
         """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S(, C)]."""

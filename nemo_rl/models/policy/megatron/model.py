@@ -64,14 +64,10 @@ def build_stages(
             vp_stage=vp_stage,
         )
         set_frequencies(stage, model, device)
-        stage.set_head(
-            transform=logit_transform(model),
-            true_vocab_size=text.vocab_size,
-            chunk_tokens=policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
+        stage.transform = logit_transform(model)
+        stage.true_vocab_size = text.vocab_size
+        stage.chunk_tokens = policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size
+        stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
         stage.eval()  # with dropout, the same tokens would have other logprobs in every pass
         stages.append(stage.to(device))
     return stages
@@ -99,11 +95,7 @@ def wrap(
     """The stages, with gradients accumulated in buffers and reduced over the ranks that share the parameters."""
     ddp = settings.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
-        bucket_size=ddp.bucket_size,
-        use_distributed_optimizer=settings.optimizer.shards_optimizer,
+        **ddp.model_dump(), use_distributed_optimizer=settings.optimizer.shards_optimizer
     )
     # Expert biases and token counts stay float32, with their values.
     exact = [(router, name, buffer) for router in routers(stages) for name, buffer in router.named_buffers()]

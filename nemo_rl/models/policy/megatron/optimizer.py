@@ -32,33 +32,29 @@ from nemo_rl.models.policy.megatron.transformer_config import DTYPES
 _MOMENT_DTYPES = {**DTYPES, "uint8": torch.uint8}  # uint8: FP8 with one scale per tensor
 
 
+_SAME_KEYS = {
+    "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "muon_momentum", "muon_num_ns_steps",
+    "muon_scale_mode", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction",
+}  # fmt: skip
+"""Keys that `policy.megatron_cfg.optimizer` and Megatron have in common."""
+
+
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
     """Megatron's form of `policy.megatron_cfg.optimizer`."""
     settings, ddp = policy.megatron_cfg.optimizer, policy.megatron_cfg.distributed_data_parallel_config
     fp8 = policy.megatron_cfg.fp8_cfg
     return OptimizerConfig(
+        **settings.model_dump(include=_SAME_KEYS),
         optimizer="sgd" if settings.optimizer == "sgd" else "adam",  # Adam also updates what Muon does not
-        lr=settings.lr,
         min_lr=settings.lr if settings.min_lr is None else settings.min_lr,
-        weight_decay=settings.weight_decay,
         bf16=policy.precision == "bfloat16",
         params_dtype=DTYPES[policy.precision],
         fp8_recipe=fp8.fp8_recipe if fp8.enabled else None,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        sgd_momentum=settings.sgd_momentum,
-        muon_momentum=settings.muon_momentum,
-        muon_num_ns_steps=settings.muon_num_ns_steps,
-        muon_scale_mode=settings.muon_scale_mode,
         use_distributed_optimizer=settings.shards_optimizer,
-        use_precision_aware_optimizer=settings.use_precision_aware_optimizer,
         store_param_remainders=False,  # checkpoints hold main parameters, not the bits that bfloat16 weights lack
         main_params_dtype=DTYPES[settings.params_dtype],
         exp_avg_dtype=_MOMENT_DTYPES[settings.exp_avg_dtype],
         exp_avg_sq_dtype=_MOMENT_DTYPES[settings.exp_avg_sq_dtype],
-        optimizer_cpu_offload=settings.optimizer_cpu_offload,
-        optimizer_offload_fraction=settings.optimizer_offload_fraction,
         overlap_param_gather=ddp.overlap_param_gather,
         clip_grad=policy.max_grad_norm or 0.0,
     )

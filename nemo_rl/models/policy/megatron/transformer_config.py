@@ -21,6 +21,15 @@ from nemo_rl.models.policy.megatron.mapping import heads_of, is_latent, is_moe_l
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the latents `q_a` and `kv_a`, a constant in transformers."""
+_LAYOUT_KEYS = {
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel", "moe_token_dispatcher_type",
+}  # fmt: skip
+_EXPERT_KEYS = {
+    "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_router_bias_update_rate", "moe_permute_fusion",
+    "moe_grouped_gemm", "moe_shared_expert_overlap",
+}  # fmt: skip
 _ROUTER_DTYPES = {"float32": "fp32", "fp32": "fp32", "fp64": "fp64", None: None}
 
 
@@ -161,19 +170,8 @@ def _training(policy: PolicyConfig, *, use_transformer_engine: bool) -> dict[str
 
 def _layout(policy: PolicyConfig) -> dict[str, Any]:
     settings = policy.megatron_cfg
-    return {
-        "tensor_model_parallel_size": settings.tensor_model_parallel_size,
-        "pipeline_model_parallel_size": settings.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": settings.virtual_pipeline_model_parallel_size,
-        "num_layers_in_first_pipeline_stage": settings.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": settings.num_layers_in_last_pipeline_stage,
-        "context_parallel_size": settings.context_parallel_size,
-        "expert_model_parallel_size": settings.expert_model_parallel_size,
-        "expert_tensor_parallel_size": settings.expert_tensor_parallel_size,
-        "sequence_parallel": settings.sequence_parallel,
-        "moe_token_dispatcher_type": settings.moe_token_dispatcher_type,
-        "variable_seq_lengths": settings.pipeline_model_parallel_size > 1,  # micro-batches differ in tokens
-    }
+    several_stages = settings.pipeline_model_parallel_size > 1
+    return settings.model_dump(include=_LAYOUT_KEYS) | {"variable_seq_lengths": several_stages}  # of micro-batches
 
 
 def _experts(model: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
@@ -191,13 +189,8 @@ def _experts(model: PretrainedConfig, policy: PolicyConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": width,
         "moe_layer_freq": [int(is_moe_layer(config, layer)) for layer in range(config.num_hidden_layers)],
         "moe_shared_expert_intermediate_size": width * shared if shared else None,
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": settings.moe_aux_loss_coeff,
-        "moe_router_bias_update_rate": settings.moe_router_bias_update_rate,
+        **settings.model_dump(include=_EXPERT_KEYS),
         "moe_router_dtype": _ROUTER_DTYPES[settings.moe_router_dtype],
-        "moe_permute_fusion": settings.moe_permute_fusion,
-        "moe_grouped_gemm": settings.moe_grouped_gemm,
-        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
         **router,
     }
 

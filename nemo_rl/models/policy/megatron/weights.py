@@ -8,19 +8,15 @@ gathers whole tensors for checkpoints in Hugging Face format.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.megatron.mapping import (
-    CheckpointTensor,
     HFTensor,
     ParallelRanks,
     ShardSlice,
@@ -30,8 +26,6 @@ from nemo_rl.models.policy.megatron.mapping import (
 from nemo_rl.models.policy.weight_loading import StoredModel
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard
-
-logger = logging.getLogger(__name__)
 
 
 class _Target(NamedTuple):
@@ -48,27 +42,26 @@ def load_weights(
 ) -> None:
     """Fill the parameters and buffers of a rank in place, and padding rows of the vocabulary with zeros. Collective.
 
-    A checkpoint that is not in safetensors is read by transformers on rank 0 and broadcast one tensor at a time.
-
     Args:
         parameters: by Megatron name, with layer numbers of the whole model and expert numbers of the rank.
-        model_path: a directory or a model of the hub.
+        model_path: a directory or a model of the hub, with safetensors.
 
     Raises:
         ValueError: names or shapes on disk differ from config.json, or a tensor does not divide evenly.
     """
     targets = _targets(parameters, weight_map, ranks)
     with StoredModel(model_path) as stored:
-        if stored.names is not None:
-            _read(targets, weight_map.locate(stored.names), stored)
-            return
-    logger.info("%s holds no safetensors: rank 0 loads it whole and broadcasts it", model_path)
-    by_name: dict[str, list[_Target]] = defaultdict(list)
-    for target in targets:
-        by_name[target.source.name].append(target)
-    for name, whole in _broadcast_from_rank_zero(weight_map, model_path):
-        for target in by_name[name]:
-            target.view.copy_(whole.narrow(target.part.dim, target.part.start, target.part.length))
+        assert stored.names is not None, "checkpoints in other formats are converted first (`readable_model`)"
+        located = weight_map.locate(stored.names)
+        for target in targets:
+            location = located[target.source.name]
+            tensor = stored.tensor(location.name)
+            if tuple(tensor.get_shape()) != location.shape:
+                raise ValueError(
+                    f"{stored.model_path}: tensor {location.name} has shape {tuple(tensor.get_shape())}, the model's "
+                    f"config.json says {location.shape}; the weights and config.json do not belong together"
+                )
+            target.view.copy_(tensor[location.index(target.part)])
 
 
 def _targets(parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks) -> list[_Target]:
@@ -86,38 +79,6 @@ def _targets(parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, rank
             view = parameter.narrow(part.dim, part.at, part.length)
             targets.append(_Target(entry.sources[part.source], part, view))
     return targets
-
-
-def _read(targets: list[_Target], located: Mapping[str, CheckpointTensor], stored: StoredModel) -> None:
-    for target in targets:
-        location = located[target.source.name]
-        tensor = stored.tensor(location.name)
-        if tuple(tensor.get_shape()) != location.shape:
-            raise ValueError(
-                f"{stored.model_path}: tensor {location.name} has shape {tuple(tensor.get_shape())}, the model's "
-                f"config.json says {location.shape}; the weights and config.json do not belong together"
-            )
-        target.view.copy_(tensor[location.index(target.part)])
-
-
-def _broadcast_from_rank_zero(weight_map: WeightMap, model_path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name on disk, whole tensor) of the model, on every rank."""
-    whole: dict[str, torch.Tensor] = {}
-    if dist.get_rank() == 0:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", output_loading_info=True)
-        model, loading = loaded
-        drawn = loading["missing_keys"]  # initialised at random because the checkpoint lacks them
-        names = ExpertNames(weight_map.model_type)
-        for name, tensor in model.state_dict().items():
-            if name not in drawn:
-                whole |= names.split(name, tensor)
-    described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]]
-    dist.broadcast_object_list(described, src=0)
-    weight_map.locate(name for name, _, _ in described[0])
-    for name, shape, dtype in described[0]:
-        tensor = whole[name].contiguous() if name in whole else torch.empty(shape, dtype=dtype)
-        dist.broadcast(tensor, src=0)
-        yield name, tensor
 
 
 # -- this rank's shards, and whole tensors gathered from the shards of all ranks

@@ -90,15 +90,6 @@ def test_experts_fused_on_disk_are_read(saved, tmp_path, name):
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "mixtral"])
-def test_a_checkpoint_that_is_not_safetensors_is_sent_around(saved, tmp_path, name):
-    model = random_model(name)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    for rank, got in enumerate(run_world(lambda rank, world: loaded(tmp_path, TP2[rank]), 2)):
-        assert_is_cut_of(saved[name], TP2[rank], got)
-
-
 def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
     config = AutoConfig.from_pretrained(saved["llama"])
     config.intermediate_size = 32
