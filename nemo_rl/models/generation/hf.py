@@ -29,23 +29,12 @@ _GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 class GeneratingPolicy(Protocol):
     """A policy whose workers have `generate`."""
 
-    def prepare_generation(self) -> None:
-        """Prepare the workers for `generate`. Called again after workers were replaced."""
-        ...
-
+    def prepare_generation(self) -> None: ...  # called again after workers were replaced
     @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        ...
-
+    def generating_workers(self) -> list[Any]: ...  # actor handles by rank
     @property
-    def data_coordinates(self) -> list[int]:
-        """The data-parallel coordinate of each worker."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise WorkerDied, with the worker's name, if a worker is gone."""
-        ...
+    def data_coordinates(self) -> list[int]: ...  # the data-parallel coordinate of each worker
+    def check_health(self) -> None: ...  # raises WorkerDied, with the worker's name, if a worker is gone
 
 
 class HfGeneration(GenerationInterface):
@@ -80,24 +69,6 @@ class HfGeneration(GenerationInterface):
     def rest(self) -> None:
         """Drop all requests and return when the policy's workers are free."""
         self._call_all("rest")
-
-    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        self.rest()
-
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def finish_weight_update(self, version: int) -> None:
-        self._call_all("set_weight_version", version)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing to move: the weights are the policy's."""
-
-    def offload(self) -> None:
-        self.rest()
 
     def dead_workers(self) -> list[int]:
         """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
@@ -166,7 +137,10 @@ class HfWorker:
         self._ranks = ranks
         self._death = None
 
-    async def set_weight_version(self, version: int) -> None:
+    async def start_weight_update(self, *, clear_cache: bool) -> None:
+        await self.rest()
+
+    async def finish_weight_update(self, version: int) -> None:
         """Set the version of the policy's weights. No batch may be in progress."""
         assert self._generating is None, "the weights changed while completions were generated"
         self._weight_version = version
@@ -203,6 +177,12 @@ class HfWorker:
         await self.abandon_requests()
         if self._generating is not None:
             await self._generating
+
+    async def onload(self, tags: Sequence[str] | None) -> None:
+        """Nothing to move: the weights are the policy's."""
+
+    async def offload(self) -> None:
+        await self.rest()
 
     async def check_health(self) -> None:
         """Raise EngineDied if a rank of the policy died."""
