@@ -29,9 +29,9 @@ from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it 
 from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state, save_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights, scalar_map, without_score
+from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import weight_map
+from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.moe import (
@@ -126,7 +126,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.config.model_name,
             self.settings.model_path,
             self.hf_config,
-            without_score(self.weight_map) if reward.enabled else self.weight_map,
+            self.weight_map.body() if reward.enabled else self.weight_map,
             force=self.megatron.force_reconvert_from_hf,
         )
         if reward.enabled:
