@@ -195,7 +195,10 @@ def build_plan(
     """
     table = _TensorTable.of(tensors)
     held = _HeldShards.of(table, table.checked(sources))
-    layouts = _layouts(table, [tuple(wants.get(rank, ())) for rank in range(len(nodes))], bucket_bytes)
+    lists = [tuple(wants.get(rank, ())) for rank in range(len(nodes))]
+    # Receivers often want the same tensors: each distinct list is placed once.
+    placed = {w: PackLayout.build([tensors[number] for number in w], bucket_bytes) for w in set(lists)}
+    layouts = tuple(placed[wanted] for wanted in lists)
     units = _units(table, layouts, wants)
     pairs = _intersect(table, held, units)
     receiver = units.receiver[pairs.unit]
@@ -332,12 +335,6 @@ class _Units:
     base: Ints
     lo: Ints  # [U, D]
     hi: Ints
-
-
-def _layouts(table: _TensorTable, wants: Sequence[tuple[int, ...]], bucket_bytes: int) -> tuple[PackLayout, ...]:
-    # Receivers often want the same tensors: each distinct list is placed once.
-    distinct = {w: PackLayout.build([table.metas[number] for number in w], bucket_bytes) for w in set(wants)}
-    return tuple(distinct[want] for want in wants)
 
 
 def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[int, Sequence[int]]) -> _Units:
