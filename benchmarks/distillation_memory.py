@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
+from nemo_rl.models.policy.head.linear import linear_kl, linear_topk_logprobs
 from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 
 WAYS = ("tiles", "materialised")

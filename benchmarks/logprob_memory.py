@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.models.policy.head.linear_logprobs import linear_logprobs
+from nemo_rl.models.policy.head.linear import linear_logprobs
 from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 
 SIDES = ("tiles", "materialised")

@@ -57,12 +57,11 @@ def measure_packers(number: int, capacity: int) -> tuple[float, float]:
         # No packing has fewer bins: tokens, and sequences of more than half a bin, which cannot share one.
         fewest = max(-(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths))
         for algorithm in PackingAlgorithm:
-            packer = get_packer(algorithm, capacity, collect_metrics=True)
+            packer = get_packer(algorithm, capacity)
             started = time.perf_counter()
-            packer.pack(lengths)
+            bins = packer.pack(lengths)
             seconds = time.perf_counter() - started
-            assert packer.metrics is not None
-            fill, bound = packer.metrics.utilization, sum(lengths) / (fewest * capacity)
+            fill, bound = (sum(lengths) / (count * capacity) for count in (len(bins), fewest))
             spread = sum(lengths) / len(lengths) / max(lengths)
             print(f"  {name:<12}{spread:<10.2f}{algorithm.value:<32}{fill:>9.2%}{bound:>9.2%}{seconds:>9.3f}")
             if name == "log-normal" and algorithm is BEST:

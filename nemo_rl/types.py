@@ -107,6 +107,19 @@ class GenerateFn(Protocol):
     async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentStep:
+    """The environment's answer to one turn of one conversation."""
+
+    observation: dict[str, str]  # role and content of the next message
+    reward: float
+    terminated: bool
+    metadata: Any  # passed to the next step of the conversation
+    next_stop_strings: Sequence[str] | None  # for the next turn; None keeps the present ones
+    answer: str | None = None  # extracted from the conversation
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class SampleStatus(StrEnum):
     """How an episode ended. Only COMPLETED and TRUNCATED samples carry a reward."""
 

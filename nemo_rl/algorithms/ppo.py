@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.losses.kl import calculate_kl
+from nemo_rl.algorithms.losses.divergence import calculate_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.algorithms.plan.advantages import whiten, whitening_sums
 from nemo_rl.algorithms.plan.batch import Batching, plan_batch

@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.base import NamedByKey, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import NamedByKey, NotYet, StrictModel, anything, not_yet, one_of, switched_off
 from nemo_rl.environments.code.sandbox.program import SandboxLimits
 from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig

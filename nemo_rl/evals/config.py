@@ -7,14 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import nearest_key
-from nemo_rl.config.rules import NotYet, anything, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, one_of
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import TokenizerConfig
+from nemo_rl.utils.config import ClusterConfig
 
 WITHOUT_ANSWERS = ("reward_model", "llm_judge")  # environments that score and extract nothing
 

@@ -144,6 +144,9 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+# Parameters without effect here: they describe the client, or ask for what every answer has.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -164,15 +167,6 @@ class SamplingRequest(BaseModel):
     seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, le=2**62)  # of the first choice
     stream: bool = False
 
-    # Parameters without effect here: they describe the client, or ask for what every answer has.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    stream_options: Any = None
-
     # Parameters that are supported only with the value that changes nothing.
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
@@ -186,8 +180,10 @@ class SamplingRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+    def _without_ignored(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
 
     def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
         """Sampling parameters; `room` is the number of tokens that fit after the prompt."""

@@ -20,9 +20,19 @@ from ray.exceptions import RayActorError
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
+from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, run_episode, without_reward
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
-from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    EnvironmentStep,
+    GroupHandle,
+    Prompt,
+    RolloutGroup,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+)
 from nemo_rl.utils.seeds import sample_seed
 
 
@@ -53,7 +63,7 @@ class Environment(Protocol):
         """Section of `env`."""
         ...
 
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> StepResult:
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, which names the sample, if it cannot."""
         ...
 

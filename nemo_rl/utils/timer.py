@@ -2,21 +2,10 @@
 
 import math
 import re
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "median": statistics.median,
-    "min": min,
-    "max": max,
-    "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
-    "sum": sum,
-    "count": lambda values: float(len(values)),
-}
 
 
 class Timer:
@@ -24,7 +13,7 @@ class Timer:
 
         with timer.time("generation"):
             ...
-        timer.get_timing_metrics("sum")   # {"generation": 1.25}
+        timer.get_timing_metrics()   # {"generation": 1.25}
 
     `clock` returns seconds and never decreases.
     """
@@ -65,16 +54,9 @@ class Timer:
     def get_latest_elapsed(self, label: str) -> float:
         return self.get_elapsed(label)[-1]
 
-    def reduce(self, label: str, op: str = "mean") -> float:
-        """One number for `label`; `op` is a key of `REDUCTIONS`."""
-        if op not in REDUCTIONS:
-            raise ValueError(f"unknown reduction {op!r}; there are: {', '.join(REDUCTIONS)}")
-        return REDUCTIONS[op](self.get_elapsed(label))
-
-    def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """One number for each label with measurements. A mapping gives the reduction by label, "mean" by default."""
-        ops = dict.fromkeys(self._elapsed_s, reduction_op) if isinstance(reduction_op, str) else reduction_op
-        return {label: self.reduce(label, ops.get(label, "mean")) for label in self._elapsed_s}
+    def get_timing_metrics(self) -> dict[str, float]:
+        """The sum of the measurements of each label."""
+        return {label: sum(elapsed_s) for label, elapsed_s in self._elapsed_s.items()}
 
     def reset(self, label: str | None = None) -> None:
         """Drop the measurements of `label`, or of all labels, including a running one."""

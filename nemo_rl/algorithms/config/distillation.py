@@ -10,11 +10,10 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems, data_parallel_size
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutConfig, RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import check_budgets
-from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import NotYet, anything
-from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.utils.config import ClusterConfig
 
 
 class DistillationLossConfig(StrictModel):

@@ -9,8 +9,7 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems
 from nemo_rl.algorithms.config.rollout import REFERENCE_KL, RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
 
 
 class AdvEstimatorConfig(StrictModel):

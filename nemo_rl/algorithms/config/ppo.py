@@ -10,8 +10,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loop import Problems, saving_rules
 from nemo_rl.algorithms.config.rollout import REFERENCE_KL, FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
 from nemo_rl.models.policy.config import PolicyConfig, RewardModelConfig
 
 

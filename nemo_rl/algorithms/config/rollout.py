@@ -29,11 +29,9 @@ from nemo_rl.algorithms.config.metric_names import (
     rollout_validation,
     turns,
 )
-from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import NotYet, anything, divisors, one_of, switched_off
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of, switched_off
 from nemo_rl.data.config import DataConfig, prompt_tasks
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
     EnvSection,
@@ -45,6 +43,7 @@ from nemo_rl.environments.config import (
 )
 from nemo_rl.models.generation.config import ColocatedConfig
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.utils.config import ClusterConfig
 
 
 class RewardShapingConfig(StrictModel):

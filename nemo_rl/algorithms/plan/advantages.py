@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
-from nemo_rl.algorithms.losses.kl import calculate_kl
+from nemo_rl.algorithms.losses.divergence import calculate_kl
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.setup.supervised import example_maker, open_streams
+from nemo_rl.algorithms.setup.supervised import example_maker
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
@@ -93,7 +93,7 @@ def _supervised(config: SupervisedMasterConfig, kind: DatasetKind, num_rows: int
         return _of_dataset(PromptDataset(parts) if parts else None, num_rows, make, tokenizer)
     if isinstance(setup.train, PromptDataset):
         return _of_dataset(setup.train, num_rows, make, tokenizer)
-    rows = (prompt for batch in StreamedPrompts(open_streams(setup.train), 1, shuffle=False) for prompt in batch)
+    rows = (prompt for batch in StreamedPrompts(setup.train, 1, shuffle=False) for prompt in batch)
     return PreviewInputs(prompts=list(islice(rows, num_rows)), total=None, make=make, tokenizer=tokenizer)
 
 

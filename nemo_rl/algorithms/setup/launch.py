@@ -16,7 +16,6 @@ from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.policy.config import PolicyConfig
@@ -24,6 +23,7 @@ from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError, DiskFullError
+from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.venvs import VenvBuildError

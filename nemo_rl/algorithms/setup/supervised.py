@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -28,8 +27,8 @@ from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTr
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
-from nemo_rl.data.rows.setup import ExampleSetup, StreamedRows, setup_examples
-from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
+from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
@@ -89,7 +88,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     if isinstance(setup.train, PromptDataset):
         prompts = PromptDataLoader(setup.train, batch_size, **order)
     else:
-        prompts = StreamedPrompts(open_streams(setup.train), batch_size, **order)
+        prompts = StreamedPrompts(setup.train, batch_size, **order)
     identity = {
         **model.identity,
         "data.train": prompts.fingerprint(),
@@ -118,19 +117,6 @@ def example_maker(
         add_generation_prompt=data.add_generation_prompt,
         **masks,
     )
-
-
-def open_streams(rows: Sequence[StreamedRows]) -> list[NamedStream]:
-    """Streamed datasets as `StreamedPrompts` reads them."""
-    return [
-        NamedStream(
-            name=part.name,
-            task_name=part.task_name,
-            open_rows=partial(copy.deepcopy, part.table),
-            convert=part.convert,
-        )
-        for part in rows
-    ]
 
 
 # -- starting

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from pydantic import Field
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import Options, options_of, require_used_keys
 from nemo_rl.utils.task_formats import CALCULATOR, fill

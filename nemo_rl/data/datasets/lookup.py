@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import check_split, demonstrate_arithmetic, generated_options, in_split, sampled
 from nemo_rl.utils.task_formats import answer, passages, search

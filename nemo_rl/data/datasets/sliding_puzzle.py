@@ -11,7 +11,7 @@ import functools
 import random
 from typing import Any
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import HELD_OUT_ONE_IN, check_split, generated_options, in_split
 from nemo_rl.utils.sliding_puzzle import (

@@ -1,8 +1,9 @@
-"""Prompts of datasets that do not fit: read once from front to back, shuffled block by block, resumed exactly."""
+"""Batches of prompts from datasets that are never loaded whole: read front to back, shuffled block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -11,6 +12,7 @@ import numpy as np
 
 from nemo_rl.data.interfaces import Row
 from nemo_rl.data.rows.dataloader import check_same_order, rows_digest
+from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.types import Prompt
 
 SHUFFLE_BLOCK = 10_000
@@ -19,9 +21,9 @@ NUM_HASHED_ROWS = 100
 
 @runtime_checkable
 class ResumableRows(Protocol):
-    """Rows that go on from a saved place without reading what lies before it, as `datasets.IterableDataset` does.
+    """Rows that continue from a saved position without reading the rows before it, as `datasets.IterableDataset` does.
 
-    `state_dict` is the place behind the rows that the last iteration has given; JSON-able.
+    `state_dict` is the position after the rows that the last iteration has given; JSON-able.
     """
 
     def __iter__(self) -> Iterator[Row]: ...
@@ -30,101 +32,82 @@ class ResumableRows(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedStream:
-    """A stream of rows under a name (unique among the datasets of a run, part of every prompt id)."""
-
-    name: str
-    task_name: str
-    open_rows: Callable[[], Iterable[Row]]
-    """Gives the rows from the first on, the same at every call; of a `datasets.IterableDataset`
-    `partial(copy.deepcopy, table)`, for shallow copies share their place. Not shuffled by itself: the buffer of such a
-    shuffle is in no saved state."""
-    convert: Callable[[Row], Row] | None = None  # applied to each row
-    repeat: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Position:
     """Where a block of an epoch begins."""
 
     block: int = 0  # number of the block
-    stream: int = 0  # index of the stream, repetitions counted
-    row: int = 0  # rows of the stream before
-    idx: int = 0  # rows of the epoch before
+    stream: int = 0  # index of the stream
+    row: int = 0  # rows of the stream before it
+    idx: int = 0  # rows of the epoch before it
     rows_state: dict[str, Any] | None = None  # of ResumableRows
 
 
-class _Reader:
-    """Reads the streams one after another, from a place on, in blocks."""
+def open_rows(stream: StreamedRows) -> Iterable[Row]:
+    """The rows of a stream from the first on. A deep copy: shallow copies of a table share its position."""
+    return copy.deepcopy(stream.table)
 
-    def __init__(self, streams: Sequence[NamedStream], place: _Place) -> None:
-        self._passes = [(stream, number) for stream in streams for number in range(stream.repeat)]
-        self._place = place
-        self._open(place.stream, place.row, place.rows_state)
-        self._idx = place.idx
-        self._block = place.block
+
+class _Reader:
+    """Reads the streams one after another in blocks, from a position on."""
+
+    def __init__(self, streams: Sequence[StreamedRows], position: _Position) -> None:
+        self._streams = streams
+        self._open(position.stream, position.row, position.rows_state)
+        self._idx = position.idx
+        self._block = position.block
 
     def _open(self, stream: int, row: int = 0, state: dict[str, Any] | None = None) -> None:
         self._stream, self._row = stream, row
-        self._rows: Iterable[Row] = self._passes[stream][0].open_rows() if stream < len(self._passes) else []
+        self._rows: Iterable[Row] = open_rows(self._streams[stream]) if stream < len(self._streams) else []
         if state is not None:
             assert isinstance(self._rows, ResumableRows), "a stream with a saved state stays one that has states"
             self._rows.load_state_dict(state)
         self._iterator = iter(self._rows) if state is not None else islice(self._rows, row, None)
 
-    def read(self, num_rows: int) -> tuple[_Place, list[Prompt]]:
-        """The next rows, fewer where the last stream ends, and the place where they begin."""
-        begin = self._here()
-        prompts: list[Prompt] = []
-        while len(prompts) < num_rows and self._stream < len(self._passes):
-            row = next(self._iterator, None)
-            if row is None:
-                self._open(self._stream + 1)
-            else:
-                prompts.append(self._prompt(row))
-                self._row += 1
-                self._idx += 1
-        self._block += 1
-        return begin, prompts
-
-    def _here(self) -> _Place:
+    def read(self, num_rows: int) -> tuple[_Position, list[Prompt]]:
+        """The next rows, fewer at the end of the last stream, and the position where they begin."""
         rows = self._rows
-        return _Place(
+        begin = _Position(
             block=self._block,
             stream=self._stream,
             row=self._row,
             idx=self._idx,
             rows_state=rows.state_dict() if self._row > 0 and isinstance(rows, ResumableRows) else None,
         )
-
-    def _prompt(self, row: Row) -> Prompt:
-        stream, repetition = self._passes[self._stream]
-        return Prompt(
-            prompt_id=f"{stream.name}:{self._row}" + (f"/{repetition}" if repetition else ""),
-            row=row if stream.convert is None else stream.convert(row),
-            idx=self._idx,
-            task_name=stream.task_name,
-        )
+        prompts: list[Prompt] = []
+        while len(prompts) < num_rows and self._stream < len(self._streams):
+            row = next(self._iterator, None)
+            if row is None:
+                self._open(self._stream + 1)
+                continue
+            stream = self._streams[self._stream]
+            prompt_id, task_name = f"{stream.name}:{self._row}", stream.task_name
+            prompts.append(Prompt(prompt_id=prompt_id, row=stream.convert(row), idx=self._idx, task_name=task_name))
+            self._row += 1
+            self._idx += 1
+        self._block += 1
+        return begin, prompts
 
 
 class StreamedPrompts:
-    """The `PromptSource` of data that is read as a stream: one stream after another, every epoch anew.
+    """The `PromptSource` of streamed data: one stream after another, again in every epoch.
 
-    Rows are shuffled within blocks of `shuffle_block` rows; the permutation depends on seed, epoch and number of the
-    block alone. Memory: the rows of one block. Resuming reads that block again; of what lies before it nothing where
-    the rows have states of their own (`ResumableRows`), otherwise the rows are read and left out.
+    Rows are shuffled within blocks of `shuffle_block` rows, by a permutation that depends on seed, epoch and number of
+    the block alone. The rows of one block are in memory. Resuming reads that block again. It reads nothing before the
+    block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
 
-    `drop_last` leaves out the incomplete batch at the end of an epoch. `size_key` as in `PromptDataLoader`.
+    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state. `drop_last` and `size_key`
+    are as in `PromptDataLoader`.
 
     Raises:
-        ValueError: while iterating, when an epoch has less than one batch.
+        ValueError: while iterating, if an epoch has less than one batch.
     """
 
     num_batches: int | None = None
 
     def __init__(
         self,
-        streams: Sequence[NamedStream],
+        streams: Sequence[StreamedRows],
         num_prompts_per_step: int,
         *,
         shuffle: bool = True,
@@ -142,8 +125,8 @@ class StreamedPrompts:
         self.size_key = size_key
         self.epoch = 0
         self.batches_done = 0  # of the current epoch
-        self._block = _Place()  # the block of the row that was handed out last
-        self._position = 0  # rows of it that were handed out
+        self._block = _Position()  # the block of the last row that was yielded
+        self._position = 0  # rows of the block that were yielded
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         reader = _Reader(self.streams, self._block)
@@ -157,7 +140,7 @@ class StreamedPrompts:
             for position in range(first, len(prompts)):
                 batch.append(prompts[order[position]])
                 if len(batch) == self.num_prompts_per_step:
-                    # Only here, so that the state always is the one behind the last batch.
+                    # Only here, so that the state always is the one after the last batch.
                     self._block, self._position = begin, position + 1
                     self.batches_done += 1
                     yield batch
@@ -168,7 +151,7 @@ class StreamedPrompts:
                 f"the streamed training data has {len(batch)} rows, fewer than one step takes: set {self.size_key} "
                 f"(now {self.num_prompts_per_step}) to at most that, or repeat the dataset (data.train.repeat)"
             )
-        self.epoch, self.batches_done, self._block, self._position = self.epoch + 1, 0, _Place(), 0
+        self.epoch, self.batches_done, self._block, self._position = self.epoch + 1, 0, _Position(), 0
         if batch and not self.drop_last:
             yield batch
 
@@ -178,17 +161,14 @@ class StreamedPrompts:
         return np.random.default_rng([self.seed, self.epoch, block]).permutation(num_rows).tolist()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the data, for checkpoints: per stream its name, repeat, and a hash of its first 100 rows."""
+        """Identity of the data, for checkpoints: per stream its name, and a hash of its first 100 rows."""
         return {
-            stream.name: {
-                "repeat": stream.repeat,
-                "first_rows_hash": rows_digest(islice(stream.open_rows(), NUM_HASHED_ROWS)),
-            }
+            stream.name: {"repeat": 1, "first_rows_hash": rows_digest(islice(open_rows(stream), NUM_HASHED_ROWS))}
             for stream in self.streams
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source is and what decides the order; JSON-able."""
+        """The position and the settings that determine the order; JSON-able."""
         return {
             "epoch": self.epoch,
             "batches_done": self.batches_done,
@@ -201,17 +181,17 @@ class StreamedPrompts:
         """Continue from a saved state.
 
         Raises:
-            ValueError: when the settings that decide the order are not those of the state; it lists the differences.
+            ValueError: if a setting that determines the order has changed; it lists the differences.
         """
         check_same_order(state, self._settings())
         self.epoch = int(state["epoch"])
         self.batches_done = int(state["batches_done"])
-        self._block = _Place(**state["block"])
+        self._block = _Position(**state["block"])
         self._position = int(state["position"])
 
     def _settings(self) -> Mapping[str, Any]:
         return {
-            "streams": [f"{stream.name} x {stream.repeat}" for stream in self.streams],
+            "streams": [f"{stream.name} x 1" for stream in self.streams],
             "num_prompts_per_step": self.num_prompts_per_step,
             "shuffle": self.shuffle,
             "seed": self.seed,

@@ -29,23 +29,12 @@ _GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 class GeneratingPolicy(Protocol):
     """A policy whose workers have `generate`."""
 
-    def prepare_generation(self) -> None:
-        """Prepare the workers for `generate`. Called again after workers were replaced."""
-        ...
-
+    def prepare_generation(self) -> None: ...  # called again after workers were replaced
     @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        ...
-
+    def generating_workers(self) -> list[Any]: ...  # actor handles by rank
     @property
-    def data_coordinates(self) -> list[int]:
-        """The data-parallel coordinate of each worker."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise WorkerDied, with the worker's name, if a worker is gone."""
-        ...
+    def data_coordinates(self) -> list[int]: ...  # the data-parallel coordinate of each worker
+    def check_health(self) -> None: ...  # raises WorkerDied, with the worker's name, if a worker is gone
 
 
 class HfGeneration(GenerationInterface):

@@ -183,28 +183,12 @@ class GenerationInterface(ABC):
 class EngineSettings:
     """Arguments of an engine, the same on each of its nodes."""
 
-    model: str
-    """Directory or hub name of the model. With `load_format="dummy"` only its configuration is read."""
-
-    tokenizer: str
-    """Directory or hub name of the tokenizer."""
-
-    cfg: GenerationConfig
-    """`policy.generation`. Its sampling defaults are not used: each request has its own."""
-
+    model: str  # directory or hub name; with `load_format="dummy"` only its configuration is read
+    tokenizer: str  # directory or hub name
+    cfg: GenerationConfig  # `policy.generation`; its sampling defaults are not used, as each request has its own
     device: Literal["cpu", "cuda"]
-
-    seed: int
-    """Seed of the engine. Each request has its own."""
-
-    load_format: Literal["dummy", "auto"] = "dummy"
-    """"dummy": the weights come from the policy. "auto": from `model`."""
-
+    seed: int  # of the engine; each request has its own
+    load_format: Literal["dummy", "auto"] = "dummy"  # "dummy": the policy sends the weights; "auto": from `model`
     weight_transfer: Transport = "packed_shm"
-    """Transport of the weights, as registered by `weight_loader`."""
-
-    replica: int = 0
-    """Number of this replica, for messages."""
-
-    return_routed_experts: bool = False
-    """Return the experts of every token with completions."""
+    replica: int = 0  # number of this replica, for messages
+    return_routed_experts: bool = False  # return the experts of every token with completions

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -127,14 +128,6 @@ def save_tensors(
         raise RuntimeError(f"{directory} could not be written: {error}") from error
 
 
-class HeldState(Protocol):
-    """A rank's part of a policy, which can be written without the policy."""
-
-    def on_host(self) -> Self:
-        """Copies in host memory, which later steps do not change."""
-        ...
-
-
 class AsyncSaver:
     """Writes the state of a policy in a thread while training goes on: one save at a time, the same on every rank.
 
@@ -148,8 +141,8 @@ class AsyncSaver:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def start(self, state: HeldState, directory: Path, model_save_format: ModelSaveFormat) -> None:
-        """Copy `state` to host memory and begin to write the copy."""
+    def start(self, state: Any, directory: Path, model_save_format: ModelSaveFormat) -> None:
+        """Copy `state`, the first argument of `write`, to host memory and begin to write the copy."""
         assert self._pending is None, "finish() comes before the next start()"
         assert isinstance(self._group, dist.ProcessGroup)
         self._pending = self._thread.submit(self._write, state.on_host(), directory, model_save_format, self._group)
@@ -240,17 +233,9 @@ def _allocate_saved(
 
     A parameter that had no gradient before the checkpoint has no state in it.
     """
-    # Optimizers create their state in the first step. Without gradient and learning rate it changes no parameter.
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for parameter in _trained(optimizer):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    optimizer.state.clear()
     optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
+    _init_optim_state(optimizer)  # a step without gradient and learning rate, which changes no parameter
     saved: dict[str, set[str]] = {}
     for full_name in saved_names:
         parameter_name, _, key = full_name.rpartition(".")

@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 

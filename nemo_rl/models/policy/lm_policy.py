@@ -1,4 +1,4 @@
-"""The driver's handle of a policy: plans and handles go out, metadata comes back."""
+"""The driver's handle of a policy: it sends plans and object references, and receives metadata."""
 
 from __future__ import annotations
 
@@ -19,26 +19,20 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import (
-    BatchPlan,
-    LossFunction,
-    SamplingParams,
-    TokenAdvantages,
-    TrainResult,
-)
+from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite, Written
 
 WORKERS = {
     "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
     "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronPolicyWorker",
 }
-# Threads that spin while they wait for one another slow each other down twenty times where something else runs too;
-# threads that sleep at once halve the speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
+# Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
+# speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 
 class WorkersWrite:
-    """What the workers of a group write in the background; a `StateWrite`."""
+    """A background save by the workers of a group; a `StateWrite`."""
 
     def __init__(self, group: RayWorkerGroup) -> None:
         self.group = group
@@ -52,9 +46,9 @@ class WorkersWrite:
 
 
 class Policy(PolicyInterface):
-    """A policy on the bundles of `cluster`, one worker each, arranged and trained as its backend's section says.
+    """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
 
-    `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as `name_prefix`.
+    Training, scoring and checkpointing acquire `accelerator` as `name_prefix`.
     """
 
     @staticmethod
@@ -247,11 +241,11 @@ def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-# -- A policy whose own workers draw completions.
-
-
 class SelfGeneratingPolicy(Policy):
-    """`prepare_generation`, then whoever holds `generating_workers` calls `generate` on all of them at once."""
+    """A policy whose own workers draw completions.
+
+    After `prepare_generation`, the caller calls `generate` on all `generating_workers` at once.
+    """
 
     @staticmethod
     def worker_class_fqn(config: PolicyConfig) -> str:
@@ -265,7 +259,7 @@ class SelfGeneratingPolicy(Policy):
         return self.group.workers
 
     def prepare_generation(self) -> None:
-        """Once, and again after the workers were replaced."""
+        """Build the workers' decoders: once, and again after the workers were replaced."""
         assert isinstance(self.config, RolloutPolicyConfig)
         generation = self.config.generation
         by_megatron = generation.backend == "megatron"

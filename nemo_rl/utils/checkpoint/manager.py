@@ -19,15 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
 from nemo_rl.utils.checkpoint.save import StateWrite, Written
+from nemo_rl.utils.config import CheckpointingConfig, logged_metric
 from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
-
-if TYPE_CHECKING:
-    from nemo_rl.utils.config import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,6 @@ TRAINING_INFO_NAME = "training_info.json"
 CONFIG_NAME = "config.yaml"
 
 _STEP_PATTERN = re.compile(r"step_(\d+)")
-_METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
 _START_ANEW = "to start anew, set checkpointing.checkpoint_dir to another directory"
 
 
@@ -276,12 +273,7 @@ class CheckpointManager:
 
     def _logged_metric_name(self) -> str:
         assert self.metric_name is not None
-        prefix, colon, name = self.metric_name.partition(":")
-        if not colon or prefix not in _METRIC_PREFIXES:
-            raise ValueError(
-                f'checkpointing.metric_name is "{self.metric_name}"; write "val:<metric>", "train:<metric>" or null'
-            )
-        return _METRIC_PREFIXES[prefix] + name
+        return logged_metric(self.metric_name)
 
     def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
         """Validation does not run on every step, so only a name beside other names of its kind is known to be wrong."""

@@ -76,9 +76,9 @@ def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str, messa
 
 def test_engines_keep_fp8_and_get_bfloat16() -> None:
     vllm = build(f"{VLLM}.precision=fp8", f"{VLLM}.kv_cache_dtype=fp8_e4m3").policy.generation.vllm_cfg
-    assert (vllm.dtype, vllm.gpu_only) == ("bfloat16", ["precision=fp8", "kv_cache_dtype=fp8_e4m3"])
+    assert (vllm.dtype, vllm.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
     plain = build(f"{VLLM}.kv_cache_dtype=null").policy.generation.vllm_cfg
-    assert (plain.dtype, plain.kv_cache_dtype, plain.gpu_only) == ("bfloat16", "auto", [])
+    assert (plain.dtype, plain.kv_cache_dtype) == ("bfloat16", "auto")
 
 
 @pytest.mark.slow

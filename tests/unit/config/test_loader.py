@@ -12,9 +12,9 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
-from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config, write_config
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
 from tests.unit.config.run_configs import MINIMAL, build, problems_of

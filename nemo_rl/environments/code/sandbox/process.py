@@ -1,6 +1,6 @@
 """The server of a sandbox: a small interpreter that forks once per program and watches the child.
 
-It is started with one JSON object as its argument (`ServerConfig`). It reads a `Program` and writes a `SandboxResult`,
+It is started with one JSON object as its argument (see `main`). It reads a `Program` and writes a `SandboxResult`,
 both as JSON lines; its first line lists the mechanisms of isolation that it has. It ends with its standard input, and
 removes the program and its directory. Standard library only: it stays small, so that it forks quickly.
 """
@@ -18,7 +18,6 @@ import signal
 import stat
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from nemo_rl.environments.code.sandbox import isolation
@@ -41,38 +40,30 @@ PIPES = ("stdout", "stderr", "status")
 READ_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """The argument of a server."""
-
-    directory: str  # its own; the directories of programs are in it
-    limits: dict[str, Any]  # of SandboxLimits
-    preload: list[str]  # modules to import before programs start
-    library_paths: list[str]  # programs may import from here, besides the standard library
-    uids: list[int]  # users for programs if the server is root: it takes the first one that can read Python
-    mechanisms: list[str]  # those of program.MECHANISMS that may be used
-
-
 class Server:
-    """One program at a time."""
+    """Runs one program at a time.
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.limits = SandboxLimits(**config.limits)
-        self.directory = config.directory
+    `limits` are the fields of SandboxLimits, `mechanisms` the names of program.MECHANISMS that may be used. If the
+    server is root, programs become the first of the users `uids` that can read Python.
+    """
+
+    def __init__(self, directory: str, limits: dict[str, Any], uids: list[int], mechanisms: list[str]) -> None:
+        self.limits = SandboxLimits(**limits)
+        self.directory = directory
         self.work = os.path.join(self.directory, "work")
         self.readable = [*SYSTEM_FILES, *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
         self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # stays open: the namespace has no /proc
-        self.namespaces = "namespaces" in config.mechanisms and in_child(self._enter_namespaces)
+        self.namespaces = "namespaces" in mechanisms and in_child(self._enter_namespaces)
         if os.path.isdir(root := os.path.join(self.directory, "root")):  # left by the trial
             remove_tree(root)
         if self.namespaces:
             self._enter_namespaces()
-        self.abi = isolation.landlock_abi() if "landlock" in config.mechanisms else 0
-        self.filter = isolation.SyscallFilter() if "seccomp" in config.mechanisms else None
+        self.abi = isolation.landlock_abi() if "landlock" in mechanisms else 0
+        self.filter = isolation.SyscallFilter() if "seccomp" in mechanisms else None
         if not in_child(self._install_filter):
             self.filter = None
-        uids = config.uids if "user" in config.mechanisms and os.geteuid() == 0 else []
-        self.uid = next((uid for uid in uids if can_become(uid)), None)
+        candidates = uids if "user" in mechanisms and os.geteuid() == 0 else []
+        self.uid = next((uid for uid in candidates if can_become(uid)), None)
 
     def _enter_namespaces(self) -> None:
         isolation.enter(
@@ -117,9 +108,7 @@ class Server:
         os.close(stdin)
         for _, write in pipes.values():
             os.close(write)
-        watch = _Watch(
-            pid, {name: read for name, (read, _) in pipes.items()}, self.limits, self.work, self.proc, started
-        )
+        watch = _Watch(self, pid, {read: name for name, (read, _) in pipes.items()}, started)
         try:
             watch.run()
         finally:
@@ -152,16 +141,11 @@ class Server:
 class _Watch:
     """One running child: its output so far, and the limit that it has reached."""
 
-    def __init__(
-        self, pid: int, pipes: dict[str, int], limits: SandboxLimits, work: str, proc: int, started: float
-    ) -> None:
-        self.pid = pid
-        self.limits = limits
-        self.work = work
-        self.proc = proc
-        self.started = started
-        self.output = {name: bytearray() for name in pipes}
-        self.names = {fd: name for name, fd in pipes.items()}
+    def __init__(self, server: Server, pid: int, names: dict[int, str], started: float) -> None:
+        self.pid, self.started = pid, started
+        self.limits, self.work, self.proc = server.limits, server.work, server.proc
+        self.names = names  # of the pipes that are open, by file descriptor
+        self.output = {name: bytearray() for name in PIPES}
         self.poll = select.poll()
         for fd in self.names:
             self.poll.register(fd, select.POLLIN)
@@ -177,21 +161,20 @@ class _Watch:
         while not self._has_ended():
             if self.limit is not None:
                 return
-            for fd, _ in self.poll.poll(tick * 1000):
-                if fd == 0:
-                    raise EOFError
-                self._read(fd)
-                tick = FIRST_TICK_S
+            tick = FIRST_TICK_S if self._read_ready(tick * 1000) else tick
             tick = min(tick * 2, LONGEST_TICK_S) if self.names else FIRST_TICK_S
             self._check(tick)
-        while self.names and self.limit is None:  # what is left in the pipes
-            ready = self.poll.poll(0)
-            if not ready:
-                break
-            for fd, _ in ready:
-                if fd == 0:
-                    raise EOFError
-                self._read(fd)
+        while self.names and self.limit is None and self._read_ready(0):  # what is left in the pipes
+            pass
+
+    def _read_ready(self, timeout_ms: float) -> bool:
+        """Read the pipes that have something. EOFError when the server is to end."""
+        ready = self.poll.poll(timeout_ms)
+        for fd, _ in ready:
+            if fd == 0:
+                raise EOFError
+            self._read(fd)
+        return bool(ready)
 
     def _has_ended(self) -> bool:
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -204,13 +187,9 @@ class _Watch:
         if not data:
             self._close(fd)
             return
-        name = self.names[fd]
-        kept = self.output[name]
-        kept += data
-        if name == "status":
-            if len(kept) > READ_BYTES:
-                self.limit = LimitHit.OUTPUT
-        elif sum(len(self.output[n]) for n in ("stdout", "stderr")) > self.limits.output_bytes:
+        self.output[self.names[fd]] += data
+        printed = len(self.output["stdout"]) + len(self.output["stderr"])
+        if printed > self.limits.output_bytes or len(self.output["status"]) > READ_BYTES:
             self.limit = LimitHit.OUTPUT
 
     def _close(self, fd: int) -> None:
@@ -222,7 +201,8 @@ class _Watch:
         if time.monotonic() - self.started > self.limits.wall_s:
             self.limit = LimitHit.WALL_TIME
         elif tick == LONGEST_TICK_S and self.limit is None:
-            if num_threads(self.proc, self.pid) > self.limits.threads:
+            fields = stat_fields(self.proc, self.pid)
+            if fields and int(fields[17]) > self.limits.threads:
                 self.limit = LimitHit.THREADS
             size, files = disk_use(self.work, self.limits.files)
             if size > self.limits.disk_bytes or files > self.limits.files:
@@ -254,14 +234,11 @@ class _Watch:
             limit = LimitHit.MEMORY
         if limit is None and exit_status != 0:
             limit = facts.get("limit")
-        text = {n: bytes(self.output[n]) for n in ("stdout", "stderr")}
-        left = self.limits.output_bytes
-        for name, data in text.items():
-            text[name] = data[:left]
-            left -= len(text[name])
+        stdout = self.output["stdout"][: self.limits.output_bytes]
+        stderr = self.output["stderr"][: self.limits.output_bytes - len(stdout)]
         return {
-            "stdout": text["stdout"].decode("utf-8", errors="replace"),
-            "stderr": text["stderr"].decode("utf-8", errors="replace"),
+            "stdout": stdout.decode("utf-8", errors="replace"),
+            "stderr": stderr.decode("utf-8", errors="replace"),
             "exit_status": exit_status,
             "limit": limit,
             "finished": exit_status == 0 and self.limit is None and bool(facts.get("finished")),
@@ -278,10 +255,9 @@ def _facts(data: bytes, token: str) -> dict[str, Any]:
     the runner's process and can find the token there.
     """
     for line in data.splitlines():
-        try:
+        facts = None
+        with contextlib.suppress(ValueError, RecursionError):
             facts = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
         if isinstance(facts, dict) and facts.get("token") == token:
             limit, error, failed_cell = facts.get("limit"), facts.get("error"), facts.get("failed_cell")
             return {
@@ -300,12 +276,6 @@ def stat_fields(proc: int, pid: int) -> list[bytes]:
             return file.read().rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
-
-
-def num_threads(proc: int, pid: int) -> int:
-    """Threads of a process; 0: it has ended."""
-    fields = stat_fields(proc, pid)
-    return int(fields[17]) if fields else 0
 
 
 def end_orphans(proc: int) -> None:
@@ -419,30 +389,29 @@ def remove_tree(directory: str, *, keep: bool = False) -> None:
             waiting.pop()
 
 
-def serve(config: ServerConfig, requests: BinaryIO, replies: BinaryIO) -> None:
+def serve(server: Server, requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer until the input ends."""
-    server = Server(config)
-    ready = {
-        "namespaces": server.namespaces,
-        "landlock": server.abi,
-        "seccomp": server.filter is not None,
-        "user": server.uid,
-    }
-    replies.write(json.dumps(ready).encode() + b"\n")
-    replies.flush()
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    is_filtered = server.filter is not None
+    reply({"namespaces": server.namespaces, "landlock": server.abi, "seccomp": is_filtered, "user": server.uid})
     for line in iter(requests.readline, b""):
         try:
-            reply = server.run(json.loads(line))
+            reply(server.run(json.loads(line)))
         except EOFError:
             return
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
 
 
 def main() -> None:
-    config = ServerConfig(**json.loads(sys.argv[1]))
-    sys.path[:] = [path for path in sys.path if path not in ("", config.library_paths[0])] + config.library_paths[1:]
-    for name in config.preload:
+    """`preload`: modules to import before programs start. `library_paths`: where programs may import from, besides the
+    standard library; the first one is this package's and is for the server only. Other keys are those of `Server`."""
+    config = json.loads(sys.argv[1])
+    own, *others = config.pop("library_paths")
+    sys.path[:] = [path for path in sys.path if path not in ("", own)] + others
+    for name in config.pop("preload"):
         importlib.import_module(name)
     isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal ends the run, which ends its servers
@@ -451,7 +420,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         gc.disable()
-        serve(config, requests, replies)
+        serve(Server(**config), requests, replies)
 
 
 if __name__ == "__main__":

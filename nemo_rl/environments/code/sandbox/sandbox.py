@@ -171,10 +171,7 @@ class _Server:
 
 def draw_uids() -> list[int]:
     """Users of one server, drawn at random: pools of other processes and containers draw from the same ranges."""
-    return [
-        FIRST_UID + secrets.randbelow(NUM_UIDS),
-        FIRST_SMALL_UID + secrets.randbelow(NUM_SMALL_UIDS),
-    ]
+    return [FIRST_UID + secrets.randbelow(NUM_UIDS), FIRST_SMALL_UID + secrets.randbelow(NUM_SMALL_UIDS)]
 
 
 def _remove_when_quiet(directory: str) -> None:

@@ -30,16 +30,11 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        cfg: `policy.generation`.
-        model: directory or hub name of the model. With `load_format="dummy"` only its configuration is read: the
-            weights come from the policy with the first sync.
-        tokenizer: directory or hub name of the tokenizer.
+        cfg, model, tokenizer, load_format, return_routed_experts: see `EngineSettings`.
         seed: seed of the run.
         section: configuration section that holds the seed, for messages.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
-        load_format: "auto" reads the weights of `model` (evaluation, tests).
-        return_routed_experts: return the experts of every token with completions.
 
     Raises:
         ValueError: the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
@@ -150,31 +145,24 @@ def check_vllm_kwargs(cfg: GenerationConfig, section: str) -> None:
 
     `section` is the configuration section that holds the seed.
     """
-    decided = {
+    own = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
+    own += ("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
+    decided = {key: f"policy.generation.vllm_cfg.{key}" for key in own} | {
         "model": "policy.model_name",
         "tokenizer": "policy.tokenizer.name",
         "dtype": "policy.generation.vllm_cfg.precision",
         "quantization": "policy.generation.vllm_cfg.precision",
-        "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
-        "max_model_len": "policy.generation.vllm_cfg.max_model_len",
-        "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
-        "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
-        "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
         "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
-        "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
-        "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
         "enable_sleep_mode": "policy.generation.colocated.enabled",
         "seed": f"{section}.seed",
-        "distributed_executor_backend": "",
-        "load_format": "",
-        "logprobs_mode": "",
-        "worker_extension_cls": "",
-        "weight_transfer_config": "",
     }
+    internal = ("distributed_executor_backend", "load_format", "logprobs_mode")
+    internal += ("worker_extension_cls", "weight_transfer_config")
     for key in cfg.vllm_kwargs:
         if key in decided:
-            instead = f"set {decided[key]} instead" if decided[key] else "the library decides it: remove the key"
-            raise ValueError(f"policy.generation.vllm_kwargs.{key}: {instead}")
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: set {decided[key]} instead")
+        if key in internal:
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: the library decides it: remove the key")
 
 
 def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:

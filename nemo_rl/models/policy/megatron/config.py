@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import StrictModel
-from nemo_rl.config.rules import NotYet, anything, holds, not_yet, one_of, value_of, written
+from nemo_rl.config.rules import NotYet, StrictModel, anything, holds, not_yet, one_of, value_of, written
 
 Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]

@@ -19,7 +19,7 @@ parallel_state: Any = megatron_state  # its types say int | None, also of values
 
 
 class MegatronMesh:
-    """Creates Megatron's process groups and names those of this rank. Implements `WorkerPlace`. Collective.
+    """Creates Megatron's process groups and names those of this rank. Implements `WorkerMesh`. Collective.
 
     Attributes:
         data_group: the ranks that differ from this one only in their samples.
