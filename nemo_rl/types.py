@@ -382,7 +382,7 @@ class LossFunction(Protocol):
 class TokenAdvantages(Protocol):
     """Advantages that differ by token, computed on the workers. [T] float32 tensors of one sample.
 
-    The workers call `adjust` for every sample, add up `sums` over samples and ranks, then call `finish` for every sample.
+    The workers call `adjust` for every sample, sum `sums` over samples and ranks, then call `finish` for every sample.
     """
 
     def adjust(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
