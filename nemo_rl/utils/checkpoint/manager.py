@@ -253,7 +253,7 @@ class CheckpointManager:
         return sorted((step for step in steps if step not in self._damaged_steps), key=lambda s: (-values[s], -s))
 
     def _value(self, step: int) -> float:
-        """Higher is better for every metric. Without its value a checkpoint is worst; without a metric all are equal."""
+        """Higher is better for every metric. A checkpoint without it is worst; without a metric all are equal."""
         if self.metric_name is None:
             return 0.0
         path = self.checkpoint_dir / f"step_{step}"
