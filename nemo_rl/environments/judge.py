@@ -202,7 +202,6 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 def _metrics(votes: Sequence[_Vote]) -> dict[str, float]:
     scores = [vote.score for vote in votes if vote.score is not None]
-    assert len(scores) == len(votes)
     replies = [reply for vote in votes for reply in vote.replies]
     found = {
         "score": sum(scores) / len(scores),
@@ -240,17 +239,12 @@ class ServerJudge:
         slots = asyncio.Semaphore(self.cfg.concurrency)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.cfg.concurrency)) as session:
             tasks = [asyncio.create_task(self._reply(session, slots, question)) for question in questions]
-            await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
-            for task in tasks:
+            _, late = await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
+            for task in late:
                 task.cancel()
-            replies = await asyncio.gather(*tasks, return_exceptions=True)
-        late = JudgeFailure(f"{self.url}: no reply in the time left for this step (time_limit_s)")
-        found: list[Reply | JudgeFailure] = []
-        for reply in replies:
-            if isinstance(reply, BaseException) and not isinstance(reply, asyncio.CancelledError):
-                raise reply
-            found.append(late if isinstance(reply, BaseException) else reply)
-        return found
+            await asyncio.wait(tasks)
+        no_time = JudgeFailure(f"{self.url}: no reply in the time left for this step (time_limit_s)")
+        return [no_time if task.cancelled() else task.result() for task in tasks]
 
     async def _reply(
         self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, question: Question
