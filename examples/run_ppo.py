@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         PPOMasterConfig,
-        description="PPO on math problems: a value model predicts rewards, and the policy learns to do better than predicted.",
+        description="PPO on math problems: a value model predicts rewards, the policy learns to exceed them.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
         placement=describe_placement,
         check=partial(check_rollout_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
