@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         DistillationMasterConfig,
-        description="On-policy distillation: the student samples, and learns the teacher's distributions for its tokens.",
+        description="On-policy distillation: the student samples, and learns the teacher's distributions there.",
         default_config=str(CONFIGS / "distillation_math.yaml"),
         placement=describe_placement,
         check=check,
