@@ -1,4 +1,4 @@
-"""Configuration of an evaluation: what is asked, how answers are sampled, which data and environments."""
+"""Configuration of an evaluation: metric, sampling, datasets and environments."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class EvalConfig(StrictModel):
     """Seed of everything random."""
 
     save_path: str | None = None
-    """Folder of samples and results; the same command continues what is there. null: results/eval/ and a name made of
-    model, datasets and settings."""
+    """Folder of samples and results; the same command continues an evaluation. null: results/eval/ and a name
+    made of model, datasets and settings."""
 
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of a sample with its environment."""
@@ -102,7 +102,7 @@ class EvalTokenizerConfig(TokenizerConfig):
     """The tokenizer."""
 
     name: Annotated[str, Derived("${generation.model_name}")]
-    """Hugging Face name or folder; that of the model by default, with a checkpoint the one saved in it."""
+    """Hugging Face name or folder; by default the model's, or the tokenizer saved in a checkpoint."""
 
 
 class EvalDatasetConfig(StrictModel):
@@ -134,7 +134,7 @@ class EvalDatasetConfig(StrictModel):
     """Seed of what the dataset draws: the order of GPQA's options, generated problems."""
 
     download_dir: str | None = None
-    """Cache folder of downloads; null: that of Hugging Face."""
+    """Cache folder of downloads; null: Hugging Face's."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
@@ -164,7 +164,7 @@ class EvalDatasetConfig(StrictModel):
 
 
 class EvalDataConfig(EvalDatasetConfig):
-    """What is asked: one dataset, or several under `datasets`, and the texts around each problem."""
+    """The problems: one dataset, or several under `datasets`, and the texts around each problem."""
 
     prompt_file: str | None = None
     """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
@@ -176,7 +176,7 @@ class EvalDataConfig(EvalDatasetConfig):
     """Several datasets, in place of `dataset_name`."""
 
     max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
-    """Tokens of the longest prompt; a longer one is not asked, and counted."""
+    """Tokens of the longest prompt; longer ones are left out and counted."""
 
     not_yet: ClassVar = (NotYet("num_workers", anything),)
 
@@ -215,7 +215,7 @@ class EvalMasterConfig(StrictModel):
     """The tokenizer."""
 
     data: EvalDataConfig
-    """What is asked: one dataset, or several, and the texts around each problem."""
+    """The problems: one dataset, or several, and the texts around each problem."""
 
     env: EnvSection
     """Environments that judge the answers, by name."""
@@ -271,6 +271,6 @@ class EvalMasterConfig(StrictModel):
         return next((n for n in fitting if self.env[n].model_dump()["verifier_type"] == kind), None)
 
     def processor_of(self, dataset: EvalDatasetConfig) -> str:
-        """The processor of a dataset: its own, or the one asked for."""
+        """The processor of a dataset: `processor`, or else the dataset's own."""
         is_math = answer_kind(dataset.dataset_name) == "math"
         return dataset.processor or ("math_hf_data_processor" if is_math else "multichoice_qa_processor")

@@ -140,7 +140,7 @@ class CheckpointingConfig(StrictModel):
     """Whether a larger `metric_name` is the better one."""
 
     keep_top_k: int | None = Field(default=3, ge=1)
-    """Checkpoints kept besides the latest; null keeps all."""
+    """Number of checkpoints kept in addition to the latest; null: all."""
 
     save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
@@ -159,7 +159,7 @@ class CheckpointingConfig(StrictModel):
     """Also write the weights as one Hugging Face model directory."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written. Takes host memory for one more copy of what is saved."""
+    """Train while a checkpoint is written. Needs host memory for one more copy of the saved state."""
 
     not_yet: ClassVar = (
         *not_yet("model_cache_dir", "model_repo_id", "peft_config", neutral=one_of(None)),

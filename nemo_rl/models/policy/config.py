@@ -55,7 +55,7 @@ class OptimizerConfig(StrictModel):
     kwargs: dict[str, Any] = Field(
         default_factory=lambda: {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8}
     )
-    """Its arguments. Given as a whole: what is left out falls back to the optimizer's own defaults."""
+    """Its arguments, which replace the default ones as a whole; the others have the optimizer's own defaults."""
 
 
 class SchedulerConfig(StrictModel):
@@ -369,7 +369,7 @@ class PolicyConfig(StrictModel):
             "excludes {section}.sequence_packing.enabled: both fill micro-batches by tokens; switch one of them off"
         ),
         "padding_free=false excludes sequence_packing.enabled": (
-            "packed sequences lie end to end; set it to null, or {section}.sequence_packing.enabled=false and "
+            "packed sequences have no padding; set it to null, or {section}.sequence_packing.enabled=false and "
             "{section}.dynamic_batching.enabled=true"
         ),
         # backends
@@ -444,7 +444,7 @@ class PolicyConfig(StrictModel):
     def _check_context(self, chunks: int) -> Iterator[tuple[str, str]]:
         """Context parallelism cuts every sequence into `chunks` equal parts; shorter ones than the longest are padded.
 
-        Two chunks are those of one rank, which cuts nothing.
+        One rank, with two chunks, cuts nothing.
         """
         longest = self.max_total_sequence_length
         if chunks == 2 or longest % chunks == 0:
