@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,38 @@ class ReferencePolicy(Protocol):
     """Inside `active()` the model computes with the weights the run started from."""
 
     def active(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class SwappedReference:
+    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the current ones while it is active.
+
+    `weights()` returns the tensors of this rank that training changes, at every exchange anew.
+    """
+
+    def __init__(self, weights: Callable[[], list[torch.Tensor]]) -> None:
+        self.weights = weights
+        self.copies = [
+            torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight) for weight in weights()
+        ]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One tensor at a time, so that the device never holds a second copy of the model.
+        for weight, other in zip(self.weights(), self.copies, strict=True):
+            assert weight.dtype == other.dtype
+            current = weight.clone()
+            weight.copy_(other, non_blocking=True)
+            other.copy_(current, non_blocking=True)
+        if any(copy.is_pinned() for copy in self.copies):
+            torch.cuda.synchronize()  # the next exchange reads these copies on the host
 
 
 class WorkerMesh(Protocol):

@@ -9,8 +9,7 @@ import contextlib
 import copy
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +29,9 @@ from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it 
 from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state, save_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights, scalar_map, without_score
+from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import weight_map
+from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.moe import (
@@ -53,7 +52,7 @@ from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.models.policy.pretrained import load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
@@ -114,12 +113,12 @@ class MegatronPolicyWorker(PolicyWorker):
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
-        self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
-        self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
+        self.optimizer: Any = build_optimizer(config, self.chunks) if settings.init_optimizer else None
+        self.scheduler: Any = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
         self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = None
         if settings.init_reference_model:
-            self.reference = self.adapters or SwappedMegatronReference(self.parameters)
+            self.reference = self.adapters or SwappedReference(self._changing_weights)
 
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
@@ -127,7 +126,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.config.model_name,
             self.settings.model_path,
             self.hf_config,
-            without_score(self.weight_map) if reward.enabled else self.weight_map,
+            self.weight_map.body() if reward.enabled else self.weight_map,
             force=self.megatron.force_reconvert_from_hf,
         )
         if reward.enabled:
@@ -151,6 +150,11 @@ class MegatronPolicyWorker(PolicyWorker):
             own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
         )
 
+    def _changing_weights(self) -> list[torch.Tensor]:
+        """Trainable parameters and the buffers that training changes, such as expert biases."""
+        weights = self.parameters.values()
+        return [w.detach() for w in weights if w.requires_grad or not isinstance(w, nn.Parameter)]
+
     # -- optimizer steps
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
@@ -159,24 +163,19 @@ class MegatronPolicyWorker(PolicyWorker):
         return result
 
     def _clip(self) -> float:
-        assert self.optimizer is not None
         return clip_gradients(self.optimizer, self.config.max_grad_norm)
 
     def _learning_rate(self) -> float:
-        assert self.optimizer is not None
         return learning_rate(self.optimizer)
 
     def _take_step(self) -> None:
-        assert self.optimizer is not None
         take_step(self.optimizer)
         self.expert_bias.take_step()
 
     def _step_scheduler(self) -> None:
-        assert self.scheduler is not None
         self.scheduler.step(1)
 
     def _zero_gradients(self) -> None:
-        assert self.optimizer is not None
         self.optimizer.zero_grad()
         self.expert_bias.forget_step()
 
@@ -276,39 +275,6 @@ def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
             f"policy.megatron_cfg.transformer_impl=transformer_engine: Transformer Engine {lacking}; set it to local"
         )
     return settings.transformer_impl != "local" and is_installed and use_gpu
-
-
-class SwappedMegatronReference:
-    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the present ones while it is active.
-
-    Frozen parameters never change and stay where they are.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.parameters = [p for p in parameters.values() if p.requires_grad or not isinstance(p, nn.Parameter)]
-        self.copies = [
-            torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda).copy_(parameter.detach())
-            for parameter in self.parameters
-        ]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # One parameter at a time: no second copy of the model on the device.
-        for parameter, other in zip(self.parameters, self.copies, strict=True):
-            assert parameter.dtype == other.dtype
-            current = parameter.detach().clone()
-            parameter.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(copy.is_pinned() for copy in self.copies):
-            torch.cuda.synchronize()  # the next exchange reads the copies on the host
 
 
 # -- weights, gradients and optimizer state between device and host memory
