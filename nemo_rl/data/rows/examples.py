@@ -111,7 +111,10 @@ class ExampleMaker:
         problem = datum.get("problem") or self._problem(logs, examples, lengths)
         if problem is None:
             return examples, _meta(prompt, examples)
-        examples = [_stub(example) for example in examples]
+        for example in examples:  # a stub: a few tokens without loss
+            kept = example.token_ids[:NUM_STUB_TOKENS]
+            example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
+            example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
         text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
         return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
@@ -214,14 +217,6 @@ def _in_terms_of_table(text: str, task: Task) -> str:
     for column, source in task.columns.items():
         text = text.replace(f"column {column!r}", f"column {source!r}")
     return text
-
-
-def _stub(example: Example) -> Example:
-    kept = example.token_ids[:NUM_STUB_TOKENS]
-    kept = kept if len(kept) else np.zeros(1, dtype=np.int32)
-    return Example(
-        sample_id=example.sample_id, token_ids=kept, token_mask=np.zeros(len(kept), dtype=bool), margin=example.margin
-    )
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
