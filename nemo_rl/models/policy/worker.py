@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,39 @@ class ReferencePolicy(Protocol):
     """Inside `active()` the model computes with the weights the run started from."""
 
     def active(self) -> contextlib.AbstractContextManager[None]: ...
+
+
+class SwappedReference:
+    """The initial weights in host memory, exchanged with the current ones while the reference is active.
+
+    `parameters` returns this rank's parts of the trained parameters; frozen weights do not move. It is called before
+    every exchange, because moving a module between devices replaces its parameters.
+    """
+
+    def __init__(self, parameters: Callable[[], list[torch.Tensor]]) -> None:
+        self._parameters = parameters
+        self._copies = [
+            torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda).copy_(parameter.detach())
+            for parameter in parameters()
+        ]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One parameter at a time, so that the device never holds a second copy of the model.
+        for parameter, other in zip(self._parameters(), self._copies, strict=True):
+            current = parameter.detach().clone()
+            parameter.copy_(other, non_blocking=True)
+            other.copy_(current, non_blocking=True)
+        if any(copy.is_pinned() for copy in self._copies):
+            torch.cuda.synchronize()  # the next exchange reads the copies on the host
 
 
 class WorkerMesh(Protocol):

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from nemo_rl.models.policy import checkpoint
@@ -37,7 +36,7 @@ from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
@@ -115,8 +114,13 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reference_policy(self) -> ReferencePolicy:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
         if lora_cfg.enabled and lora_cfg.adapter_path is None:
-            return BaseModelReference(self.stages)
-        return SwappedReference(self.stages)
+            return AdaptersOff(self.parts)
+        return SwappedReference(self._trained_shards)
+
+    def _trained_shards(self) -> list[torch.Tensor]:
+        for stage in self.stages:
+            stage.reshard()
+        return [parameter.to_local().detach() for parameter in trainable(self.stages)]  # pyright: ignore[reportAttributeAccessIssue]
 
     # -- optimizer steps
 
@@ -217,60 +221,18 @@ class DTensorPolicyWorker(PolicyWorker):
                     state[name] = value.to(device)
 
 
-# -- the reference policy: the weights the run started from, without a second copy on the device
-
-
-class BaseModelReference:
+class AdaptersOff:
     """With LoRA, the reference is the model without its adapters, unless training began with given adapters."""
 
-    def __init__(self, stages: Sequence[LogprobModel]) -> None:
-        self.stages = stages
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
 
     @contextmanager
     def active(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for stage in self.stages:
-                stack.enter_context(lora.adapters_disabled(stage.hf))
+            for part in self.parts:
+                stack.enter_context(lora.adapters_disabled(part))
             yield
-
-
-class SwappedReference:
-    """The shards of the initial weights in host memory, exchanged with the current ones while they are needed.
-
-    Frozen weights do not move.
-    """
-
-    def __init__(self, stages: Sequence[LogprobModel]) -> None:
-        self.stages = stages
-        self.shards = [
-            torch.empty_like(local, device="cpu", pin_memory=local.is_cuda).copy_(local)
-            for local in self._local_shards()
-        ]
-
-    def _local_shards(self) -> Iterator[torch.Tensor]:
-        for parameter in trainable(self.stages):
-            assert isinstance(parameter, DTensor)
-            yield parameter.to_local().detach()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        for stage in self.stages:
-            stage.reshard()
-        # One parameter at a time, so that the device never holds a second copy of the model.
-        for local, other in zip(self._local_shards(), self.shards, strict=True):
-            current = local.clone()
-            local.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(shard.is_pinned() for shard in self.shards):
-            torch.cuda.synchronize()  # the next exchange reads these copies on the host
 
 
 # -- generation: prompts padded on the left, with a KV cache

@@ -9,8 +9,7 @@ import contextlib
 import copy
 import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,7 +52,7 @@ from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.models.policy.pretrained import load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
@@ -119,7 +118,8 @@ class MegatronPolicyWorker(PolicyWorker):
         self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = None
         if settings.init_reference_model:
-            self.reference = self.adapters or SwappedMegatronReference(self.parameters)
+            trained = [p for p in self.parameters.values() if p.requires_grad or not isinstance(p, nn.Parameter)]
+            self.reference = self.adapters or SwappedReference(lambda: trained)
 
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
@@ -276,39 +276,6 @@ def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
             f"policy.megatron_cfg.transformer_impl=transformer_engine: Transformer Engine {lacking}; set it to local"
         )
     return settings.transformer_impl != "local" and is_installed and use_gpu
-
-
-class SwappedMegatronReference:
-    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the present ones while it is active.
-
-    Frozen parameters never change and stay where they are.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self.parameters = [p for p in parameters.values() if p.requires_grad or not isinstance(p, nn.Parameter)]
-        self.copies = [
-            torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda).copy_(parameter.detach())
-            for parameter in self.parameters
-        ]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # One parameter at a time: no second copy of the model on the device.
-        for parameter, other in zip(self.parameters, self.copies, strict=True):
-            assert parameter.dtype == other.dtype
-            current = parameter.detach().clone()
-            parameter.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(copy.is_pinned() for copy in self.copies):
-            torch.cuda.synchronize()  # the next exchange reads the copies on the host
 
 
 # -- weights, gradients and optimizer state between device and host memory
