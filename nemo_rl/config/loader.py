@@ -6,6 +6,7 @@ Every problem found on the way is reported together, with the file and line of t
 from __future__ import annotations
 
 import logging
+import operator
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -80,7 +81,7 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
 
 
 def _without_echoes(problems: list[Problem], unresolved: SourcedTree, tree: SourcedTree) -> list[Problem]:
-    """Leave out defaults that only repeat another key: what is wrong is said of that key."""
+    """Leave out defaults that only repeat another key: the problem is reported for that key."""
 
     def follows_another(path: KeyPath) -> bool:
         return bool(path) and path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
@@ -95,69 +96,62 @@ def _divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
 
 
-def _register_resolvers() -> None:
-    OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
-    OmegaConf.register_new_resolver("div", _divide, replace=True)
-    OmegaConf.register_new_resolver("add", lambda a, b: a + b, replace=True)
-    OmegaConf.register_new_resolver("max", lambda a, b: max(a, b), replace=True)
+_RESOLVERS = {"mul": operator.mul, "div": _divide, "add": operator.add, "max": max}
 
 
 def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
     """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
-    _register_resolvers()
+    for name, function in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
     _refuse_malformed(tree, tree.values, (), problems)
-    return _resolve_container(tree, tree.values, OmegaConf.create(tree.values), (), problems)
+    return _resolved(tree, tree.values, OmegaConf.create(tree.values), (), problems)
 
 
 def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
     """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
-    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    for key, entry in entries:
+    for key, entry in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
+        below = (*path, key)
         if isinstance(entry, dict | list):
-            _refuse_malformed(tree, entry, (*path, key), problems)
+            _refuse_malformed(tree, entry, below, problems)
         elif isinstance(entry, str) and "${" in entry:
             try:
                 OmegaConf.create({"entry": entry})
             except OmegaConfBaseException:
-                problems.append(
-                    Problem((*path, key), f"not a valid interpolation: {entry}", tree.location((*path, key)))
-                )
+                problems.append(Problem(below, f"not a valid interpolation: {entry}", tree.location(below)))
                 value[key] = None
 
 
-def _resolve_container(
-    tree: SourcedTree, raw: Any, resolved: DictConfig | ListConfig, path: KeyPath, problems: list[Problem]
-) -> Any:
-    """Walk the raw tree and OmegaConf's view of it side by side, leaf by leaf, so that each failure has a place."""
+def _resolved(tree: SourcedTree, raw: Any, view: Any, path: KeyPath, problems: list[Problem]) -> Any:
+    """Walk the raw tree and OmegaConf's view of it side by side, so that each failure has a path."""
     entries: dict[Any, Any] = {}
     for key, entry in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        below = (*path, key)
         if isinstance(entry, dict | list):
-            entries[key] = _resolve_container(tree, entry, resolved[key], (*path, key), problems)
-        elif isinstance(entry, str) and ("${" in entry or entry == "???"):
-            entries[key] = _resolve_leaf(tree, entry, resolved, (*path, key), problems)
-        else:
-            entries[key] = entry
+            entries[key] = _resolved(tree, entry, view[key], below, problems)
+            continue
+        entries[key] = entry
+        if not isinstance(entry, str) or ("${" not in entry and entry != "???"):
+            continue
+        try:
+            value = view[key]
+            is_container = isinstance(value, DictConfig | ListConfig)
+            entries[key] = OmegaConf.to_container(value, resolve=True) if is_container else value
+            continue
+        except MissingMandatoryValue:
+            message = f"must be given, e.g. {dotted(below)}=... on the command line"
+        except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
+            reason = str(error).strip().splitlines()
+            message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
+        problems.append(Problem(below, message, tree.location(below)))
+        entries[key] = None
     return entries if isinstance(raw, dict) else list(entries.values())
-
-
-def _resolve_leaf(tree: SourcedTree, entry: str, holder: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    try:
-        value = holder[path[-1]]
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-    except MissingMandatoryValue:
-        message = f"must be given, e.g. {dotted(path)}=... on the command line"
-    except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
-        reason = str(error).strip().splitlines()
-        message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
-    problems.append(Problem(path, message, tree.location(path)))
-    return None
 
 
 # Keys that are not supported yet
 
 
 def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
-    """Drop neutral keys of what is not supported yet from the tree; report the others."""
+    """Drop unsupported keys with neutral values from the tree; report the others."""
     problems = []
     off: list[KeyPath] = []
     for section in list(sections(model, tree.values)):
@@ -242,9 +236,9 @@ def _alternatives_joined(problems: list[Problem]) -> list[Problem]:
 
 
 def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) -> KeyPath:
-    """Pydantic's location without what is not in the tree: tags of unions, the index of a single item.
+    """Pydantic's location without the parts that the tree lacks: tags of unions, the index of a single item.
 
-    `is_missing`: the location ends with a key that should be there and is not, which is kept.
+    `is_missing`: the location ends with a missing key, which is kept.
     """
     path: list[str | int] = []
     for position, part in enumerate(loc):
@@ -263,7 +257,7 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) 
 
 
 def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str]) -> list[Problem]:
-    """Apply overrides to a tree that holds the defaults, in order, and return what is wrong with them."""
+    """Apply overrides in order to a tree that holds the defaults, and return their problems."""
     parser = OverridesParser.create()
     problems = []
     for text in overrides:
@@ -310,7 +304,7 @@ def _delete(model: type[BaseModel], tree: SourcedTree, path: KeyPath, value: Any
 
 
 def _not_there(model: type[BaseModel], tree: SourcedTree, path: KeyPath, location: Location) -> Problem:
-    """A key nobody knows: a new entry of a free mapping needs `+`, anything else is a mistake."""
+    """The problem of an unknown key: a new entry of a free mapping needs `+`, anything else is a mistake."""
     keys = known_keys(model, tree.values)
     if not is_known(model, _with_entry(tree, path), path):
         return unknown_key(path, keys, location)
@@ -478,7 +472,7 @@ def gaps(model: type[BaseModel]) -> tuple[NotYet, ...]:
 
 
 def known_keys(model: type[BaseModel], values: RawTree) -> list[str]:
-    """Dotted names of all keys that exist: those of the models, and those of free mappings that `values` holds."""
+    """Dotted names of all keys of the models, and of the keys of free mappings in `values`."""
     found: dict[str, None] = {}
     _collect_keys(Slot.of(model), values, (), found)
     return list(found)

@@ -40,14 +40,6 @@ class Shards:
     hi: Ints
 
     @classmethod
-    def whole(cls, tensors: Sequence[TensorMeta], rank: Ints, tensor: Ints) -> Shards:
-        """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
-        first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
-        tensor = np.asarray(tensor, dtype=np.int64)
-        zeros = np.zeros(len(tensor), dtype=np.int64)
-        return cls(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
-
-    @classmethod
     def concatenate(cls, parts: Sequence[Shards]) -> Shards:
         """The rows of all `parts`, in order."""
         columns = zip(*((p.rank, p.tensor, p.dim, p.lo, p.hi) for p in parts), strict=True)
@@ -146,30 +138,6 @@ class ShardPlan(_Messages):
     size: Ints  # [moves, dimensions]
     strides: Ints  # [moves, dimensions]
     offset: Ints
-    payload: Ints
-
-    def messages_per_bucket(self) -> Ints:
-        """[ranks, buckets]: number of messages that each receiver gets for each of its buckets."""
-        leaves = self.source != self.receiver
-        key = self.receiver[leaves] * len(self.num_rounds) + self.bucket[leaves]
-        counts = np.bincount(key, minlength=self.world_size * len(self.num_rounds))
-        return counts.reshape(self.world_size, len(self.num_rounds))
-
-    def received_bytes(self) -> Ints:
-        """[ranks]: bytes of weights in each receiver's buckets, including those from itself."""
-        of_message = np.repeat(self.receiver, np.diff(self.first))
-        return _sums_by(of_message, self.payload, self.world_size)
-
-    def transferred_bytes(self) -> Ints:
-        """[ranks, ranks]: bytes in messages from source to receiver, with trailers and alignment."""
-        key = self.source * self.world_size + self.receiver
-        return _sums_by(key, self.nbytes, self.world_size**2).reshape(self.world_size, self.world_size)
-
-    def peak_send_bytes(self) -> int:
-        """Maximum number of bytes that one rank sends in one exchange."""
-        rounds = int(self.num_rounds.max(initial=1))
-        key = (self.bucket * rounds + self.round) * self.world_size + self.source
-        return int(_sums_by(key, self.nbytes, len(self.num_rounds) * rounds * self.world_size).max(initial=0))
 
     @property
     def world_size(self) -> int:
@@ -227,7 +195,10 @@ def build_plan(
     """
     table = _TensorTable.of(tensors)
     held = _HeldShards.of(table, table.checked(sources))
-    layouts = _layouts(table, [tuple(wants.get(rank, ())) for rank in range(len(nodes))], bucket_bytes)
+    lists = [tuple(wants.get(rank, ())) for rank in range(len(nodes))]
+    # Receivers often want the same tensors: each distinct list is placed once.
+    placed = {w: PackLayout.build([tensors[number] for number in w], bucket_bytes) for w in set(lists)}
+    layouts = tuple(placed[wanted] for wanted in lists)
     units = _units(table, layouts, wants)
     pairs = _intersect(table, held, units)
     receiver = units.receiver[pairs.unit]
@@ -246,7 +217,6 @@ def build_plan(
         size=pairs.hi - pairs.lo,
         strides=strides,
         offset=units.base[pairs.unit] + (pairs.lo * strides).sum(axis=1) * table.itemsize[tensor],
-        payload=pairs.nbytes,
     )
 
 
@@ -365,12 +335,6 @@ class _Units:
     base: Ints
     lo: Ints  # [U, D]
     hi: Ints
-
-
-def _layouts(table: _TensorTable, wants: Sequence[tuple[int, ...]], bucket_bytes: int) -> tuple[PackLayout, ...]:
-    # Receivers often want the same tensors: each distinct list is placed once.
-    distinct = {w: PackLayout.build([table.metas[number] for number in w], bucket_bytes) for w in set(wants)}
-    return tuple(distinct[want] for want in wants)
 
 
 def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[int, Sequence[int]]) -> _Units:

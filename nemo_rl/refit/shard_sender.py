@@ -89,7 +89,10 @@ class ShardSender(Sender):
                 np.array([s.start for s in shards], dtype=np.int64),
                 np.array([s.stop for s in shards], dtype=np.int64),
             ),
-            dtypes=[str(_wire_dtype(s, wire)).removeprefix("torch.") for s in shards],
+            dtypes=[
+                str(wire if s.dtype.is_floating_point and not s.keeps_dtype else s.dtype).removeprefix("torch.")
+                for s in shards
+            ],
             has_buffer=has_buffer(transport, rank=rank, local_rank=local_rank),
         )
         dist.all_gather_object(offers, own)
@@ -129,17 +132,15 @@ class ShardSender(Sender):
             gather_s = time.perf_counter() - before
             fingerprints = None
             if self._buffer is not None:
-                fingerprints = self._fingerprints(bucket, data)
+                parts = [data[p.offset : p.offset + p.nbytes] for p in self.layout.buckets[bucket]]
+                if data.is_cpu:
+                    fingerprints = [host_fingerprint(part.data_ptr(), part.numel()) for part in parts]
+                else:
+                    fingerprints = word_values([word_fingerprint(part) for part in parts])
                 self._buffer.filled(half, self.layout.used_bytes(bucket))
         except (ConnectionError, ShardDamaged) as error:
             raise RefitError(f"{self._transport}, bucket {bucket}: {error}") from error
         return self._packed(bucket, started, gather_s, fingerprints)
-
-    def _fingerprints(self, bucket: int, data: torch.Tensor) -> list[int]:
-        pieces = self.layout.buckets[bucket]
-        if data.is_cpu:
-            return [host_fingerprint(data.data_ptr() + piece.offset, piece.nbytes) for piece in pieces]
-        return word_values([word_fingerprint(data[piece.offset : piece.offset + piece.nbytes]) for piece in pieces])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +151,6 @@ class _Offer:
     shards: Shards
     dtypes: list[str]
     has_buffer: bool
-
-
-def _wire_dtype(shard: ExportedShard, wire: torch.dtype) -> torch.dtype:
-    return wire if shard.dtype.is_floating_point and not shard.keeps_dtype else shard.dtype
 
 
 def _agreed_metas(tensors: Sequence[tuple[str, tuple[int, ...]]], offers: Sequence[_Offer]) -> list[TensorMeta]:

@@ -59,9 +59,7 @@ class Environment(Protocol):
     """An environment as the rollout worker uses it."""
 
     @property
-    def name(self) -> str:
-        """Section of `env`."""
-        ...
+    def name(self) -> str: ...  # section of `env`
 
     async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, which names the sample, if it cannot."""

@@ -32,10 +32,7 @@ MadeRow = tuple[list[Example], ExampleMeta]
 class RowCache(Protocol):
     """A cache of tokenised rows."""
 
-    def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]:
-        """The tokenised rows; None for rows that are not in the cache."""
-        ...
-
+    def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]: ...  # None for rows that are not in the cache
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None: ...
 
 

@@ -10,17 +10,21 @@ from pydantic import AfterValidator, Field
 from nemo_rl.config.rules import NotYet, StrictModel, anything, not_yet, one_of
 
 
-class ClusterConfig(StrictModel):
+class MachinesConfig(StrictModel):
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
 
     gpus_per_node: int = Field(default=1, ge=0)
-    """GPUs used on each node. 0 runs everything on CPU."""
+    """GPUs used on each node; 0: everything runs on CPU."""
 
     num_nodes: int = Field(default=1, ge=1)
-    """Nodes of the run."""
+    """Number of nodes."""
 
     cpu_workers_per_node: int = Field(default=1, ge=1)
     """Training ranks on each node when `gpus_per_node` is 0."""
+
+
+class ClusterConfig(MachinesConfig):
+    """Machines of the run."""
 
     worker_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
@@ -136,7 +140,7 @@ class CheckpointingConfig(StrictModel):
     """Whether a larger `metric_name` is the better one."""
 
     keep_top_k: int | None = Field(default=3, ge=1)
-    """Checkpoints kept besides the latest; null keeps all."""
+    """Number of checkpoints kept in addition to the latest; null: all."""
 
     save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
@@ -155,7 +159,7 @@ class CheckpointingConfig(StrictModel):
     """Also write the weights as one Hugging Face model directory."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written. Takes host memory for one more copy of what is saved."""
+    """Train while a checkpoint is written. Needs host memory for one more copy of the saved state."""
 
     not_yet: ClassVar = (
         *not_yet("model_cache_dir", "model_repo_id", "peft_config", neutral=one_of(None)),

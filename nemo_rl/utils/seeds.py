@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
 _SEED_MASK = 2**63 - 1  # engines take a signed 64-bit seed
-_REQUIRED = {"python/words", "python/gauss", "numpy/words", "numpy/position", "numpy/gauss", "torch/cpu"}
 _FORMAT = "nemo_rl rng state 1"
 
 
@@ -78,7 +77,7 @@ def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
 def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = True) -> None:
     """Restore every generator; without `devices`, those of CUDA are left out.
 
-    Raises ValueError if the state is incomplete or has another number of CUDA devices.
+    Raises ValueError if the state has another number of CUDA devices.
     """
     import torch
 
@@ -89,9 +88,6 @@ def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = Tru
             f"the random state was saved by a process that saw {num_saved} CUDA devices, this one sees {num_here}; "
             "resume with the same devices per process, or start anew with another checkpointing.checkpoint_dir"
         )
-    missing = _REQUIRED - state.keys()
-    if missing:
-        raise ValueError(f"the random state lacks {', '.join(sorted(missing))}")
     kept, gauss = state["python/gauss"].tolist()
     random.setstate((3, tuple(state["python/words"].tolist()), gauss if kept else None))
     kept, gauss = state["numpy/gauss"].tolist()

@@ -28,11 +28,7 @@ MAX_SOLVED_SQUARES = 9  # 181,440 boards of 3x3; the next size has too many to e
 
 
 def rows_and_columns(size: int | Sequence[int]) -> tuple[int, int]:
-    """`5` is a square board, `[2, 3]` one of two rows and three columns.
-
-    Raises:
-        ValueError: for anything else, and for a side below 2 or above MAX_SIDE.
-    """
+    """`5` is a square board, `[2, 3]` one of two rows and three columns. ValueError for other sizes."""
     sides = [size, size] if isinstance(size, int) else list(size)
     if len(sides) != 2 or min(sides) < 2 or max(sides) > MAX_SIDE:
         raise ValueError(
@@ -42,11 +38,7 @@ def rows_and_columns(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def shuffle_range(shuffle_moves: int | Sequence[int]) -> tuple[int, int]:
-    """(fewest, most) random moves: `10` is `[10, 10]`.
-
-    Raises:
-        ValueError: for anything but a number from 1 to MAX_SHUFFLE_MOVES, or two in order.
-    """
+    """(fewest, most) random moves: `10` is `[10, 10]`. ValueError for other numbers."""
     ends = [shuffle_moves, shuffle_moves] if isinstance(shuffle_moves, int) else list(shuffle_moves)
     if len(ends) != 2 or not 1 <= ends[0] <= ends[1] <= MAX_SHUFFLE_MOVES:
         raise ValueError(
@@ -171,8 +163,7 @@ def describe(board: Board, problem: str | None) -> str:
 def solve(board: Board) -> list[str]:
     """The directions of a shortest solution, always the same one; empty for the solved board.
 
-    Raises:
-        ValueError: for a board of more than nine squares, or one that no moves solve.
+    ValueError for a board of more than nine squares, or one that no moves solve.
     """
     first_moves = _first_moves(len(board), len(board[0]))
     if board not in first_moves:
@@ -185,11 +176,7 @@ def solve(board: Board) -> list[str]:
 
 
 def reachable(rows: int, columns: int) -> list[Board]:
-    """Every reachable board, the solved one first, then by the length of a shortest solution.
-
-    Raises:
-        ValueError: for more than nine squares.
-    """
+    """Every reachable board, the solved one first, then by the length of a shortest solution; nine squares at most."""
     return list(_first_moves(rows, columns))
 
 

@@ -77,7 +77,7 @@ class TimeoutChecker:
         self._clock = clock
         self._born = clock()
         self._iteration_started: float | None = None
-        self._iterations_s: list[float] = []
+        self._iterations_s: list[float] = []  # of finished iterations
         self._longest_save_s = 0.0
         self._has_fired = False
 

@@ -125,8 +125,8 @@ class RunConfig(StrictModel):
         """Whether there is something to validate on."""
         loop, section = self.loop, self.section
         if loop.validates and not has_data:
-            asked = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
-            off = " and ".join(f"{section}.{setting}" for setting, is_asked in asked.items() if is_asked)
+            on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
+            off = " and ".join(f"{section}.{setting}" for setting, is_on in on.items() if is_on)
             yield (
                 "data.validation",
                 f"nothing to validate on ({section}.val_period={loop.val_period}, "

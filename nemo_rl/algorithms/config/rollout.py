@@ -96,7 +96,7 @@ class RewardScalingConfig(StrictModel):
 
 
 class RolloutRecordConfig(StrictModel):
-    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+    """Record the rollouts, to inspect them or to train from them again (`replay_from`)."""
 
     enabled: bool = False
     """Write the groups of every training step, in the background."""
@@ -140,7 +140,7 @@ class RolloutConfig(LoopConfig):
     """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
 
     rollout_record: RolloutRecordConfig = RolloutRecordConfig()
-    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+    """Record the rollouts, to inspect them or to train from them again (`replay_from`)."""
 
     replay_from: str | None = None
     """Folder of recorded rollouts to train from: no engine and no environment is started; null: sample."""

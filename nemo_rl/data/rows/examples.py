@@ -266,14 +266,6 @@ class ExamplePool(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ahead:
-    """A batch that is being tokenised, and the state of the source after it."""
-
-    pending: Any
-    state: dict[str, Any]
-
-
 class ExampleLoader:
     """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
 
@@ -287,7 +279,7 @@ class ExampleLoader:
         self.max_num_epochs = max_num_epochs
         self._state = prompts.state_dict()
         self._batches = self._remaining()
-        self._ahead: _Ahead | None = None
+        self._ahead: tuple[Any, dict[str, Any]] | None = None  # a started batch, and the state of the source after it
 
     def next(self) -> list[ExampleHandle] | None:
         """The next batch; None after the last epoch. After an error the loader stands after the last batch returned."""
@@ -295,19 +287,18 @@ class ExampleLoader:
         if ahead is None:
             return None
         try:
-            handles = self.pool.finish(ahead.pending)
+            pending, state = ahead
+            handles = self.pool.finish(pending)
             following = self._start()
         except BaseException:
             self.load_state_dict(self._state)
             raise
-        self._state, self._ahead = ahead.state, following
+        self._state, self._ahead = state, following
         return handles
 
-    def _start(self) -> _Ahead | None:
+    def _start(self) -> tuple[Any, dict[str, Any]] | None:
         prompts = next(self._batches, None)
-        if prompts is None:
-            return None
-        return _Ahead(pending=self.pool.start(prompts), state=self.prompts.state_dict())
+        return None if prompts is None else (self.pool.start(prompts), self.prompts.state_dict())
 
     def _remaining(self) -> Iterator[list[Prompt]]:
         while self.prompts.epoch < self.max_num_epochs:

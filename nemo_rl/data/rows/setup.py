@@ -21,7 +21,7 @@ from nemo_rl.data.config import (
     first_free,
 )
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import Row, StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import answer_text, find_processor, problem_text
 from nemo_rl.types import DatumSpec, Prompt
@@ -118,26 +118,32 @@ class _LoadedTables:
         for cfg in train:
             if cfg.is_streamed:
                 table = load_stream(cfg)
-                self.streams.append(StreamedRows(**self._named(cfg, ""), table=table.table, convert=table.convert))
+                name, task = self._names_of(cfg)
+                self.streams.append(StreamedRows(name=name, task_name=task, table=table.table, convert=table.convert))
                 continue
             rows, held_out = load_rows(cfg)
             weight = cfg.weight if isinstance(cfg, DatasetConfig) else None
-            self.train.append(NamedRows(**self._named(cfg, ""), rows=rows, repeat=cfg.repeat, weight=weight))
+            name, task = self._names_of(cfg)
+            self.train.append(NamedRows(name=name, task_name=task, rows=rows, repeat=cfg.repeat, weight=weight))
             if held_out is not None:
-                self.held_out.append(NamedRows(**self._named(cfg, "/validation"), rows=held_out))
+                self.held_out.append(self._validation(cfg, held_out))
 
     def validation(self, cfg: TableConfig) -> NamedRows:
         """The rows of a dataset to validate on."""
-        rows, _ = load_rows(cfg)
-        return NamedRows(**self._named(cfg, "/validation"), rows=rows)
+        return self._validation(cfg, load_rows(cfg)[0])
 
-    def _named(self, cfg: TableConfig, suffix: str) -> dict[str, str]:
+    def _validation(self, cfg: TableConfig, rows: Rows) -> NamedRows:
+        name, task = self._names_of(cfg, "/validation")
+        return NamedRows(name=name, task_name=task, rows=rows)
+
+    def _names_of(self, cfg: TableConfig, suffix: str = "") -> tuple[str, str]:
+        """(name of the rows, name of their task)."""
         name = first_free(dataset_label(cfg) + suffix, self._names)
         self._names.add(name)
         task_name = self._task_names.of(cfg)
         if task_name not in self.tasks:
             self.tasks[task_name] = make_task(task_name, cfg)
-        return {"name": name, "task_name": task_name}
+        return name, task_name
 
 
 def make_task(name: str, cfg: TableConfig) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from nemo_rl.data.interfaces import Row
-from nemo_rl.data.rows.dataloader import check_same_order, rows_digest
+from nemo_rl.data.rows.dataloader import PromptSource, rows_digest
 from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.types import Prompt
 
@@ -89,21 +89,18 @@ class _Reader:
         return begin, prompts
 
 
-class StreamedPrompts:
-    """The `PromptSource` of streamed data: one stream after another, again in every epoch.
+class StreamedPrompts(PromptSource):
+    """Prompts of streamed data: one stream after another, again in every epoch.
 
     Rows are shuffled within blocks of `shuffle_block` rows, by a permutation that depends on seed, epoch and number of
     the block alone. The rows of one block are in memory. Resuming reads that block again. It reads nothing before the
     block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
 
-    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state. `drop_last` and `size_key`
-    are as in `PromptDataLoader`.
+    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state.
 
     Raises:
         ValueError: while iterating, if an epoch has less than one batch.
     """
-
-    num_batches: int | None = None
 
     def __init__(
         self,
@@ -117,14 +114,16 @@ class StreamedPrompts:
         size_key: str = "policy.train_global_batch_size",
     ) -> None:
         self.streams = list(streams)
-        self.num_prompts_per_step = num_prompts_per_step
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
         self.shuffle_block = shuffle_block
-        self.size_key = size_key
-        self.epoch = 0
-        self.batches_done = 0  # of the current epoch
+        super().__init__(
+            num_prompts_per_step,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            size_key=size_key,
+            streams=[f"{stream.name} x 1" for stream in self.streams],
+            shuffle_block=shuffle_block,
+        )
         self._block = _Position()  # the block of the last row that was yielded
         self._position = 0  # rows of the block that were yielded
 
@@ -136,7 +135,9 @@ class StreamedPrompts:
             begin, prompts = reader.read(block_size)
             if not prompts:
                 break
-            order = self._order(begin.block, len(prompts))
+            order = np.arange(len(prompts))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, self.epoch, begin.block]).permutation(len(prompts))
             for position in range(first, len(prompts)):
                 batch.append(prompts[order[position]])
                 if len(batch) == self.num_prompts_per_step:
@@ -149,52 +150,27 @@ class StreamedPrompts:
         if self.batches_done == 0 and (self.drop_last or not batch):
             raise ValueError(
                 f"the streamed training data has {len(batch)} rows, fewer than one step takes: set {self.size_key} "
-                f"(now {self.num_prompts_per_step}) to at most that, or repeat the dataset (data.train.repeat)"
+                f"(now {self.num_prompts_per_step}) to at most that, or name more data"
             )
         self.epoch, self.batches_done, self._block, self._position = self.epoch + 1, 0, _Position(), 0
         if batch and not self.drop_last:
             yield batch
 
-    def _order(self, block: int, num_rows: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(num_rows))
-        return np.random.default_rng([self.seed, self.epoch, block]).permutation(num_rows).tolist()
+    @property
+    def num_batches(self) -> None:
+        return None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the data, for checkpoints: per stream its name, and a hash of its first 100 rows."""
+        """Per stream its name, and a hash of its first 100 rows."""
         return {
             stream.name: {"repeat": 1, "first_rows_hash": rows_digest(islice(open_rows(stream), NUM_HASHED_ROWS))}
             for stream in self.streams
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """The position and the settings that determine the order; JSON-able."""
-        return {
-            "epoch": self.epoch,
-            "batches_done": self.batches_done,
-            "block": asdict(self._block),
-            "position": self._position,
-            **self._settings(),
-        }
+        return {**super().state_dict(), "block": asdict(self._block), "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: if a setting that determines the order has changed; it lists the differences.
-        """
-        check_same_order(state, self._settings())
-        self.epoch = int(state["epoch"])
-        self.batches_done = int(state["batches_done"])
+        super().load_state_dict(state)
         self._block = _Position(**state["block"])
         self._position = int(state["position"])
-
-    def _settings(self) -> Mapping[str, Any]:
-        return {
-            "streams": [f"{stream.name} x 1" for stream in self.streams],
-            "num_prompts_per_step": self.num_prompts_per_step,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "shuffle_block": self.shuffle_block,
-        }

@@ -43,15 +43,6 @@ class _Test:
         return result.exit_status == 0 and result.limit is None and same_output(result.stdout, self.expected)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """The result of one conversation's turn. `answer` is None if it has no program, or tests of its own."""
-
-    score: float
-    observation: str
-    answer: str | None
-
-
 class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     """Runs the program of the last turn once for each test of its row, and answers with `<result>...</result>`.
 
@@ -77,25 +68,6 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
         """
         tests = [read_tests(known) for known in metadata]
         programs = [find_program(str(log[-1]["content"])) for log in message_log_batch]
-        verdicts = self._evaluate(programs, tests)
-        rewards: list[float] = []
-        after: list[CodeMetadata] = []
-        ended: list[bool] = []
-        for known, program, verdict in zip(metadata, programs, verdicts, strict=True):
-            best = known.get("best_score", 0.0)
-            rewards.append(max(0.0, verdict.score - best))
-            after.append({**known, "best_score": max(best, verdict.score)})
-            ended.append(self.cfg.terminate_on_evaluation or program is None or verdict.score == 1.0)
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": verdict.observation} for verdict in verdicts],
-            metadata=after,
-            next_stop_strings=[None] * len(verdicts),
-            rewards=torch.tensor(rewards),
-            terminateds=torch.tensor(ended),
-            answers=[verdict.answer for verdict in verdicts],
-        )
-
-    def _evaluate(self, programs: Sequence[str | None], tests: Sequence[list[_Test]]) -> list[_Verdict]:
         jobs = [
             Program(cells=[source], stdin=test.stdin, check=test.check)
             for source, of_row in zip(programs, tests, strict=True)
@@ -103,15 +75,27 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
             for test in of_row
         ]
         results = iter(self.pool.run(jobs))
-        verdicts: list[_Verdict] = []
-        for source, of_row in zip(programs, tests, strict=True):
-            if source is None:
-                verdicts.append(_Verdict(score=0.0, observation=_result(NO_PROGRAM), answer=None))
-            else:
-                verdicts.append(self._judge(of_row, [next(results) for _ in of_row]))
-        return verdicts
+        observations: list[dict[str, str]] = []
+        after: list[CodeMetadata] = []
+        rewards: list[float] = []
+        ended: list[bool] = []
+        answers: list[str | None] = []
+        for known, source, of_row in zip(metadata, programs, tests, strict=True):
+            score, text, answer = 0.0, NO_PROGRAM, None
+            if source is not None:
+                score, text, answer = self._judge(of_row, [next(results) for _ in of_row])
+            best = known.get("best_score", 0.0)
+            observations.append({"role": "environment", "content": f"<result>\n{text}\n</result>"})
+            after.append({**known, "best_score": max(best, score)})
+            rewards.append(max(0.0, score - best))
+            ended.append(self.cfg.terminate_on_evaluation or source is None or score == 1.0)
+            answers.append(answer)
+        return EnvironmentReturn(
+            observations, after, [None] * len(after), torch.tensor(rewards), torch.tensor(ended), answers
+        )
 
-    def _judge(self, tests: list[_Test], results: list[SandboxResult]) -> _Verdict:
+    def _judge(self, tests: list[_Test], results: list[SandboxResult]) -> tuple[float, str, str | None]:
+        """Score, text for the model, and the output as answer if there is one test without assertions."""
         self.num_programs += len(results)
         self.limits_hit.update(result.limit for result in results if result.limit is not None)
         passed = [test.passed(result) for test, result in zip(tests, results, strict=True)]
@@ -123,7 +107,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
             count = f"{sum(passed)} of {len(passed)} tests passed."
             text = count if all(passed) else f"{count} Output of test {shown + 1}:\n{text}"
         only = results[0] if len(results) == 1 and tests[0].expected is not None else None
-        return _Verdict(score=score, observation=_result(text), answer=only.stdout.strip() if only else None)
+        return score, text, only.stdout.strip() if only else None
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -182,10 +166,6 @@ def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
                 f"stdout}}, got {test!r:.200}"
             )
     return found
-
-
-def _result(text: str) -> str:
-    return f"<result>\n{text}\n</result>"
 
 
 # Programs in the model's text, and results as text

@@ -68,7 +68,7 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
     def _tool(self, name: str) -> Tool:
         if self.sandbox is not None and name == "python":
             return python(self.sandbox, self.cfg)
-        return calculator() if name == "calculator" else import_tool(name)
+        return calculator if name == "calculator" else import_tool(name)
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[PythonToolsMetadata]
@@ -159,18 +159,6 @@ class Tool:
     @property
     def name(self) -> str:
         return self.spec["function"]["name"]
-
-
-def calculator() -> Tool:
-    """The tool `calculator`."""
-
-    def run(arguments: Mapping[str, Any], state: State) -> str:
-        try:
-            return calculate(arguments["expression"])
-        except ValueError as error:
-            raise ToolError(str(error)) from error
-
-    return Tool(CALCULATOR, run)
 
 
 def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
@@ -304,19 +292,18 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 def calculate(expression: str) -> str:
     """The value of an expression with numbers, + - * / // % ** (or ^), parentheses, constants and functions.
 
-    Raises:
-        ValueError: with the problem.
+    ToolError for any other expression.
     """
     if len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"the expression is longer than {MAX_CHARACTERS} characters")
+        raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip().replace("^", "**"), mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:  # the parser has limits of its own on depth
-        raise ValueError(f"not an expression: {error}") from error
+        raise ToolError(f"not an expression: {error}") from error
     try:
         value = _value(tree.body, 0)
-    except (ArithmeticError, TypeError) as error:
-        raise ValueError(str(error)) from error
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ToolError(str(error)) from error
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value)
@@ -357,3 +344,7 @@ def _small(value: Number) -> Number:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ValueError("the number is too large")
     return value
+
+
+calculator = Tool(CALCULATOR, lambda arguments, state: calculate(arguments["expression"]))
+"""The tool of that name."""

@@ -123,7 +123,7 @@ class VllmConfig(StrictModel):
     """The vLLM engine."""
 
     precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"], Derived("${...precision}")]
-    """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and those of linear
+    """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and weights of linear
     layers and experts are kept in FP8, with a scale for each 128 x 128 of them."""
 
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_per_token_head"], _read(None, "auto")] = "auto"

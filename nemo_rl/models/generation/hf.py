@@ -70,24 +70,6 @@ class HfGeneration(GenerationInterface):
         """Drop all requests and return when the policy's workers are free."""
         self._call_all("rest")
 
-    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        self.rest()
-
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def finish_weight_update(self, version: int) -> None:
-        self._call_all("set_weight_version", version)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing to move: the weights are the policy's."""
-
-    def offload(self) -> None:
-        self.rest()
-
     def dead_workers(self) -> list[int]:
         """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
         self._policy.check_health()
@@ -155,7 +137,10 @@ class HfWorker:
         self._ranks = ranks
         self._death = None
 
-    async def set_weight_version(self, version: int) -> None:
+    async def start_weight_update(self, *, clear_cache: bool) -> None:
+        await self.rest()
+
+    async def finish_weight_update(self, version: int) -> None:
         """Set the version of the policy's weights. No batch may be in progress."""
         assert self._generating is None, "the weights changed while completions were generated"
         self._weight_version = version
@@ -192,6 +177,12 @@ class HfWorker:
         await self.abandon_requests()
         if self._generating is not None:
             await self._generating
+
+    async def onload(self, tags: Sequence[str] | None) -> None:
+        """Nothing to move: the weights are the policy's."""
+
+    async def offload(self) -> None:
+        await self.rest()
 
     async def check_health(self) -> None:
         """Raise EngineDied if a rank of the policy died."""

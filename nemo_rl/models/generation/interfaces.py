@@ -111,43 +111,43 @@ class GenerationInterface(ABC):
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
         return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
 
-    @abstractmethod
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Tell every engine where the weights will be. Call again after a replica was restarted.
 
         The keys of `init_info` depend on the transport.
         """
+        self._call_all("init_weight_transfer", init_info)
 
-    @abstractmethod
     def start_weight_update(self, *, clear_cache: bool = True) -> None:
         """Pause sampling and prepare for buckets. Requests in flight wait, then continue with the new weights.
 
         With `clear_cache` their KV cache is recomputed with the new weights; otherwise they keep it. Requests that
         begin after the update never use KV of the old weights.
         """
+        self._call_all("start_weight_update", clear_cache=clear_cache)
 
-    @abstractmethod
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
         """Begin to read one bucket on every replica. Returns one future per replica, for `wait`.
 
         `turn` counts the buckets of a sync from 0. Buckets are read in this order, even if calls arrive in another.
         """
+        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
 
     def wait(self, futures: Sequence[Any]) -> None:
         """Wait for futures of `receive_bucket_async`."""
         wait_groups(self._replicas, futures)
 
-    @abstractmethod
     def finish_weight_update(self, version: int) -> None:
         """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
+        self._call_all("finish_weight_update", version)
 
-    @abstractmethod
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Move "weights", "kv_cache", or both (None) back onto the device."""
+        self._call_all("onload", list(tags) if tags is not None else None)
 
-    @abstractmethod
     def offload(self) -> None:
         """Free the device. No request may be in flight."""
+        self._call_all("offload")
 
     @abstractmethod
     def dead_workers(self) -> list[int]:

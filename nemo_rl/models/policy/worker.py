@@ -62,17 +62,15 @@ class ReferencePolicy(Protocol):
 
 
 class SwappedReference:
-    """The initial weights in host memory, exchanged with the current ones while the reference is active.
+    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the current ones while it is active.
 
-    `parameters` returns this rank's parts of the trained parameters; frozen weights do not move. It is called before
-    every exchange, because moving a module between devices replaces its parameters.
+    `weights()` returns the tensors of this rank that training changes, at every exchange anew.
     """
 
-    def __init__(self, parameters: Callable[[], list[torch.Tensor]]) -> None:
-        self._parameters = parameters
-        self._copies = [
-            torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda).copy_(parameter.detach())
-            for parameter in parameters()
+    def __init__(self, weights: Callable[[], list[torch.Tensor]]) -> None:
+        self.weights = weights
+        self.copies = [
+            torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight) for weight in weights()
         ]
 
     @contextlib.contextmanager
@@ -85,13 +83,14 @@ class SwappedReference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # One parameter at a time, so that the device never holds a second copy of the model.
-        for parameter, other in zip(self._parameters(), self._copies, strict=True):
-            current = parameter.detach().clone()
-            parameter.copy_(other, non_blocking=True)
+        # One tensor at a time, so that the device never holds a second copy of the model.
+        for weight, other in zip(self.weights(), self.copies, strict=True):
+            assert weight.dtype == other.dtype
+            current = weight.clone()
+            weight.copy_(other, non_blocking=True)
             other.copy_(current, non_blocking=True)
-        if any(copy.is_pinned() for copy in self._copies):
-            torch.cuda.synchronize()  # the next exchange reads the copies on the host
+        if any(copy.is_pinned() for copy in self.copies):
+            torch.cuda.synchronize()  # the next exchange reads these copies on the host
 
 
 class WorkerMesh(Protocol):

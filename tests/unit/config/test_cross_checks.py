@@ -145,7 +145,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("policy.sequence_packing.enabled=true", "policy.padding_free=false"),
             "policy.padding_free",
-            "packed sequences lie end to end; set it to null",
+            "packed sequences have no padding; set it to null",
         ),
         # adapters
         (

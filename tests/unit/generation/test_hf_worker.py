@@ -58,7 +58,7 @@ def ask(*prompts: list[int]) -> list[GenerationRequest]:
 async def desk(ranks: Sequence[Any], data_ranks: Sequence[int]) -> HfWorker:
     worker = HfWorker(max_model_len=8)
     await worker.use(PolicyRanks(workers=ranks, data_ranks=data_ranks))
-    await worker.set_weight_version(3)
+    await worker.finish_weight_update(3)
     return worker
 
 
@@ -117,10 +117,10 @@ def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
         await asyncio.sleep(0.02)
         assert not resting.done(), "the rank still draws"
         with pytest.raises(AssertionError, match="while completions were generated"):
-            await worker.set_weight_version(4)
+            await worker.finish_weight_update(4)
         rank.gate.set()
         await asyncio.wait_for(resting, 5)
-        await worker.set_weight_version(4)
+        await worker.finish_weight_update(4)
         await worker.submit([*ask([1], [2])[1:]])
         assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"
         assert rank.shares[-1] == (["1"], 4)

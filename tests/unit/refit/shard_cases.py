@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,3 +76,43 @@ def random_case(seed: int, world: int = 6, num_tensors: int = 40) -> Case:
     wants = {rank: draw.sample(range(num_tensors), draw.randrange(num_tensors)) for rank in range(world - 1)}
     draw.shuffle(sources)
     return Case(metas, shards_of(sources), wants, [rank // 2 for rank in range(world)])
+
+
+def whole_shards(tensors: Sequence[TensorMeta], rank: np.ndarray, tensor: np.ndarray) -> Shards:
+    """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
+    first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
+    zeros = np.zeros(len(tensor), dtype=np.int64)
+    return Shards(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
+
+
+# -- what a plan costs
+
+
+def messages_per_bucket(plan: ShardPlan) -> np.ndarray:
+    """[ranks, buckets]: number of messages that each receiver gets for each of its buckets."""
+    leaves = plan.source != plan.receiver
+    counts = np.zeros((plan.world_size, len(plan.num_rounds)), dtype=np.int64)
+    np.add.at(counts, (plan.receiver[leaves], plan.bucket[leaves]), 1)
+    return counts
+
+
+def received_bytes(plan: ShardPlan) -> np.ndarray:
+    """[ranks]: bytes of weights in each receiver's buckets, including those from itself."""
+    itemsize = np.array([meta.torch_dtype.itemsize for meta in plan.tensors])
+    sums = np.zeros(plan.world_size, dtype=np.int64)
+    np.add.at(sums, np.repeat(plan.receiver, np.diff(plan.first)), plan.size.prod(axis=1) * itemsize[plan.tensor])
+    return sums
+
+
+def transferred_bytes(plan: ShardPlan) -> np.ndarray:
+    """[ranks, ranks]: bytes in messages from source to receiver, with trailers and alignment."""
+    sums = np.zeros((plan.world_size, plan.world_size), dtype=np.int64)
+    np.add.at(sums, (plan.source, plan.receiver), plan.nbytes)
+    return sums
+
+
+def peak_send_bytes(plan: ShardPlan) -> int:
+    """Maximum number of bytes that one rank sends in one exchange."""
+    sums = np.zeros((len(plan.num_rounds), int(plan.num_rounds.max(initial=1)), plan.world_size), dtype=np.int64)
+    np.add.at(sums, (plan.bucket, plan.round, plan.source), plan.nbytes)
+    return int(sums.max(initial=0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -84,24 +83,6 @@ class VllmGeneration(GenerationInterface):
     def num_engine_ranks(self) -> int:
         """Number of ranks of all engines together."""
         return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
-
-    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        self._call_all("init_weight_transfer", init_info)
-
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        self._call_all("start_weight_update", clear_cache=clear_cache)
-
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
-
-    def finish_weight_update(self, version: int) -> None:
-        self._call_all("finish_weight_update", version)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        self._call_all("onload", list(tags) if tags is not None else None)
-
-    def offload(self) -> None:
-        self._call_all("offload")
 
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())

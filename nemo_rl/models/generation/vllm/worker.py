@@ -193,15 +193,10 @@ class VllmWorker:
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
     async def start_weight_update(self, *, clear_cache: bool) -> None:
-        """Hold back new requests and pause those in flight.
-
-        With `clear_cache` the KV of paused requests, which belongs to the old weights, is recomputed with the new ones;
-        otherwise they keep it. Requests after the update never use old KV: their cache salt differs.
-        """
+        """Hold back new requests and pause those in flight; see `GenerationInterface.start_weight_update`."""
         self._sampling_allowed.clear()
         async with self._turns:
-            self._num_syncs += 1
-            self._turn = 0
+            self._num_syncs, self._turn = self._num_syncs + 1, 0
             self._turns.notify_all()
         await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
         # The sender of the previous sync may have died in the middle of it.
@@ -230,7 +225,7 @@ class VllmWorker:
             self._turns.notify_all()
 
     async def finish_weight_update(self, version: int) -> None:
-        """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
+        """Activate the new weights as `version` and resume sampling."""
         await self._engine_call(self._engine.finish_weight_update(str(version)))
         self.weight_version = version
         self._num_updates += 1

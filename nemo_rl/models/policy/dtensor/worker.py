@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from nemo_rl.models.policy import checkpoint
@@ -114,13 +115,8 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reference_policy(self) -> ReferencePolicy:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
         if lora_cfg.enabled and lora_cfg.adapter_path is None:
-            return AdaptersOff(self.parts)
-        return SwappedReference(self._trained_shards)
-
-    def _trained_shards(self) -> list[torch.Tensor]:
-        for stage in self.stages:
-            stage.reshard()
-        return [parameter.to_local().detach() for parameter in trainable(self.stages)]  # pyright: ignore[reportAttributeAccessIssue]
+            return BaseModelReference(self.parts)
+        return SwappedReference(self._local_shards)
 
     # -- optimizer steps
 
@@ -162,6 +158,15 @@ class DTensorPolicyWorker(PolicyWorker):
         for stage in self.stages:
             stage.reshard()
         return checkpoint.policy_tensors(self.parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
+
+    def _local_shards(self) -> list[torch.Tensor]:
+        for stage in self.stages:
+            stage.reshard()
+        shards = []
+        for parameter in trainable(self.stages):
+            assert isinstance(parameter, DTensor)
+            shards.append(parameter.to_local().detach())
+        return shards
 
     def _save_state(self, directory: Path, request: SaveRequest) -> None:
         optimizer = self.optimizer if request.save_optimizer else None
@@ -221,18 +226,17 @@ class DTensorPolicyWorker(PolicyWorker):
                     state[name] = value.to(device)
 
 
-class AdaptersOff:
+# -- the reference policy: the weights the run started from, without a second copy on the device
+
+
+class BaseModelReference:
     """With LoRA, the reference is the model without its adapters, unless training began with given adapters."""
 
     def __init__(self, parts: Sequence[nn.Module]) -> None:
         self.parts = parts
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for part in self.parts:
-                stack.enter_context(lora.adapters_disabled(part))
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        return lora.adapters_disabled(*self.parts)
 
 
 # -- generation: prompts padded on the left, with a KV cache

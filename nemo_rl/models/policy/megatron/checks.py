@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,13 +20,12 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 from nemo_rl.config.rules import divisors, value_of, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
+from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
 from nemo_rl.models.policy.megatron.files import check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
-    OUTPUT_LAYER,
     heads_of,
     is_latent,
     is_moe_layer,
@@ -142,9 +140,7 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
     try:
         weights = weight_map(text, implementation="local")
         if is_scalar(model):
-            body = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
-            weights = replace(weights, entries=body, is_tied=False)
-            names = None if names is None else names - {HEAD_WEIGHT, "lm_head.weight"}
+            weights = weights.body()
         if names is not None:
             weights.locate(names)
     except ValueError as error:

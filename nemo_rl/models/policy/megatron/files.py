@@ -18,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from nemo_rl.models.policy.checkpoint import write_safetensors
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
+from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, trained_map
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.mapping import WeightMap, scalar_map, weight_map
 from nemo_rl.models.policy.weight_loading import checkpoint_files, weights_identity
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits, saved_tensors
@@ -102,13 +102,11 @@ def checkpoint_shapes(model: PretrainedConfig, peft: MegatronPeftConfig | None =
         ValueError: the model has no mapping, or `peft` names layers that it lacks.
     """
     weights = weight_map(model, implementation="local")  # Transformer Engine has the same tensors
-    head = {}
     if is_scalar(model):
-        weights = replace(weights, entries=tuple(e for e in weights.entries if e.template != OUTPUT_LAYER))
-        head = {HEAD_WEIGHT: (1, model.get_text_config().hidden_size)}
+        weights = scalar_map(weights, model.get_text_config().hidden_size)
     if peft is not None and peft.enabled:
         weights = trained_map(weights, adapted_layers(weights, peft))
-    return shapes_of(weights) | head
+    return shapes_of(weights)
 
 
 def shapes_of(weights: WeightMap) -> dict[str, tuple[int, ...]]:

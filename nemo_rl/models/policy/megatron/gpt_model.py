@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -30,10 +29,7 @@ from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.mapping import (
     OUTPUT_LAYER,
-    HFTensor,
-    MappedTensor,
     ParallelRanks,
-    Replicated,
     WeightMap,
 )
 from nemo_rl.models.policy.megatron.weights import load_weights
@@ -188,20 +184,6 @@ def stage_class(model: PretrainedConfig) -> type[PolicyGPTModel]:
     return PolicyScalarModel if is_scalar(model) else PolicyGPTModel
 
 
-def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
-    """The mapping of the classifier on top of a language model with mapping `language`."""
-    score = MappedTensor(template=OUTPUT_LAYER, sources=(HFTensor(HEAD_WEIGHT, (1, hidden_size)),), layout=Replicated())
-    entries = tuple(entry for entry in language.entries if entry.template != OUTPUT_LAYER)
-    extra = re.compile(rf"{language.extra.pattern}|^lm_head\.weight$")
-    return replace(language, entries=(*entries, score), is_tied=False, extra=extra)
-
-
-def without_score(weights: WeightMap) -> WeightMap:
-    """The tensors in every checkpoint that a classifier can start from: a language model has no score."""
-    entries = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
-    return replace(weights, entries=entries, extra=re.compile(rf"{weights.extra.pattern}|^{re.escape(HEAD_WEIGHT)}$"))
-
-
 def load_scalar_weights(
     parameters: Mapping[str, torch.Tensor],
     weight_map: WeightMap,
@@ -218,7 +200,7 @@ def load_scalar_weights(
         load_weights(parameters, weight_map, ranks, model_path)
         return
     others = {name: parameter for name, parameter in parameters.items() if name != OUTPUT_LAYER}
-    load_weights(others, without_score(weight_map), ranks, model_path)
+    load_weights(others, weight_map.body(), ranks, model_path)
     if OUTPUT_LAYER in parameters:
         draw_head(parameters[OUTPUT_LAYER], config, seed)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # it has the last stage

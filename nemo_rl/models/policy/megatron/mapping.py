@@ -22,7 +22,10 @@ from typing import Any, Literal
 
 import torch
 
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
+
 Shape = tuple[int, ...]
+
 Implementation = Literal["local", "transformer_engine"]
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -167,6 +170,12 @@ class WeightMap:
             named[OUTPUT_LAYER] = named[EMBEDDING]
         return named
 
+    def body(self) -> WeightMap:
+        """Without output layer: what the checkpoints of a language model and its classifiers have in common."""
+        entries = tuple(entry for entry in self.entries if entry.template != OUTPUT_LAYER)
+        extra = re.compile(rf"{self.extra.pattern}|^lm_head\.weight$|^{re.escape(HEAD_WEIGHT)}$")
+        return replace(self, entries=entries, is_tied=False, extra=extra)
+
     @cached_property
     def hf_tensors(self) -> tuple[HFTensor, ...]:
         """All Hugging Face tensors of the model."""
@@ -228,6 +237,13 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
         is_tied=hf_config.tie_word_embeddings,
         extra=re.compile(extra),
     )
+
+
+def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
+    """The mapping of the reward or value model on top of a language model with mapping `language`."""
+    score = _mapped(OUTPUT_LAYER, Replicated(), HFTensor(HEAD_WEIGHT, (1, hidden_size)))
+    body = language.body()
+    return replace(body, entries=(*body.entries, score))
 
 
 def is_moe_layer(hf_config: Any, layer: int) -> bool:

@@ -313,22 +313,15 @@ class Muon(torch.optim.Optimizer):
                     continue
                 average = momentum_of(self, parameter)
                 average.lerp_(parameter.grad, 1 - self.momentum)
-                if group.get("split_qkv"):
-                    matrices = [self._update(part, parameter, shared_by) for part in self._split(average)]
-                    update = self._fuse(matrices, average)
+                if group.get("split_qkv"):  # [G * (q + k + v), H] -> queries, keys and values, by group, and back
+                    by_group = average.view(-1, sum(self.qkv_rows), average.shape[1])
+                    parts = by_group.split(self.qkv_rows, dim=1)
+                    moved = [self._update(part.flatten(0, 1), parameter, shared_by).view(part.shape) for part in parts]
+                    update = torch.cat(moved, dim=1).view(average.shape)
                 else:
                     update = self._update(average, parameter, shared_by)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
-
-    def _split(self, fused: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values of [G * (q + k + v), H], whose rows are ordered by query group."""
-        by_group = fused.view(-1, sum(self.qkv_rows), fused.shape[1])
-        return [part.reshape(-1, fused.shape[1]) for part in by_group.split(self.qkv_rows, dim=1)]
-
-    def _fuse(self, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        num_groups = like.shape[0] // sum(self.qkv_rows)
-        return torch.cat([part.view(num_groups, -1, like.shape[1]) for part in parts], dim=1).view(like.shape)
 
     def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup) -> torch.Tensor:
         """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""

@@ -238,8 +238,6 @@ def _refused_router(config: Any, setting: str, works: str) -> ValueError:
 # transformers computes the frequencies. Some kinds multiply cosine and sine by a factor (YaRN's attention factor, Peng
 # et al. 2023, arXiv 2309.00071, section 3.4). If all features rotate, that is the same as a factor of the scores.
 
-_FIXED_KINDS = ("default", "linear", "llama3", "yarn")
-
 
 class Rope(NamedTuple):
     """Inverse frequencies, float32 [rotated features / 2], and the factor of cosine and sine."""
@@ -251,15 +249,10 @@ class Rope(NamedTuple):
 def rope_of(model: PretrainedConfig, head_dim: int) -> Rope:
     """The rotary embeddings of heads whose `head_dim` features all rotate.
 
-    Raises:
-        ValueError: only a part of the features rotates, or frequencies depend on the length of the sequence.
+    `checks.check_rope` has refused kinds whose frequencies depend on the length of the sequence.
     """
     config = model.get_text_config()
     given, kind = config.rope_parameters, config.rope_parameters["rope_type"]
-    if kind not in _FIXED_KINDS:
-        raise _refused(config, f"rope_type={kind!r}", "rope_type to one of " + ", ".join(_FIXED_KINDS))
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _refused(config, f"partial_rotary_factor={given['partial_rotary_factor']}", "partial_rotary_factor to 1")
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return Rope(1.0 / given["rope_theta"] ** exponents, 1.0)
@@ -270,7 +263,7 @@ def latent_rope(model: PretrainedConfig) -> dict[str, Any]:
     """The rotary fields of Megatron's configuration of latent attention, where a part of each head's features rotates.
 
     Raises:
-        ValueError: see `rope_of`; YaRN without rounding, or with a factor that Megatron cannot express.
+        ValueError: YaRN without rounding, or with a factor that Megatron cannot express.
     """
     config = model.get_text_config()
     given, kind = config.rope_parameters, config.rope_parameters["rope_type"]

@@ -29,9 +29,9 @@ from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it 
 from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state, save_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights, scalar_map, without_score
+from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import weight_map
+from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
 from nemo_rl.models.policy.megatron.moe import (
@@ -113,13 +113,12 @@ class MegatronPolicyWorker(PolicyWorker):
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
-        self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
-        self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
+        self.optimizer: Any = build_optimizer(config, self.chunks) if settings.init_optimizer else None
+        self.scheduler: Any = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
         self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = None
         if settings.init_reference_model:
-            trained = [p for p in self.parameters.values() if p.requires_grad or not isinstance(p, nn.Parameter)]
-            self.reference = self.adapters or SwappedReference(lambda: trained)
+            self.reference = self.adapters or SwappedReference(self._changing_weights)
 
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
@@ -127,7 +126,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.config.model_name,
             self.settings.model_path,
             self.hf_config,
-            without_score(self.weight_map) if reward.enabled else self.weight_map,
+            self.weight_map.body() if reward.enabled else self.weight_map,
             force=self.megatron.force_reconvert_from_hf,
         )
         if reward.enabled:
@@ -151,6 +150,11 @@ class MegatronPolicyWorker(PolicyWorker):
             own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
         )
 
+    def _changing_weights(self) -> list[torch.Tensor]:
+        """Trainable parameters and the buffers that training changes, such as expert biases."""
+        weights = self.parameters.values()
+        return [w.detach() for w in weights if w.requires_grad or not isinstance(w, nn.Parameter)]
+
     # -- optimizer steps
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
@@ -159,24 +163,19 @@ class MegatronPolicyWorker(PolicyWorker):
         return result
 
     def _clip(self) -> float:
-        assert self.optimizer is not None
         return clip_gradients(self.optimizer, self.config.max_grad_norm)
 
     def _learning_rate(self) -> float:
-        assert self.optimizer is not None
         return learning_rate(self.optimizer)
 
     def _take_step(self) -> None:
-        assert self.optimizer is not None
         take_step(self.optimizer)
         self.expert_bias.take_step()
 
     def _step_scheduler(self) -> None:
-        assert self.scheduler is not None
         self.scheduler.step(1)
 
     def _zero_gradients(self) -> None:
-        assert self.optimizer is not None
         self.optimizer.zero_grad()
         self.expert_bias.forget_step()
 
