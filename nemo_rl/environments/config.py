@@ -588,12 +588,10 @@ OURS: dict[str, type[StrictModel]] = {
 """`type` of each environment of the library -> its section."""
 
 
-def _variant(value: Any) -> str | None:
+def _variant(value: Any) -> str:
     if isinstance(value, dict):
         return next((name for name in OURS if name == value.get("type")), "other")
-    if isinstance(value, EnvironmentConfig):
-        return "other"
-    return next((name for name, model in OURS.items() if isinstance(value, model)), None)
+    return next((name for name, model in OURS.items() if isinstance(value, model)), "other")
 
 
 AnyEnvironmentConfig = Annotated[
@@ -668,20 +666,16 @@ def _part_problems(
             yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
         elif part.env is not None and isinstance(env[part.env], CompositeEnvironmentConfig):
             yield key, f"env.{part.env} is a composite itself; write its reward_functions here"
-    on_gpus = [part for part in _parts(config) if part in env and gpus_per_actor(env[part])]
+    on_gpus = [f"env.{part}" for part in _parts(config) if part in env and gpus_per_actor(env[part])]
     if len(on_gpus) > 1:
-        yield (
-            f"env.{name}.reward_functions",
-            f"a composite has one GPU at most, and {' and '.join(f'env.{part}' for part in on_gpus)} ask for one each; "
-            f"set env.{on_gpus[-1]}.resources.gpus_per_node=0",
-        )
+        remedy = f"set {on_gpus[-1]}.resources.gpus_per_node=0"
+        problem = f"a composite has one GPU at most, and {' and '.join(on_gpus)} ask for one each; {remedy}"
+        yield f"env.{name}.reward_functions", problem
 
 
 def environment_gpus(env: Mapping[str, Any]) -> dict[str, int]:
-    """Name of each environment with GPUs of its own, beside those of `cluster` -> their number.
-
-    Composites are as `sections_of` returns them. Environments outside the library do not count.
-    """
+    """Name of each environment with GPUs of its own, beside those of `cluster` -> their number. Environments outside
+    the library do not count. Composites are as `sections_of` returns them."""
     actors = {name: config.num_actors if isinstance(config, ActorsConfig) else 1 for name, config in env.items()}
     return {name: gpus * actors[name] for name, config in env.items() if (gpus := gpus_per_actor(config))}
 

@@ -73,7 +73,6 @@ class Judge(Protocol):
 class _Vote:
     """One score of one answer. The question is repeated until there is one."""
 
-    sample: int
     prompt: str
     number: int
     score: float | None = None
@@ -113,7 +112,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
             except ValueError as error:
                 failures[i] = str(error)
             else:
-                votes[i] = [_Vote(i, prompt, number) for number in range(self.cfg.num_votes)]
+                votes[i] = [_Vote(prompt, number) for number in range(self.cfg.num_votes)]
         self._score([vote for of_sample in votes for vote in of_sample])
         rewards = [0.0] * len(metadata)  # of a failed answer 0.0 is a placeholder
         metrics: list[Mapping[str, float] | None] = [None] * len(metadata)
@@ -163,7 +162,15 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 for vote in waiting
             ]
             for vote, reply in zip(waiting, self.judge.ask(questions, deadline - time.monotonic()), strict=True):
-                self._read(vote, reply)
+                if isinstance(reply, JudgeFailure):
+                    vote.failure = reply.reason
+                    continue
+                vote.replies.append(reply)
+                self.counts["num_request_retries"] += reply.num_retries
+                vote.score = find_score(reply.text, self.cfg.score_pattern, self.cfg.min_score, self.cfg.max_score)
+                if vote.score is None:
+                    self.counts["num_replies_without_score"] += 1
+                    logger.info("a reply without a score: %.200r", reply.text)
             waiting = [vote for vote in waiting if vote.score is None and vote.failure is None]
             # A greedy judge would repeat the reply that has no score.
             temperature = max(self.cfg.temperature, self.cfg.retry_temperature)
@@ -172,17 +179,6 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 f"no score from {self.cfg.min_score:g} to {self.cfg.max_score:g} in {len(vote.replies)} replies of "
                 f"the judge, the last of them {vote.replies[-1].text[-200:]!r}"
             )
-
-    def _read(self, vote: _Vote, reply: Reply | JudgeFailure) -> None:
-        if isinstance(reply, JudgeFailure):
-            vote.failure = reply.reason
-            return
-        vote.replies.append(reply)
-        self.counts["num_request_retries"] += reply.num_retries
-        vote.score = find_score(reply.text, self.cfg.score_pattern, self.cfg.min_score, self.cfg.max_score)
-        if vote.score is None:
-            self.counts["num_replies_without_score"] += 1
-            logger.info("a reply without a score: %.200r", reply.text)
 
     def _seed(self, vote: _Vote, attempt: int) -> int | None:
         if self.cfg.seed is None:
@@ -193,8 +189,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """`num_replies_without_score`, `num_request_retries` and `num_failed` (answers without a reward) since the
-        last call."""
+        """Counts since the last call; `num_failed` are answers without a reward."""
         counts = {name: float(self.counts[name]) for name in COUNTS}
         self.counts.clear()
         return batch, counts

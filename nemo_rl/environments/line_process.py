@@ -1,14 +1,20 @@
-"""A process that answers lines with lines, under a time limit. Standard library only: sandboxes start from it."""
+"""Processes that answer lines with lines under a time limit, and pools of them. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+JobT = TypeVar("JobT")
+ResultT = TypeVar("ResultT")
 
 
 class LineProcess:
@@ -49,3 +55,51 @@ class LineProcess:
         self.process.kill()
         self.process.wait()
         self.stdout.close()
+
+
+class LineWorker(ABC, Generic[JobT, ResultT]):
+    """Runs jobs in a process of its own, which it starts when it needs it and replaces when it ends."""
+
+    lines: LineProcess | None = None
+
+    @abstractmethod
+    def run(self, job: JobT) -> ResultT:
+        """Run one job; called by one thread at a time."""
+
+    def close(self) -> None:
+        """End the process."""
+        if self.lines is not None:
+            self.lines.end()
+            self.lines = None
+
+
+class WorkerPool(Generic[JobT, ResultT]):
+    """Runs jobs in parallel on workers. May be called from several threads."""
+
+    def __init__(self, workers: Sequence[LineWorker[JobT, ResultT]]) -> None:
+        self.workers = workers
+        self._idle: queue.LifoQueue[LineWorker[JobT, ResultT]] = queue.LifoQueue()  # the last one runs already
+        for worker in reversed(workers):
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="workers")
+
+    def run(self, jobs: Sequence[JobT]) -> list[ResultT]:
+        """The results in the order of the jobs. RuntimeError when processes cannot be started."""
+        return list(self._threads.map(self._run_one, jobs))
+
+    def _run_one(self, job: JobT) -> ResultT:
+        worker = self._idle.get()
+        try:
+            return worker.run(job)
+        finally:
+            self._idle.put(worker)
+
+    def pids(self) -> list[int]:
+        """The running processes."""
+        return [worker.lines.process.pid for worker in self.workers if worker.lines is not None]
+
+    def close(self) -> None:
+        """End all processes."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self.workers:
+            worker.close()

@@ -155,7 +155,7 @@ def math_expression(
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:
         pools[verify_timeout_s] = VerifierPool(1, verify_timeout_s)
-    [result] = pools[verify_timeout_s].verify([job])
+    [result] = pools[verify_timeout_s].run([job])
     if result.failure == "died":
         raise RuntimeError(died(job))
     return float(result.correct)

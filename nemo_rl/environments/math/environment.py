@@ -40,7 +40,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
             Verification(self.verifier, response_text(log), str(truth["ground_truth"]))
             for log, truth in zip(message_log_batch, metadata, strict=True)
         ]
-        results = self.pool.verify(jobs)
+        results = self.pool.run(jobs)
         self.num_timed_out += sum(result.failure == "timeout" for result in results)
         return EnvironmentReturn(
             observations=[

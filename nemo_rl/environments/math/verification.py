@@ -10,20 +10,18 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import queue
 import re
 import resource
 import signal
 import subprocess
 import sys
 import unicodedata
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.line_process import LineProcess
+from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -189,14 +187,14 @@ def died(job: Verification) -> str:
     return f"verifier {job.verifier!r} ended its process twice, out of memory or by a crash, at {job}"
 
 
-class _Verifier:
-    """One process, used by one thread at a time; started when it is first needed."""
-
+class _Verifier(LineWorker[Verification, VerificationResult]):
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.lines: LineProcess | None = None
 
-    def verify(self, job: Verification) -> VerificationResult:
+    def run(self, job: Verification) -> VerificationResult:
+        certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
+        if certain is not None:
+            return VerificationResult(*certain)
         for _ in range(2):
             result = self._try(job)
             if result is not None:
@@ -235,46 +233,15 @@ class _Verifier:
                 f"a verifier process did not start ({error!r}): run `{' '.join(command)}` to see why"
             ) from error
 
-    def close(self) -> None:
-        if self.lines is not None:
-            self.lines.end()
-            self.lines = None
 
+class VerifierPool(WorkerPool[Verification, VerificationResult]):
+    """`num_workers` verifier processes.
 
-class VerifierPool:
-    """`num_workers` verifier processes."""
+    If no process is ended from outside, jobs take at most about (jobs / workers) * limit seconds.
+    """
 
     def __init__(self, num_workers: int, timeout_s: float) -> None:
-        self._verifiers = [_Verifier(timeout_s) for _ in range(num_workers)]
-        self._idle: queue.LifoQueue[_Verifier] = queue.LifoQueue()  # the last one is more likely to run already
-        for verifier in self._verifiers:
-            self._idle.put(verifier)
-        self._threads = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="verifier")
-
-    def verify(self, jobs: Sequence[Verification]) -> list[VerificationResult]:
-        """All results, in the order of the jobs, after at most about (jobs / workers) * limit seconds if no process is
-        ended from outside. RuntimeError when verifier processes cannot be started."""
-        return list(self._threads.map(self._verify, jobs))
-
-    def _verify(self, job: Verification) -> VerificationResult:
-        certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
-        if certain is not None:
-            return VerificationResult(*certain)
-        verifier = self._idle.get()
-        try:
-            return verifier.verify(job)
-        finally:
-            self._idle.put(verifier)
-
-    def pids(self) -> list[int]:
-        """The running processes."""
-        return [verifier.lines.process.pid for verifier in self._verifiers if verifier.lines is not None]
-
-    def close(self) -> None:
-        """End all processes."""
-        self._threads.shutdown(wait=True)
-        for verifier in self._verifiers:
-            verifier.close()
+        super().__init__([_Verifier(timeout_s) for _ in range(num_workers)])
 
 
 MEMORY_LIMIT_BYTES = 4 << 30

@@ -12,15 +12,13 @@ import fcntl
 import json
 import logging
 import os
-import queue
 import secrets
 import shutil
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +33,7 @@ from nemo_rl.environments.code.sandbox.program import (
     SandboxLimits,
     SandboxResult,
 )
-from nemo_rl.environments.line_process import LineProcess
+from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -93,32 +91,11 @@ class SandboxUnavailable(ValueError):
     """This machine does not have what a sandbox needs."""
 
 
-class _Server:
-    """One server process, used by one thread at a time; started when it is first needed."""
-
-    def __init__(
-        self,
-        directory: str,
-        limits: SandboxLimits,
-        *,
-        preload: Sequence[str],
-        site_packages: bool,
-        mechanisms: Collection[str],
-    ) -> None:
+class _Server(LineWorker[Program, SandboxResult]):
+    def __init__(self, directory: str, limits: SandboxLimits, config: Mapping[str, Any]) -> None:
         self.directory = directory
         self.limits = limits
-        paths = [PACKAGE_ROOT]
-        if site_packages:
-            paths += dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])
-        self.config = {
-            "directory": directory,
-            "limits": asdict(limits),
-            "preload": list(preload),
-            "library_paths": paths,
-            "uids": draw_uids(),
-            "mechanisms": list(mechanisms),
-        }
-        self.lines: LineProcess | None = None
+        self.config = {**config, "directory": directory, "limits": asdict(limits), "uids": draw_uids()}
         self.has: dict[str, Any] = {}  # mechanism -> whether this machine grants it
 
     def run(self, program: Program) -> SandboxResult:
@@ -186,8 +163,8 @@ def _remove_when_quiet(directory: str) -> None:
     shutil.rmtree(directory)
 
 
-class SandboxPool:
-    """`num_workers` servers, made ready at once. Results in the order of the programs.
+class SandboxPool(WorkerPool[Program, SandboxResult]):
+    """`num_workers` servers, started at once.
 
     `site_packages`: programs may import the packages of this Python environment. `preload`: modules to import before
     programs start. `allow_weaker`: guarantees that need not hold. `mechanisms`: those that may be used.
@@ -215,20 +192,14 @@ class SandboxPool:
         os.chmod(self.directory, 0o711)
         self._lock = os.open(os.path.join(self.directory, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._servers = [
-            _Server(
-                os.path.join(self.directory, str(index)),
-                limits,
-                preload=[*PRELOAD, *preload],
-                site_packages=site_packages,
-                mechanisms=mechanisms,
-            )
-            for index in range(num_workers)
-        ]
-        self._threads = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="sandbox")
-        self._idle: queue.SimpleQueue[_Server] = queue.SimpleQueue()
-        for server in self._servers:
-            self._idle.put(server)
+        paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if site_packages else []
+        config = {
+            "preload": [*PRELOAD, *preload],
+            "library_paths": [PACKAGE_ROOT, *dict.fromkeys(paths)],
+            "mechanisms": list(mechanisms),
+        }
+        self._servers = [_Server(os.path.join(self.directory, str(i)), limits, config) for i in range(num_workers)]
+        super().__init__(self._servers)
         try:
             self._check({Guarantee(name) for name in allow_weaker})
             for started in [self._threads.submit(server.start) for server in self._servers]:
@@ -268,31 +239,9 @@ class SandboxPool:
             raise RuntimeError(f"the sandbox cannot run its own probe ({result.limit}): {result.stderr[-2000:]}")
         return {Guarantee(name) for name in json.loads(result.stdout)}
 
-    def run(self, programs: Sequence[Program]) -> list[SandboxResult]:
-        """Run programs in parallel on the workers. May be called from several threads.
-
-        Raises:
-            RuntimeError: when servers cannot be started.
-        """
-        running = [self._threads.submit(self._run_one, program) for program in programs]
-        return [future.result() for future in running]
-
-    def _run_one(self, program: Program) -> SandboxResult:
-        server = self._idle.get()
-        try:
-            return server.run(program)
-        finally:
-            self._idle.put(server)
-
-    def pids(self) -> list[int]:
-        """The running servers."""
-        return [server.lines.process.pid for server in self._servers if server.lines is not None]
-
     def close(self) -> None:
         """End servers and programs, and remove their files."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for server in self._servers:
-            server.close()
+        super().close()
         os.close(self._lock)
         remove_tree(self.directory)
 
