@@ -5,8 +5,9 @@
 Packers: lengths up to the capacity of one bin, the hardest case. Log-normal lengths have a mean of about 0.3 of the
 longest, as completions of reasoning models have. Plans: log-normal lengths, bins of `--sequences-per-bin` longest
 sequences, work with squared lengths at `--quadratic-weight`; the naive plan gives each rank a contiguous part of the
-samples. "Waiting" is what ranks lose that wait for each other at every micro-batch: the costliest rank's work, summed
-over micro-batches, over the mean. The last line has the best packer on log-normal lengths and the worst packed plan.
+samples. "Waiting" is the loss of ranks that wait for each other at every micro-batch: the work of the costliest rank,
+summed over micro-batches, over the mean. The last line has the best packer on log-normal lengths and the worst packed
+plan.
 """
 
 from __future__ import annotations

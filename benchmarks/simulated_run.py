@@ -1,4 +1,4 @@
-"""GRPO whose engines and policy only take time: the real trainer, collector and rollout worker, and nothing computed.
+"""GRPO with simulated engines and policy, which only take time, and the real trainer, collector and rollout worker.
 
 For the benchmarks of schedules. An engine answers any number of requests at once, each after seconds drawn by its seed.
 """
@@ -73,7 +73,7 @@ class Times:
 
 
 class SimulatedEngine:
-    """A generation worker: `submit` and `drain` as those of a real one."""
+    """A generation worker with `submit` and `drain`."""
 
     def __init__(self, times: Times) -> None:
         self.times = times
@@ -118,7 +118,7 @@ class SimulatedTrainer:
 
 
 class SimulatedPolicy:
-    """The part of a policy that a step calls."""
+    """The methods of a policy that a step calls."""
 
     data_parallel_size, controller_tensor_bytes, peak_flops, name_prefix = 1, 0, None, "policy"
 
@@ -138,7 +138,7 @@ class SimulatedPolicy:
 
 
 class SimulatedRefit:
-    """Weights that arrive at once."""
+    """A weight sync that takes no time."""
 
     def sync(self, version: int) -> dict[str, float]:
         return {}
@@ -146,7 +146,7 @@ class SimulatedRefit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the environment says: the end."""
+    """The environment's answer: the episode is over."""
 
     reward: float = 1.0
     terminated: bool = True

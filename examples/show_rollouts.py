@@ -1,4 +1,4 @@
-"""Looks into recorded rollouts.
+"""Show recorded rollouts.
 
 uv run examples/show_rollouts.py results/rollouts --list                      # a table of all groups
 uv run examples/show_rollouts.py results/rollouts --worst                     # the group with the smallest mean reward

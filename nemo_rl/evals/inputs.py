@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from nemo_rl.models.policy.config import RolloutPolicyConfig
 from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.models.policy.weight_loading import weights_identity
+from nemo_rl.types import Prompt
 from nemo_rl.utils.files import cache_root, digest
 from nemo_rl.utils.tokenizer import get_tokenizer
 
@@ -115,6 +117,10 @@ class EvalData:
     def environments(self) -> list[str]:
         """The sections of `env` that are used."""
         return sorted({task.env_name for task in self.tasks.values()})
+
+    def all_prompts(self) -> Iterator[Prompt]:
+        """The prompts in order."""
+        return (self.prompts[index] for index in range(len(self.prompts)))
 
     def identity(self, config: EvalMasterConfig) -> dict[str, Any]:
         """What decides the prompts and how answers are scored."""

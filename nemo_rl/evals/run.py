@@ -1,10 +1,10 @@
-"""A whole evaluation: prepare, play what is not played yet, write, report."""
+"""A whole evaluation: prepare, sample what is missing, write, report."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -81,7 +81,7 @@ def evaluate(config: EvalMasterConfig, inputs: Inputs, folder: Path, console: Ru
 
 
 def prepare(config: EvalMasterConfig) -> Inputs:
-    """Load what needs no worker, and find what is wrong with it.
+    """Load and check what needs no worker.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
@@ -126,13 +126,9 @@ def _folder(config: EvalMasterConfig, data: EvalData, identity: dict[str, Any]) 
 def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Outcome]]]:
     """The samples of each prompt, in the order of the data."""
     found: dict[str, list[list[Outcome]]] = {part.name: [] for part in data.prompts.parts}
-    for prompt in _prompts(data):
+    for prompt in data.all_prompts():
         found[prompt.task_name].append(samples.outcomes[prompt.prompt_id])
     return found
-
-
-def _prompts(data: EvalData) -> Iterator[Prompt]:
-    return (data.prompts[index] for index in range(len(data.prompts)))
 
 
 def make_results(
@@ -167,13 +163,13 @@ def _report_start(samples: SampleFolder, data: EvalData, console: RunConsole) ->
 
 
 def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, console: RunConsole) -> None:
-    """Sample and judge every prompt that is not in the folder yet, and write each as it is finished.
+    """Sample and score every prompt that is not in the folder yet, and write each one when it is finished.
 
     Raises:
-        TooManyFailures: when more samples have no outcome than `eval.max_failed_sample_fraction` allows. Prompts with
-            such samples are not written then: the same command asks them again.
+        TooManyFailures: if more samples failed than `eval.max_failed_sample_fraction` allows. Prompts with failed
+            samples are then not written, so the same command samples them again.
     """
-    left = [prompt for prompt in _prompts(inputs.data) if prompt.prompt_id not in samples.outcomes]
+    left = [prompt for prompt in inputs.data.all_prompts() if prompt.prompt_id not in samples.outcomes]
     if not left:
         return
     with ExitStack() as stack:
@@ -195,7 +191,7 @@ def _ask(
     collector: RolloutCollector,
     writer: _Writer,
 ) -> None:
-    """Play and write every prompt; again those whose groups were lost with the rollout worker that held them."""
+    """Sample and write every prompt, and repeat the prompts whose groups were lost with the rollout worker."""
     while prompts:
         requests = (
             GroupRequest(
@@ -215,11 +211,11 @@ def _ask(
 
 
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
-    """The running collector and the number of engines; everything ends with the stack."""
+    """The running collector and the number of engines. Everything ends with the stack."""
     machines = config.cluster
     cluster = start_cluster(machines, stack, COLOCATED_GROUPS, "eval")
     accelerator = Accelerator(exclusive=machines.use_gpus)
-    # Begun here, so that they start while the model loads.
+    # Created first, so that they start while the model loads.
     environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
     generation = VllmGeneration(
         cluster,
@@ -260,9 +256,9 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
 
 
 class _Writer:
-    """Finished groups -> lines on disk, every few seconds; what went wrong is counted and said.
+    """Writes finished groups to disk every few seconds, and counts and reports failures.
 
-    What was said is fetched at once: a group lies in the memory of the rollout worker, and is gone when that dies.
+    It fetches conversations immediately, because a group is lost if the rollout worker that holds it dies.
     """
 
     def __init__(
@@ -281,19 +277,18 @@ class _Writer:
         self.collector = collector
         self.prompts = prompts
         self.pending: list[list[SampleRecord]] = []
-        self.num_losses = 0  # of groups, since some were last fetched
-        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or asked again
+        self.num_losses = 0  # failed fetches in a row
+        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or sampled again
         self.reasons: dict[str, int] = {}
         self.num_tokens = 0
         self.num_played = 0
         self.started = self.written_at = self.shown_at = time.monotonic()
 
     def take(self, handles: Sequence[GroupHandle]) -> list[Prompt]:
-        """Note finished groups; write and show when it is time.
+        """Add finished groups; write and report from time to time.
 
-        Returns the prompts to be asked again: their groups ended with the rollout worker before they were fetched.
-
-        Raises WorkerError when that happens again and again, and when the worker raised.
+        Returns the prompts to repeat: their groups were lost with the rollout worker before they were fetched. Raises
+        WorkerError if that happens too often in a row, or if the worker raised.
         """
         lost: list[Prompt] = []
         try:
@@ -320,7 +315,7 @@ class _Writer:
         return lost
 
     def finish(self) -> None:
-        """Write everything that is left."""
+        """Write the remaining groups."""
         self._write()
         self.samples.append(self.held_back)
         too_long = [p for p, group in self.samples.outcomes.items() if group[0].status is SampleStatus.PROMPT_TOO_LONG]
@@ -367,10 +362,7 @@ class _Writer:
         )
 
     def _check_answers(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        """cons@k needs an environment that finds answers; of one that is not ours this shows with its first verdicts.
-
-        Raises ValueError.
-        """
+        """Raise ValueError if cons@k is to be computed and an environment of the user returns no answers."""
         if self.config.eval.metric != "cons@k":
             return
         for name, task in self.inputs.data.tasks.items():

@@ -85,41 +85,6 @@ class OpenAIServerSettings:
         return f"OpenAIServerSettings(host={self.host!r}, port={self.port})"  # without the token
 
 
-class OpenAIServer:
-    """The server's process: answers external requests with the engines that also play the run's episodes.
-
-    Requests wait during a weight update, and for new engines after the death of an engine.
-    """
-
-    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
-        self.settings = settings
-        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
-        self.engines.replace(generation_workers)
-        self._app: OpenAIApp | None = None
-        self._runner: web.AppRunner | None = None
-
-    async def listen(self) -> int:
-        """Start to answer. Returns the port. Raises OSError if the address is not available."""
-        self._app = OpenAIApp(self.settings, self.engines.generate)
-        # With handler_cancellation, sampling stops when the client disconnects.
-        self._runner = web.AppRunner(
-            self._app.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
-        return int(self._runner.addresses[0][1])
-
-    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
-        """Set the actor handles of the engine replicas, after a replica was restarted."""
-        self.engines.replace(workers)
-
-    async def stop(self) -> None:
-        """Answer requests in flight with status 503 and stop listening."""
-        if self._app is not None and self._runner is not None:
-            self._app.close()
-            await self._runner.cleanup()
-
-
 # -- requests
 
 
@@ -246,18 +211,43 @@ def parse_request(kind: type[R], body: bytes) -> R:
 # -- answers
 
 
-class OpenAIApp:
-    """`app` answers until `close`. Then requests in flight and later ones are answered with status 503."""
+class OpenAIServer:
+    """The server's process: answers external requests with the engines that also play the run's episodes.
 
-    def __init__(self, settings: OpenAIServerSettings, generate: GenerateFn) -> None:
+    Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
+    flight and later ones are answered with status 503.
+    """
+
+    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
         self.settings = settings
+        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
+        self.engines.replace(generation_workers)
+        self.generate: GenerateFn = self.engines.generate
         self.chat = settings.make_chat()
-        self._generate = generate
         self._closed = asyncio.Event()
         self.app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/completions", self._completions)
         self.app.router.add_post("/v1/chat/completions", self._chat)
+        # With handler_cancellation, sampling stops when the client disconnects.
+        self._runner = web.AppRunner(
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+
+    async def listen(self) -> int:
+        """Start to answer. Returns the port. Raises OSError if the address is not available."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Set the actor handles of the engine replicas, after a replica was restarted."""
+        self.engines.replace(workers)
+
+    async def stop(self) -> None:
+        """Close and stop listening."""
+        self.close()
+        await self._runner.cleanup()
 
     def close(self) -> None:
         self._closed.set()
@@ -386,7 +376,7 @@ class OpenAIApp:
         return text[: min((at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
 
     async def _sample(self, token_ids: list[int], sampling: SamplingParams, seed: int, num: int) -> list[Completion]:
-        tasks = [asyncio.ensure_future(self._generate(token_ids, sampling, seed + i)) for i in range(num)]
+        tasks = [asyncio.ensure_future(self.generate(token_ids, sampling, seed + i)) for i in range(num)]
         sampled = asyncio.gather(*tasks)
         closed = asyncio.create_task(self._closed.wait())
         try:

@@ -20,49 +20,27 @@ class Timer:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._started: dict[str, float] = {}
         self._elapsed_s: defaultdict[str, list[float]] = defaultdict(list)
-
-    def start(self, label: str) -> None:
-        """Start `label`. Raises ValueError if it is running."""
-        if label in self._started:
-            raise ValueError(f"timer {label!r} is running already; stop it before it is started again")
-        self._started[label] = self._clock()
-
-    def stop(self, label: str) -> float:
-        """Stop `label` and return the seconds since `start`. Raises ValueError if it is not running."""
-        if label not in self._started:
-            raise ValueError(f"timer {label!r} is not running; start it before it is stopped")
-        elapsed_s = self._clock() - self._started.pop(label)
-        self._elapsed_s[label].append(elapsed_s)
-        return elapsed_s
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        self.start(label)
+        started = self._clock()
         try:
             yield
         finally:
-            self.stop(label)
-
-    def get_elapsed(self, label: str) -> list[float]:
-        """All measurements of `label`, oldest first. Raises KeyError if there are none."""
-        if label not in self._elapsed_s:
-            raise KeyError(f"timer {label!r} has no measurement; there are: {', '.join(self._elapsed_s) or 'none'}")
-        return list(self._elapsed_s[label])
+            self._elapsed_s[label].append(self._clock() - started)
 
     def get_latest_elapsed(self, label: str) -> float:
-        return self.get_elapsed(label)[-1]
+        """The latest measurement of `label`."""
+        return self._elapsed_s[label][-1]
 
     def get_timing_metrics(self) -> dict[str, float]:
         """The sum of the measurements of each label."""
         return {label: sum(elapsed_s) for label, elapsed_s in self._elapsed_s.items()}
 
-    def reset(self, label: str | None = None) -> None:
-        """Drop the measurements of `label`, or of all labels, including a running one."""
-        for name in [label] if label is not None else [*self._started, *self._elapsed_s]:
-            self._started.pop(name, None)
-            self._elapsed_s.pop(name, None)
+    def reset(self) -> None:
+        """Drop all measurements."""
+        self._elapsed_s.clear()
 
 
 class TimeoutChecker:
