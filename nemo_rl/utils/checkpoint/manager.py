@@ -65,7 +65,7 @@ class CheckpointManager:
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
         self._free_bytes = free_bytes
-        self._damaged_steps: set[int] = set()  # left where they are for people to look at, otherwise ignored
+        self._damaged_steps: set[int] = set()  # kept on disk for inspection, otherwise ignored
         self._tmp_lock_fds: dict[Path, int] = {}
         if self.checkpoint_dir.is_dir():
             self._recover_from_dead_runs()
@@ -113,7 +113,7 @@ class CheckpointManager:
             return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
-        """Makes `tmp_step_N` with training_info.json and config.yaml. It stays locked until it is finalized."""
+        """Create `tmp_step_N` with training_info.json and config.yaml, locked until it is finalized."""
         tmp_path = self._tmp_path(step)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if tmp_path.exists():
@@ -131,14 +131,14 @@ class CheckpointManager:
         return tmp_path
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
-        """Puts `tmp_step_N` on stable storage and renames it to `step_N`."""
+        """Put `tmp_step_N` on stable storage and rename it to `step_N`."""
         return self.publish(tmp_path, seal(tmp_path))
 
     def publish(self, tmp_path: Path, num_bytes: int) -> Path:
-        """Renames `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
+        """Rename `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
 
-        An existing `step_N` steps aside as `old_step_N` and is removed only after the rename; construction brings it
-        back if the process dies in between.
+        An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
+        in between.
         """
         step = _step_of(tmp_path.name.removeprefix("tmp_"))
         path = self.checkpoint_dir / f"step_{step}"
@@ -156,10 +156,9 @@ class CheckpointManager:
         return path
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Keeps the best `keep_top_k` by `metric_name` and the latest.
+        """Keep the best `keep_top_k` by `metric_name` and the latest; keep all if `keep_top_k` is None.
 
-        Newer is better on ties, and when there is no metric. A checkpoint found damaged is left alone and counts for
-        nothing. Does nothing when `keep_top_k` is None.
+        On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
         """
         if self.keep_top_k is None:
             return
@@ -188,7 +187,7 @@ class CheckpointManager:
         return self.checkpoint_dir / f"step_{ranked[0]}" if ranked else None
 
     def latest_finished(self) -> Path | None:
-        """The newest checkpoint whose manifest and training_info.json can be read; its other files are not checked."""
+        """The newest checkpoint with an intact manifest and training_info.json; its other files are not checked."""
         for step in reversed(self._steps()):
             path = self.checkpoint_dir / f"step_{step}"
             if sealed_bytes(path) is not None and find_damage(path, [TRAINING_INFO_NAME]) is None:
@@ -196,9 +195,9 @@ class CheckpointManager:
         return None
 
     def latest_sound(self) -> Path | None:
-        """The newest checkpoint whose every file is as it was saved; None when there is no checkpoint at all.
+        """The newest checkpoint with every file as it was saved; None if there is no checkpoint.
 
-        Each damaged one is logged with its file. Raises CheckpointError when checkpoints exist and none is sound.
+        Damaged ones are logged with the file. Raises CheckpointError if checkpoints exist and all are damaged.
         """
         reasons = []
         for step in reversed(self._steps()):
@@ -254,7 +253,7 @@ class CheckpointManager:
         return sorted((step for step in steps if step not in self._damaged_steps), key=lambda s: (-values[s], -s))
 
     def _value(self, step: int) -> float:
-        """Higher is better, whatever the metric; a checkpoint without it is worst. Without a metric all are equal."""
+        """Higher is better for every metric. A checkpoint without it is worst; without a metric all are equal."""
         if self.metric_name is None:
             return 0.0
         path = self.checkpoint_dir / f"step_{step}"
@@ -276,7 +275,7 @@ class CheckpointManager:
         return logged_metric(self.metric_name)
 
     def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
-        """Validation does not run on every step, so only a name beside other names of its kind is known to be wrong."""
+        """ValueError if `metric_name` is missing among others of its prefix (validation may not run at a step)."""
         if self.metric_name is None or (name := self._logged_metric_name()) in metrics:
             return
         prefix = name.partition("/")[0] + "/"
@@ -305,7 +304,7 @@ class CheckpointManager:
 
     @contextmanager
     def discarded_on_failure(self, step: int) -> Iterator[None]:
-        """Removes `tmp_step_N` when the body raises, and says so when the reason is a full disk."""
+        """Remove `tmp_step_N` if the body raises; DiskFullError if the disk is full."""
         tmp_path = self._tmp_path(step)
         try:
             yield
@@ -321,7 +320,7 @@ class CheckpointManager:
             raise
 
     def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
-        """Removes an unfinished checkpoint of this process."""
+        """Remove an unfinished checkpoint of this process."""
         remove_tree(tmp_path)
         self._unlock(tmp_path)
 
@@ -417,10 +416,10 @@ class PendingSave:
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises CheckpointIdentityError with every difference between two (nested) identities.
+    """Raise CheckpointIdentityError with every difference between two (nested) identities.
 
-    An identity names what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint
-    of the dataset, the settings that decide what a sample and a step are.
+    An identity is what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint of
+    the dataset, the settings that define a sample and a step.
     """
     differences = flat_differences(saved, current, theirs="the checkpoint")
     if differences:
@@ -432,7 +431,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 
 
 def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
-    """A line for each leaf in which two nested identities differ; `theirs` is what the saved one belongs to."""
+    """A line for each leaf in which two nested identities differ; `theirs` names the owner of the saved one."""
     saved_flat, current_flat = _flatten(saved), _flatten(current)
     absent = "(absent)"
     return [
@@ -443,7 +442,7 @@ def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, th
 
 
 def require_optimizer(path: Path) -> None:
-    """Raises CheckpointError when checkpoint `path` was saved without the optimizer."""
+    """Raise CheckpointError if checkpoint `path` was saved without the optimizer."""
     if not (path / "policy" / "optimizer").is_dir():
         raise CheckpointError(
             f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
@@ -452,7 +451,7 @@ def require_optimizer(path: Path) -> None:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted path, as JSON gives them back: a saved identity and a fresh one compare equal."""
+    """Leaves by dotted path, converted as JSON does, so that a saved identity equals a fresh one."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
