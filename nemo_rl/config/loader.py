@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import operator
 import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,11 +50,6 @@ def build_config(model: type[M], values: Mapping[str, Any], overrides: Sequence[
 def dump_config(config: BaseModel) -> str:
     """The whole configuration as YAML, defaults included; `load_config` reads it back."""
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
-
-
-def write_config(config: BaseModel, path: str | Path) -> None:
-    """Write `dump_config` into a file."""
-    Path(path).write_text(dump_config(config), encoding="utf-8")
 
 
 def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
@@ -487,9 +481,12 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
         if item.model(entry) is not None:
             _collect_keys(item, entry, path, found)
     elif model is not None:
+        given = value if isinstance(value, dict) else {}
         for name, field in model.model_fields.items():
-            entry = value.get(name) if isinstance(value, dict) else None
-            _collect_keys(Slot.of_field(field), entry, (*path, name), found)
+            _collect_keys(Slot.of_field(field), given.get(name), (*path, name), found)
+        if model.model_config.get("extra") == "allow":
+            for name in [name for name in given if name not in model.model_fields]:
+                _collect_keys(Slot(Any), given[name], (*path, str(name)), found)
     elif isinstance(value, dict):
         for key, entry in value.items():
             _collect_keys(mapped or Slot(Any), entry, (*path, str(key)), found)
@@ -497,33 +494,12 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
 
 def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
-    slot, value = Slot.of(model), values
-    for position, part in enumerate(path):
-        section_model = slot.model(value)
-        if slot.item() is not None and not slot.names_items(value):
-            slot = typing.cast(Slot, slot.item())
-            if isinstance(part, int):
-                if not isinstance(value, list) or part >= len(value):
-                    return False
-                value = value[part]
-                continue
-            section_model = slot.model(value)
-        if section_model is not None:
-            rest = ".".join(str(p) for p in path[position:])
-            if any(rest == gap.key or rest.startswith(gap.key + ".") for gap in gaps(section_model)):
-                return True
-            field = section_model.model_fields.get(str(part))
-            if field is not None:
-                slot, value = Slot.of_field(field), _entry(value, part)
-                continue
-            if section_model.model_config.get("extra") != "allow":
-                return False
-        entry = _entry(value, part)
-        if entry is None and not (isinstance(value, dict) and part in value):
-            return False
-        slot, value = slot.mapped() or Slot(Any), entry
-    return True
-
-
-def _entry(value: Any, part: str | int) -> Any:
-    return value.get(part) if isinstance(value, dict) else None
+    key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
+    if key in known_keys(model, values):
+        return True
+    unsupported = [
+        dotted([*(part for part in section.path if isinstance(part, str)), gap.key])
+        for section in sections(model, values)
+        for gap in gaps(section.model)
+    ]
+    return any(key == gap or key.startswith(f"{gap}.") for gap in unsupported)

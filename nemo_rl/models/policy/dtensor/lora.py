@@ -223,9 +223,9 @@ def set_adapter_dropout(hf: nn.Module, active: bool) -> None:
 
 
 @contextmanager
-def adapters_disabled(hf: nn.Module) -> Iterator[None]:
-    """Inside the block the model is the base model: the reference policy of a run with adapters."""
-    modules = [module for _, module in adapters(hf)]
+def adapters_disabled(*parts: nn.Module) -> Iterator[None]:
+    """Inside the block these parts of the model are the base model: the reference policy of a run with adapters."""
+    modules = [module for part in parts for _, module in adapters(part)]
     for module in modules:
         module.adapter_active = False
     try:

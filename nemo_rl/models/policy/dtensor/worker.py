@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reference_policy(self) -> ReferencePolicy:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
         if lora_cfg.enabled and lora_cfg.adapter_path is None:
-            return BaseModelReference(self.stages)
+            return BaseModelReference(self.parts)
         return SwappedReference(self._local_shards)
 
     # -- optimizer steps
@@ -232,15 +232,11 @@ class DTensorPolicyWorker(PolicyWorker):
 class BaseModelReference:
     """With LoRA, the reference is the model without its adapters, unless training began with given adapters."""
 
-    def __init__(self, stages: Sequence[LogprobModel]) -> None:
-        self.stages = stages
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
 
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stage in self.stages:
-                stack.enter_context(lora.adapters_disabled(stage.hf))
-            yield
+    def active(self) -> AbstractContextManager[None]:
+        return lora.adapters_disabled(*self.parts)
 
 
 # -- generation: prompts padded on the left, with a KV cache
