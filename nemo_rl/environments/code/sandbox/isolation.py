@@ -254,8 +254,8 @@ def _one_of(index: int, values: Sequence[int], code: int) -> list[_Instruction]:
 
 def _masked(index: int, mask: int, value: int, code: int, *, is_refused: bool = False) -> list[_Instruction]:
     """Allow (or, with `is_refused`, refuse) a call if `mask` of its argument is `value`."""
-    jumps = (0, 1) if is_refused else (1, 0)
-    return [_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, *jumps, value), _fail(code), _ALLOWED]
+    test = (_JUMP_EQUAL, 0, 1, value) if is_refused else (_JUMP_EQUAL, 1, 0, value)
+    return [_argument(index), (_AND, 0, 0, mask), test, _fail(code), _ALLOWED]
 
 
 def _conditions(machine: str) -> Iterator[tuple[int, list[_Instruction]]]:
