@@ -63,8 +63,11 @@ class CrossCheckError(ValueError):
         self.problems = problems
 
     def in_section(self, section: str) -> list[tuple[str, str]]:
-        """The problems with the section's name filled in."""
-        return [(key, message.replace("{section}", section)) for key, message in self.problems]
+        """The problems with the section's name filled in; `section` is empty for a whole configuration."""
+        prefix = f"{section}." if section else ""
+        return [
+            (key, message.replace("{section}.", prefix).replace("{section}", section)) for key, message in self.problems
+        ]
 
 
 class StrictModel(BaseModel):
@@ -129,11 +132,17 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 _RULE = re.compile(r"((?P<key>[\w.{}]+): )?(?P<when>.+?)( (?P<verb>requires|excludes) (?P<other>.+))?")
 
 
+def parse_rule(rule: str) -> re.Match[str]:
+    """The parts of a rule: `key`, `when`, `verb` and `other`."""
+    parts = _RULE.fullmatch(rule)
+    assert parts is not None, f"not a rule: {rule!r}"
+    return parts
+
+
 def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `section` violates. `{section}` is left for the loader."""
     for rule, message in rules.items():
-        parts = _RULE.fullmatch(rule)
-        assert parts is not None, f"not a rule: {rule!r}"
+        parts = parse_rule(rule)
         when, verb, other = parts["when"], parts["verb"], parts["other"]
         if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
             key = parts["key"] or _first_key(when)
