@@ -211,7 +211,7 @@ class Example:
 
     sample_id: str  # the id of its prompt; of a pair "<prompt id>/chosen" and "<prompt id>/rejected"
     token_ids: np.ndarray  # int32 [T]
-    token_mask: np.ndarray  # bool [T]; True on tokens that carry loss
+    token_mask: np.ndarray  # bool [T]; True on loss tokens
     margin: float = 0.0  # on the chosen sequence of a pair: how much better it is; see `rm.use_margin`
 
 

@@ -53,7 +53,7 @@ def calculate_kl(
     return kl
 
 
-# -- importance weights: tokens come from the generation engine, the gradient is that of the trainer's policy
+# -- importance weights: tokens come from the generation engine, the gradient belongs to the trainer's policy
 
 
 @dataclass(frozen=True, kw_only=True)

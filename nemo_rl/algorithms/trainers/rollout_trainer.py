@@ -32,7 +32,7 @@ from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
-from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleMeta, SampleStatus, SamplingParams
+from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
 
 MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
@@ -254,18 +254,6 @@ class RolloutTrainer(Trainer):
             if len(too_long) == len(groups):
                 raise ValueError(f"all {text}; raise it and policy.max_total_sequence_length, or shorten the prompts")
             self.tools.console.warn(f"{len(too_long)} {text}; they are left out")
-        self._check_timed_out(samples)
-        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
-        # Each reason once, with the first sample that has it.
-        by_reason = {str(sample.failure).replace(sample.sample_id, ""): str(sample.failure) for sample in failed[::-1]}
-        reasons = "\n".join(sorted(by_reason.values())[:MAX_REASONS_SHOWN])
-        if failed:
-            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed:\n{reasons}")
-        if len(failed) > self.run.rollout.max_failed_sample_fraction * len(samples):
-            limit = f"{self.run.section}.max_failed_sample_fraction={self.run.rollout.max_failed_sample_fraction}"
-            raise TooManyFailures(f"{len(failed)} of {len(samples)} episodes failed, more than {limit}:\n{reasons}")
-
-    def _check_timed_out(self, samples: Sequence[SampleMeta]) -> None:
         late = [sample for sample in samples if sample.status is SampleStatus.TIMED_OUT]
         key = f"{self.run.section}.episode_timeout_s={self.run.rollout.episode_timeout_s}"
         if late and len(late) == len(samples):
@@ -275,6 +263,15 @@ class RolloutTrainer(Trainer):
             )
         if late:
             self.tools.console.warn(f"{len(late)} of {len(samples)} episodes took longer than {key}")
+        failed = [sample for sample in samples if sample.status is SampleStatus.FAILED]
+        # Each reason once, with the first sample that has it.
+        by_reason = {str(sample.failure).replace(sample.sample_id, ""): str(sample.failure) for sample in failed[::-1]}
+        reasons = "\n".join(sorted(by_reason.values())[:MAX_REASONS_SHOWN])
+        if failed:
+            self.tools.console.warn(f"{len(failed)} of {len(samples)} episodes failed:\n{reasons}")
+        if len(failed) > self.run.rollout.max_failed_sample_fraction * len(samples):
+            limit = f"{self.run.section}.max_failed_sample_fraction={self.run.rollout.max_failed_sample_fraction}"
+            raise TooManyFailures(f"{len(failed)} of {len(samples)} episodes failed, more than {limit}:\n{reasons}")
 
     # -- validation
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, packing_metrics, plan_samples, token_imbalance
@@ -66,6 +67,11 @@ class SupervisedTrainer(Trainer):
         self.loss_fn = loss_fn
         self.task = task
         # run-time
+        self.plan_rows = partial(
+            plan_examples,
+            num_ranks=parts.policy.data_parallel_size,
+            micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
+        )
         self.flops = parts.flops
         self.batching = Batching.of(
             config.policy,
@@ -108,7 +114,7 @@ class SupervisedTrainer(Trainer):
 
     def plan(self, batch: Sequence[ExampleHandle]) -> BatchPlan:
         """Which row goes to which rank and micro-batch; the workers fetch their rows."""
-        plan = self.plan_rows(batch, self.batching)
+        plan = self.plan_rows(batch, batching=self.batching)
         self.record("train", packing_metrics(plan, self.batching))
         with self.phase("data_processing"):
             self.policy.load(plan)
@@ -170,7 +176,7 @@ class SupervisedTrainer(Trainer):
         weighted, total = 0.0, 0.0
         for name, tokenise in self.validation.items():
             handles = tokenise()
-            plan = self.plan_rows(handles, batching)
+            plan = self.plan_rows(handles, batching=batching)
             self.policy.load(plan)
             self.score(handles, plan)
             found = self.policy.evaluate(self.loss_fn, self.task)
@@ -179,14 +185,6 @@ class SupervisedTrainer(Trainer):
             weighted += found["loss"] * found[count]
             total += found[count]
         return metrics | {"val_loss": weighted / total}
-
-    def plan_rows(self, handles: Sequence[ExampleHandle], batching: Batching) -> BatchPlan:
-        return plan_examples(
-            handles,
-            num_ranks=self.policy.data_parallel_size,
-            batching=batching,
-            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
-        )
 
 
 def plan_examples(

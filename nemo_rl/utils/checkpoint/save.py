@@ -1,4 +1,4 @@
-"""What is asked of the processes that write a checkpoint, and what they return: SaveRequest -> StateWrite."""
+"""The interface between the loop and the policies that write a checkpoint: SaveRequest -> StateWrite."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
