@@ -301,19 +301,13 @@ def build_filter(machine: str) -> list[_Instruction]:
     return [*program, _fail(errno.EPERM)]
 
 
-class SyscallFilter:
-    """The filter of this machine, made once and installed in many processes."""
-
-    def __init__(self) -> None:
-        self._program = build_filter(platform.machine())
-
-    def install(self) -> None:
-        """Restrict this process to the system calls of the filter, for good. It needs `no_new_privs`."""
-        pid = os.getpid()
-        code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in self._program)
-        buffer = ctypes.create_string_buffer(code, len(code))
-        header = struct.pack("@HP", len(self._program), ctypes.addressof(buffer))
-        _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
+def install_filter(program: list[_Instruction]) -> None:
+    """Restrict this process to the system calls that `program` allows, for good. It needs `no_new_privs`."""
+    pid = os.getpid()
+    code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
 
 
 # Privileges and limits

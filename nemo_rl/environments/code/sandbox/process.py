@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import platform
 import resource
 import select
 import signal
@@ -60,7 +61,7 @@ class Server:
         if self.namespaces:
             self._enter_namespaces()
         self.abi = isolation.landlock_abi() if "landlock" in mechanisms else 0
-        self.filter = isolation.SyscallFilter() if "seccomp" in mechanisms else None
+        self.filter = isolation.build_filter(platform.machine()) if "seccomp" in mechanisms else None
         if not in_child(self._install_filter):
             self.filter = None
         candidates = uids if "user" in mechanisms and os.geteuid() == 0 else []
@@ -79,7 +80,7 @@ class Server:
     def _install_filter(self) -> None:
         isolation.drop_privileges()
         if self.filter is not None:
-            self.filter.install()
+            isolation.install_filter(self.filter)
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one program: fork, watch, clean up."""
@@ -135,7 +136,7 @@ class Server:
         if self.abi:
             isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
         if self.filter is not None:
-            self.filter.install()
+            isolation.install_filter(self.filter)
         run_program(request, 3)
 
 
