@@ -63,8 +63,11 @@ class CrossCheckError(ValueError):
         self.problems = problems
 
     def in_section(self, section: str) -> list[tuple[str, str]]:
-        """The problems with the section's name filled in."""
-        return [(key, message.replace("{section}", section)) for key, message in self.problems]
+        """The problems with the section's name filled in; `section` is empty for a whole configuration."""
+        prefix = f"{section}." if section else ""
+        return [
+            (key, message.replace("{section}.", prefix).replace("{section}", section)) for key, message in self.problems
+        ]
 
 
 class StrictModel(BaseModel):
@@ -129,11 +132,17 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 _RULE = re.compile(r"((?P<key>[\w.{}]+): )?(?P<when>.+?)( (?P<verb>requires|excludes) (?P<other>.+))?")
 
 
-def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
+def parse_rule(rule: str) -> re.Match[str]:
+    """The parts of a rule: `key`, `when`, `verb` and `other`."""
+    parts = _RULE.fullmatch(rule)
+    assert parts is not None, f"not a rule: {rule!r}"
+    return parts
+
+
+def violations(rules: Rules, section: BaseModel | dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `section` violates. `{section}` is left for the loader."""
     for rule, message in rules.items():
-        parts = _RULE.fullmatch(rule)
-        assert parts is not None, f"not a rule: {rule!r}"
+        parts = parse_rule(rule)
         when, verb, other = parts["when"], parts["verb"], parts["other"]
         if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
             key = parts["key"] or _first_key(when)
@@ -143,7 +152,7 @@ def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
             yield filled(key, section), filled(message, section)
 
 
-def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
+def _remedy(when: str, verb: str, other: str, section: Any) -> str:
     """The remedy of a rule that names none: change `other`, or switch off `when` if it is a switch."""
     key = _first_key(other)
     if verb == "excludes":
@@ -156,12 +165,12 @@ def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
     return f"set {{section}}.{fix}" + (f", or {{section}}.{when}=false" if is_switch else "")
 
 
-def holds(condition: str, section: BaseModel) -> bool:
+def holds(condition: str, section: Any) -> bool:
     """Whether every clause of `condition` is true of `section`."""
     return all(_clause_holds(clause, section) for clause in condition.split(" and "))
 
 
-def _clause_holds(clause: str, section: BaseModel) -> bool:
+def _clause_holds(clause: str, section: Any) -> bool:
     parts = _CLAUSE.fullmatch(clause)
     assert parts is not None, f"not a condition: {clause!r}"
     if parts["alone"]:
@@ -191,7 +200,7 @@ def value_of(section: Any, key: str) -> Any:
     return section
 
 
-def filled(text: str, section: BaseModel) -> str:
+def filled(text: str, section: Any) -> str:
     """`text` with the value of every `{key}`; `{section}` is left for the loader."""
     keys = re.compile(r"\{(?!section\})([A-Za-z_][\w.]*)\}")
     return keys.sub(lambda match: written(value_of(section, match[1])), text)

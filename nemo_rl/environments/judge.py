@@ -24,7 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import excerpt
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.http_client import BUSY, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score
@@ -124,15 +124,8 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 metrics[i] = found = _metrics(of_sample)
                 rewards[i] = found["score"]
         self.counts["num_failed"] += sum(failure is not None for failure in failures)
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: score {reward:.4f}"} for reward in rewards],
-            metadata=metadata,
-            next_stop_strings=[None] * len(metadata),
-            rewards=torch.tensor(rewards, dtype=torch.float64),
-            terminateds=torch.ones(len(metadata)),
-            failures=failures,
-            metrics=metrics,
-        )
+        texts = [f"score {reward:.4f}" for reward in rewards]
+        return one_turn(texts, metadata, torch.tensor(rewards, dtype=torch.float64), failures=failures, metrics=metrics)
 
     def _prompt(self, log: LLMMessageLogType, metadata: Mapping[str, Any] | None) -> str:
         """The question to the judge about a conversation. ValueError if the row lacks a part of it."""

@@ -16,7 +16,6 @@ from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
-    OURS,
     ActorsConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
@@ -130,8 +129,5 @@ def _type_and_options(
 ) -> tuple[str, dict[str, Any]]:
     if isinstance(env_config, EnvironmentConfig):
         return env_config.type, env_config.options
-    if isinstance(env_config, StrictModel):
-        env_type = next(name for name, model in OURS.items() if isinstance(env_config, model))
-        return env_type, env_config.model_dump(exclude={"type"})
-    options = dict(env_config)
+    options = env_config.model_dump() if isinstance(env_config, StrictModel) else dict(env_config)
     return options.pop("type", env_name), options

@@ -18,7 +18,7 @@ from transformers import (
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
@@ -192,15 +192,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
             said, turns = conversation_and_turns(log, known, reader="a reward model")
             conversations.append([*said, *({"role": turn["role"], "content": str(turn["content"])} for turn in turns)])
         scores = self.scorer.score(conversations)
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: reward {score:.4f}"} for score in scores.tolist()
-            ],
-            metadata=metadata,
-            next_stop_strings=[None] * len(metadata),
-            rewards=scores,
-            terminateds=torch.ones(len(metadata)),
-        )
+        return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]

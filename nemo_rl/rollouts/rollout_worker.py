@@ -100,12 +100,9 @@ class RolloutWorker:
         self.engines.replace(workers)
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Complete one prompt. Raises EpisodeFailure if a living engine does not answer."""
-        try:
-            with self.busy.request():
-                completion = await self.engines.generate(prompt_token_ids, sampling, seed)
-        except RequestFailed as failure:
-            raise EpisodeFailure(str(failure)) from failure
+        """Complete one prompt. Raises RequestFailed if a living engine does not answer."""
+        with self.busy.request():
+            completion = await self.engines.generate(prompt_token_ids, sampling, seed)
         self.busy.num_tokens += len(completion.token_ids)
         return completion
 
@@ -186,7 +183,7 @@ class RolloutWorker:
                         sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index
                     ),
                 )
-        except EpisodeFailure as error:
+        except (EpisodeFailure, RequestFailed) as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
         except TimeoutError:
             if limit is None or not limit.expired():

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from nemo_rl.rollouts.records import read_groups, read_index, recorded_steps, step_folder
 from nemo_rl.types import RolloutGroup, Sample, SampleStatus
-from nemo_rl.utils.console import ROLE_STYLES, visible
+from nemo_rl.utils.console import message_text, visible
 
 Decode = Callable[[Sequence[int]], str]
 LIKELY, UNLIKELY = 0.5, 0.05
@@ -155,9 +155,7 @@ def _conversation(sample: Sample) -> Text:
     # Assistant messages of the prompt come first and were not sampled.
     num_given = sum(message["role"] == "assistant" for message in sample.messages) - len(sample.meta.turns)
     for message in sample.messages:
-        style = ROLE_STYLES.get(message["role"], "white")
-        text.append(f"{message['role']}: ", style=f"bold {style}")
-        text.append(visible(message["content"]) + "\n", style=style)
+        text.append_text(message_text(message))
         if message["role"] != "assistant":
             continue
         num_given -= 1

@@ -54,8 +54,8 @@ def alone(tmp_path, monkeypatch):
         (None, (), r"dataset file '.*rows\.jsonl' does not exist"),
         ("", (), "is empty"),
         ('{"question": "1+1=", "output": "2"}', (), r"no column 'input' \(input_key\); its columns are: question, out"),
-        ('{"input": "1+1=", "output": "2"}\n{"inp', (), "cannot be read as .jsonl"),
-        ("\n".join(['{"input": "1+1=", "output": null}'] * 4), (), "a row has nothing in column 'output'"),
+        ('{"input": "1+1=", "output": "2"}\n{"inp', (), "cannot be read as json"),
+        ("\n".join(['{"input": "1+1=", "output": null}'] * 4), (), "row 0 has nothing in column 'output'"),
         ('{"input": "1+1=", "output": "2"}', (), r"has 1 prompts, fewer than one step takes: set grpo\.num_prompts"),
         (
             "\n".join(['{"input": "1+1=", "output": "2"}'] * 4),
@@ -252,7 +252,7 @@ def ranks(number: int) -> tuple[str, ...]:
         # experts
         (None, (*ranks(2), f"{D}.expert_parallel_size=2"), "dense model and has no experts to spread; set it to 1"),
         ("moe", (*ranks(8), f"{D}.expert_parallel_size=8"), "not divide the 4 experts .* these would: 1, 2, 4"),
-        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no experts to repor"),
+        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no metrics of exper"),
         # adapters
         (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_projj]"), "matches no linear .* mean 'q_proj'"),
         (None, (LORA, f"{D}.lora_cfg.exclude_modules=['*.attn.*']"), r"exclude_modules: '\*\.attn\.\*' matches no"),

@@ -90,7 +90,7 @@ def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig, key:
         model = read_model_config(policy, model_path)
         tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
         check_fit(policy, model, tokenizer)
-        import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path)
+        import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path, key)
     except ValueError as error:
         if key == "policy":
             raise

@@ -276,11 +276,6 @@ class MixedOrder:
         self.seed = seed
         self._permutation = lru_cache(maxsize=2 * len(self.lengths))(self._make_permutation)
 
-    @property
-    def shares(self) -> list[float]:
-        """The share of all prompts of each dataset."""
-        return [weight / sum(self.weights) for weight in self.weights]
-
     @cached_property
     def _period(self) -> np.ndarray:
         return schedule(self.weights)

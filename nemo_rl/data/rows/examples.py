@@ -72,7 +72,7 @@ class ExampleMaker:
                 Example(sample_id=_sample_id(prompt, name), token_ids=nothing, token_mask=nothing.astype(bool))
                 for name in answers
             ]
-            return examples, _meta(prompt, examples, str(error), "bad_row")
+            return examples, _meta(prompt, examples, str(error), problem_kind="bad_row")
 
     def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """As a call, but an unusable row raises.
@@ -110,10 +110,13 @@ class ExampleMaker:
         lengths = {name or "messages": int(datum[f"length_{name}" if name else "length"]) for name in names}
         problem = datum.get("problem") or self._problem(logs, examples, lengths)
         if problem is None:
-            return examples, _meta(prompt, examples, None, "")
-        examples = [_stub(example) for example in examples]
+            return examples, _meta(prompt, examples)
+        for example in examples:  # a stub: a few tokens without loss
+            kept = example.token_ids[:NUM_STUB_TOKENS]
+            example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
+            example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
         text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
-        return examples, _meta(prompt, examples, text, problem.kind)
+        return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
         own_masks = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
@@ -196,14 +199,16 @@ def _sample_id(prompt: Prompt, answer: str) -> str:
     return f"{prompt.prompt_id}/{answer}" if answer else prompt.prompt_id
 
 
-def _meta(prompt: Prompt, examples: Sequence[Example], problem: str | None, kind: str) -> ExampleMeta:
+def _meta(
+    prompt: Prompt, examples: Sequence[Example], problem: str | None = None, *, problem_kind: str = ""
+) -> ExampleMeta:
     return ExampleMeta(
         prompt_id=prompt.prompt_id,
         index=0,
         lengths=tuple(len(example.token_ids) for example in examples),
         num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
         problem=problem,
-        problem_kind=kind,
+        problem_kind=problem_kind,
     )
 
 
@@ -212,14 +217,6 @@ def _in_terms_of_table(text: str, task: Task) -> str:
     for column, source in task.columns.items():
         text = text.replace(f"column {column!r}", f"column {source!r}")
     return text
-
-
-def _stub(example: Example) -> Example:
-    kept = example.token_ids[:NUM_STUB_TOKENS]
-    kept = kept if len(kept) else np.zeros(1, dtype=np.int32)
-    return Example(
-        sample_id=example.sample_id, token_ids=kept, token_mask=np.zeros(len(kept), dtype=bool), margin=example.margin
-    )
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:

@@ -84,7 +84,10 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
                 f"{', '.join(env_config) or 'none'}"
             )
     loaded = _LoadedTables(cfg.train)
-    validation = [*loaded.held_out, *(loaded.validation(dataset) for dataset in cfg.validation or [])]
+    validation = [
+        *loaded.held_out,
+        *(loaded.validation(dataset, load_rows(dataset)[0]) for dataset in cfg.validation or []),
+    ]
     return DataSetup(
         train=PromptDataset(loaded.train),
         validation=PromptDataset(validation) if validation else None,
@@ -101,7 +104,7 @@ def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
     loaded = _LoadedTables(cfg.train)
     validation = {DEFAULT_VALIDATION_SET: PromptDataset(loaded.held_out)} if loaded.held_out else {}
     for name, dataset in cfg.validation_sets:
-        validation[name] = PromptDataset([loaded.validation(dataset)])
+        validation[name] = PromptDataset([loaded.validation(dataset, load_rows(dataset)[0])])
     return ExampleSetup(train=loaded.streams or PromptDataset(loaded.train), validation=validation, tasks=loaded.tasks)
 
 
@@ -126,13 +129,10 @@ class _LoadedTables:
             name, task = self._names_of(cfg)
             self.train.append(NamedRows(name=name, task_name=task, rows=rows, repeat=cfg.repeat, weight=weight))
             if held_out is not None:
-                self.held_out.append(self._validation(cfg, held_out))
+                self.held_out.append(self.validation(cfg, held_out))
 
-    def validation(self, cfg: TableConfig) -> NamedRows:
-        """The rows of a dataset to validate on."""
-        return self._validation(cfg, load_rows(cfg)[0])
-
-    def _validation(self, cfg: TableConfig, rows: Rows) -> NamedRows:
+    def validation(self, cfg: TableConfig, rows: Rows) -> NamedRows:
+        """Rows to validate on."""
         name, task = self._names_of(cfg, "/validation")
         return NamedRows(name=name, task_name=task, rows=rows)
 

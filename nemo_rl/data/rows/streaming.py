@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -47,46 +47,33 @@ def open_rows(stream: StreamedRows) -> Iterable[Row]:
     return copy.deepcopy(stream.table)
 
 
-class _Reader:
-    """Reads the streams one after another in blocks, from a position on."""
-
-    def __init__(self, streams: Sequence[StreamedRows], position: _Position) -> None:
-        self._streams = streams
-        self._open(position.stream, position.row, position.rows_state)
-        self._idx = position.idx
-        self._block = position.block
-
-    def _open(self, stream: int, row: int = 0, state: dict[str, Any] | None = None) -> None:
-        self._stream, self._row = stream, row
-        self._rows: Iterable[Row] = open_rows(self._streams[stream]) if stream < len(self._streams) else []
-        if state is not None:
-            assert isinstance(self._rows, ResumableRows), "a stream with a saved state stays one that has states"
-            self._rows.load_state_dict(state)
-        self._iterator = iter(self._rows) if state is not None else islice(self._rows, row, None)
-
-    def read(self, num_rows: int) -> tuple[_Position, list[Prompt]]:
-        """The next rows, fewer at the end of the last stream, and the position where they begin."""
-        rows = self._rows
-        begin = _Position(
-            block=self._block,
-            stream=self._stream,
-            row=self._row,
-            idx=self._idx,
-            rows_state=rows.state_dict() if self._row > 0 and isinstance(rows, ResumableRows) else None,
-        )
-        prompts: list[Prompt] = []
-        while len(prompts) < num_rows and self._stream < len(self._streams):
-            row = next(self._iterator, None)
+def _blocks(
+    streams: Sequence[StreamedRows], start: _Position, num_rows: int
+) -> Iterator[tuple[_Position, list[Prompt]]]:
+    """Blocks of `num_rows` prompts (the last one smaller) with the positions where they begin, from `start` on."""
+    here, rows, rest = start, None, iter(())
+    while True:
+        begin, prompts = here, []
+        while len(prompts) < num_rows and here.stream < len(streams):
+            stream = streams[here.stream]
+            if rows is None:
+                rows = open_rows(stream)
+                if here.rows_state is not None:
+                    assert isinstance(rows, ResumableRows), "a stream with a saved state stays one that has states"
+                    rows.load_state_dict(here.rows_state)
+                rest = iter(rows) if here.rows_state is not None else islice(rows, here.row, None)
+            row = next(rest, None)
             if row is None:
-                self._open(self._stream + 1)
+                here, rows = replace(here, stream=here.stream + 1, row=0, rows_state=None), None
                 continue
-            stream = self._streams[self._stream]
-            prompt_id, task_name = f"{stream.name}:{self._row}", stream.task_name
-            prompts.append(Prompt(prompt_id=prompt_id, row=stream.convert(row), idx=self._idx, task_name=task_name))
-            self._row += 1
-            self._idx += 1
-        self._block += 1
-        return begin, prompts
+            prompt_id, task_name = f"{stream.name}:{here.row}", stream.task_name
+            prompts.append(Prompt(prompt_id=prompt_id, row=stream.convert(row), idx=here.idx, task_name=task_name))
+            here = replace(here, row=here.row + 1, idx=here.idx + 1)
+        if not prompts:
+            return
+        yield begin, prompts
+        state = rows.state_dict() if here.row > 0 and isinstance(rows, ResumableRows) else None
+        here = replace(here, block=here.block + 1, rows_state=state)
 
 
 class StreamedPrompts(PromptSource):
@@ -128,13 +115,9 @@ class StreamedPrompts(PromptSource):
         self._position = 0  # rows of the block that were yielded
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        reader = _Reader(self.streams, self._block)
         first, batch = self._position, []
         block_size = self.shuffle_block if self.shuffle else self.num_prompts_per_step
-        while True:
-            begin, prompts = reader.read(block_size)
-            if not prompts:
-                break
+        for begin, prompts in _blocks(self.streams, self._block, block_size):
             order = np.arange(len(prompts))
             if self.shuffle:
                 order = np.random.default_rng([self.seed, self.epoch, begin.block]).permutation(len(prompts))

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.math.verification import Verification, VerifierPool, died
 from nemo_rl.environments.rewards import response_text
 from nemo_rl.types import LLMMessageLogType
@@ -42,15 +42,10 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
         ]
         results = self.pool.run(jobs)
         self.num_timed_out += sum(result.failure == "timeout" for result in results)
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: {'correct' if result.correct else 'incorrect'}"}
-                for result in results
-            ],
-            metadata=metadata,
-            next_stop_strings=[None] * len(results),
-            rewards=torch.tensor([float(result.correct) for result in results]),
-            terminateds=torch.ones(len(results)),
+        return one_turn(
+            ["correct" if result.correct else "incorrect" for result in results],
+            metadata,
+            torch.tensor([float(result.correct) for result in results]),
             answers=[result.answer for result in results],
             failures=[
                 died(job) if result.failure == "died" else None for job, result in zip(jobs, results, strict=True)

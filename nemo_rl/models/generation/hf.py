@@ -11,7 +11,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -63,8 +62,7 @@ class HfGeneration(GenerationInterface):
         self._send_ranks()
 
     def _send_ranks(self) -> None:
-        ranks = PolicyRanks(workers=self._policy.generating_workers, data_ranks=self._policy.data_coordinates)
-        self._call_all("use", ranks)
+        self._call_all("use", self._policy.generating_workers, self._policy.data_coordinates)
 
     def rest(self) -> None:
         """Drop all requests and return when the policy's workers are free."""
@@ -103,17 +101,6 @@ class SharedWeights:
         return {"sync_s": seconds, "gather_s": 0.0, "pack_s": 0.0, "bytes": 0.0, "num_buckets": 0.0}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyRanks:
-    """The workers that generate completions."""
-
-    workers: Sequence[Any]
-    """Actor handles by rank. Every batch calls all of them, because they gather the weights together."""
-
-    data_ranks: Sequence[int]
-    """The data-parallel coordinate of each worker. Workers with the same one generate the same completions."""
-
-
 class HfWorker:
     """Accepts requests as an engine does, and has the policy's ranks answer them, one batch after another.
 
@@ -123,7 +110,8 @@ class HfWorker:
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._ranks: PolicyRanks | None = None
+        self._ranks: Sequence[Any] = ()  # actor handles of the policy's workers, by rank
+        self._data_ranks: Sequence[int] = ()
         self._weight_version = -1  # no weights yet
         self._waiting: dict[str, GenerationRequest] = {}
         self._in_batch: set[str] = set()  # requests of the current batch that were not aborted
@@ -131,10 +119,14 @@ class HfWorker:
         self._generating: asyncio.Task[None] | None = None
         self._death: str | None = None
 
-    async def use(self, ranks: PolicyRanks) -> None:
-        """Send batches to these ranks from now on."""
+    async def use(self, ranks: Sequence[Any], data_ranks: Sequence[int]) -> None:
+        """Send batches to these actor handles from now on.
+
+        A batch calls all of them, because they gather the weights together. Ranks with the same data-parallel
+        coordinate in `data_ranks` generate the same completions.
+        """
         await self.rest()
-        self._ranks = ranks
+        self._ranks, self._data_ranks = ranks, data_ranks
         self._death = None
 
     async def start_weight_update(self, *, clear_cache: bool) -> None:
@@ -207,12 +199,12 @@ class HfWorker:
             self._generating = None
 
     async def _generate(self, batch: dict[str, GenerationRequest]) -> None:
-        assert self._ranks is not None, "use() comes first"
+        assert self._ranks, "use() comes first"
         self._in_batch = set(batch)
-        shares = split_requests(list(batch.values()), max(self._ranks.data_ranks) + 1)
+        shares = split_requests(list(batch.values()), max(self._data_ranks) + 1)
         calls = [
             worker.call.remote("generate", shares[data_rank], self._weight_version)
-            for worker, data_rank in zip(self._ranks.workers, self._ranks.data_ranks, strict=True)
+            for worker, data_rank in zip(self._ranks, self._data_ranks, strict=True)
         ]
         try:
             answers = [answer for part in await asyncio.gather(*calls) for answer in part]

@@ -254,8 +254,8 @@ def _one_of(index: int, values: Sequence[int], code: int) -> list[_Instruction]:
 
 def _masked(index: int, mask: int, value: int, code: int, *, is_refused: bool = False) -> list[_Instruction]:
     """Allow (or, with `is_refused`, refuse) a call if `mask` of its argument is `value`."""
-    jumps = (0, 1) if is_refused else (1, 0)
-    return [_argument(index), (_AND, 0, 0, mask), (_JUMP_EQUAL, *jumps, value), _fail(code), _ALLOWED]
+    test = (_JUMP_EQUAL, 0, 1, value) if is_refused else (_JUMP_EQUAL, 1, 0, value)
+    return [_argument(index), (_AND, 0, 0, mask), test, _fail(code), _ALLOWED]
 
 
 def _conditions(machine: str) -> Iterator[tuple[int, list[_Instruction]]]:
@@ -301,19 +301,13 @@ def build_filter(machine: str) -> list[_Instruction]:
     return [*program, _fail(errno.EPERM)]
 
 
-class SyscallFilter:
-    """The filter of this machine, made once and installed in many processes."""
-
-    def __init__(self) -> None:
-        self._program = build_filter(platform.machine())
-
-    def install(self) -> None:
-        """Restrict this process to the system calls of the filter, for good. It needs `no_new_privs`."""
-        pid = os.getpid()
-        code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in self._program)
-        buffer = ctypes.create_string_buffer(code, len(code))
-        header = struct.pack("@HP", len(self._program), ctypes.addressof(buffer))
-        _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
+def install_filter(program: list[_Instruction]) -> None:
+    """Restrict this process to the system calls that `program` allows, for good. It needs `no_new_privs`."""
+    pid = os.getpid()
+    code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
 
 
 # Privileges and limits

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
+import platform
 import resource
 import select
 import signal
@@ -59,7 +61,7 @@ class Server:
         if self.namespaces:
             self._enter_namespaces()
         self.abi = isolation.landlock_abi() if "landlock" in mechanisms else 0
-        self.filter = isolation.SyscallFilter() if "seccomp" in mechanisms else None
+        self.filter = isolation.build_filter(platform.machine()) if "seccomp" in mechanisms else None
         if not in_child(self._install_filter):
             self.filter = None
         candidates = uids if "user" in mechanisms and os.geteuid() == 0 else []
@@ -78,7 +80,7 @@ class Server:
     def _install_filter(self) -> None:
         isolation.drop_privileges()
         if self.filter is not None:
-            self.filter.install()
+            isolation.install_filter(self.filter)
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
         """Run one program: fork, watch, clean up."""
@@ -134,7 +136,7 @@ class Server:
         if self.abi:
             isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
         if self.filter is not None:
-            self.filter.install()
+            isolation.install_filter(self.filter)
         run_program(request, 3)
 
 
@@ -307,12 +309,12 @@ def in_child(action: Any) -> bool:
     """Whether `action()` works, tried in a process that ends with it."""
     pid = os.fork()
     if pid == 0:
-        worked = 1
+        exit_status = 1
         try:
             action()
-            worked = 0
+            exit_status = 0
         finally:
-            os._exit(worked)
+            os._exit(exit_status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -338,10 +340,8 @@ def disk_use(directory: str, max_files: int) -> tuple[int, int]:
     while waiting and entries <= max_files:
         try:
             with os.scandir(waiting.pop()) as found:
-                for entry in found:
+                for entry in itertools.islice(found, max_files + 1 - entries):
                     entries += 1
-                    if entries > max_files:
-                        break
                     status = entry.stat(follow_symlinks=False)
                     size += status.st_blocks * 512
                     if stat.S_ISDIR(status.st_mode):
@@ -359,31 +359,24 @@ def remove_tree(directory: str, *, keep: bool = False) -> None:
     No other process may use it. Links are not followed. Directories inside directories are moved up and emptied there,
     so that paths stay short.
     """
-    number = 0
+    names = (os.path.join(directory, f".removed-{os.getpid()}-{number}") for number in itertools.count())
     os.chmod(directory, 0o700)
     waiting = [directory]
     while waiting:
         inner = waiting[-1]
-        found = False
         with os.scandir(inner) as entries:
-            listed = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for name, is_directory in listed:
-            path = os.path.join(inner, name)
+            listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for path, is_directory in listed:
             if not is_directory:
                 os.unlink(path)
                 continue
             os.chmod(path, 0o700)
-            if inner != directory or len(name) > 100:
-                number += 1
-                moved = os.path.join(directory, f".removed-{os.getpid()}-{number}")
-                while os.path.lexists(moved):
-                    number += 1
-                    moved = os.path.join(directory, f".removed-{os.getpid()}-{number}")
+            if inner != directory or len(os.path.basename(path)) > 100:
+                moved = next(name for name in names if not os.path.lexists(name))
                 os.rename(path, moved)
                 path = moved
             waiting.append(path)
-            found = True
-        if not found:
+        if waiting[-1] == inner:  # no directory is left in it
             if inner != directory or not keep:
                 os.rmdir(inner)
             waiting.pop()

@@ -24,13 +24,13 @@ from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
 
 
-def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
-    """Check layout, optimizer and scheduler.
+def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
+    """Check layout, optimizer and scheduler of the section `key`.
 
     Raises:
         ValueError: naming the key to change and what would work.
     """
-    check_layout(config, model)
+    check_layout(config, model, key)
     assert config.optimizer is not None
     optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(config.scheduler, optimizer)
@@ -51,7 +51,7 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
     check_checkpoint_fits(directory / "weights", names_and_shapes(policy_tensors([hf], trained_only=lora_cfg.enabled)))
 
 
-def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
+def check_layout(config: PolicyConfig, model: PretrainedConfig, key: str = "policy") -> None:
     """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
 
     Raises:
@@ -71,7 +71,7 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     reason = unpackable_reason(model)
     if settings.context_parallel_size > 1 and reason is not None:
         raise ValueError(
-            f"policy.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
+            f"{key}.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
             f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
             "tensor_parallel_size or activation_checkpointing for long sequences"
         )
@@ -86,9 +86,9 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         return
     why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
     if config.padding_free:
-        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
+        raise ValueError(f"{key}.padding_free=true: {why}; set it to null or false")
     if config.sequence_packing.enabled:
         raise ValueError(
-            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
-            "policy.dynamic_batching.enabled=true"
+            f"{key}.sequence_packing.enabled=true: {why}; set {key}.sequence_packing.enabled=false and "
+            f"{key}.dynamic_batching.enabled=true"
         )

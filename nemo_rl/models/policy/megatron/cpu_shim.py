@@ -196,7 +196,6 @@ def _replace_tensor_methods() -> None:
 
 
 def _close_gaps() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
@@ -217,14 +216,6 @@ def _close_gaps() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    fresh_state = DistributedOptimizer.state_dict
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
-
-    def state_dict(self: Any) -> Any:
-        _fill_states(self.optimizer)
-        return fresh_state(self)
-
-    DistributedOptimizer.state_dict = state_dict
 
 
 def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -255,29 +246,3 @@ def _reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return total.split(input_split_sizes)[group.rank()].clone()
 
     return scatter
-
-
-def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """Replaces the distributed optimizer's method, which would share one `step` tensor among all parameters."""
-    group, order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group]["params"][order]
-    state = self.optimizer.state[main]
-    with torch.no_grad():
-        main.copy_(tensors["param"])
-        for name in state:
-            if name == "step":
-                state[name] = state[name].clone()
-            elif name in tensors:
-                state[name].copy_(tensors[name])
-
-
-def _fill_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of a torch Adam that has taken no step: `state_dict` needs it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "betas" in group and "step" not in optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }

@@ -257,9 +257,6 @@ class PackedAttention(MegatronModule):
         )
         return out.transpose(0, 1).flatten(2)
 
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        return {}
-
 
 def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
     """The specs of the layers of this rank (or of its virtual stage), dense and mixture-of-experts."""
