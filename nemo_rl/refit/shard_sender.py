@@ -88,11 +88,10 @@ class ShardSender(Sender):
         """Exchange offers with all ranks. The holders of a tensor must agree on its dtype."""
         shards = self._shards
         dtypes = [wire if s.dtype.is_floating_point and not s.keeps_dtype else s.dtype for s in shards]
-        numbers = [self._numbers[s.name] for s in shards]
-        columns = ([self._rank] * len(shards), numbers, *zip(*((s.dim, s.start, s.stop) for s in shards), strict=True))
+        rows = [(self._rank, self._numbers[s.name], s.dim, s.start, s.stop) for s in shards]
         own = _Offer(
             node=host_key(),
-            shards=Shards(*(np.array(column, dtype=np.int64) for column in columns)),
+            shards=Shards(*np.array(rows, dtype=np.int64).reshape(len(rows), 5).T),
             dtypes=[str(dtype).removeprefix("torch.") for dtype in dtypes],
             has_buffer=self._has_buffer,
         )

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -46,6 +47,7 @@ class WeightSync(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Refit(WeightSync):
     """Sends the policy's weights to generation and verifies them.
 
@@ -59,31 +61,19 @@ class Refit(WeightSync):
     devices.
     """
 
-    def __init__(
-        self,
-        policy: PolicyInterface,
-        generation: GenerationInterface,
-        accelerator: Accelerator,
-        *,
-        transport: Transport,
-        wire_dtype: str,
-        bucket_bytes: int | None = None,
-        rendezvous: Rendezvous | None = None,
-        recompute_kv_cache: bool = True,
-        generation_accelerator: Accelerator | None = None,
-    ) -> None:
-        self.policy = policy
-        self.generation = generation
-        self.accelerator = accelerator
-        self.transport: Transport = transport
-        self.wire_dtype = wire_dtype
-        self.bucket_bytes = bucket_bytes
-        self.rendezvous = rendezvous
-        self.recompute_kv_cache = recompute_kv_cache
-        self.generation_accelerator = generation_accelerator or accelerator
-        self.layout: PackLayout | None = None
-        self._attached: list[Any] = []  # the engines that know the policy's buffers
-        self._hold_base: list[Any] = []  # the engines that have received the weights under the adapters
+    policy: PolicyInterface
+    generation: GenerationInterface
+    accelerator: Accelerator
+    _: KW_ONLY
+    transport: Transport
+    wire_dtype: str
+    bucket_bytes: int | None = None
+    rendezvous: Rendezvous | None = None
+    recompute_kv_cache: bool = True
+    generation_accelerator: Accelerator | None = None
+    layout: PackLayout | None = field(default=None, init=False)
+    _attached: list[Any] = field(default_factory=list, init=False)  # the engines that know the policy's buffers
+    _hold_base: list[Any] = field(default_factory=list, init=False)  # those that have the weights under the adapters
 
     def prepare(self) -> None:
         """Agree on the layout and hand out the buffers.
@@ -146,7 +136,7 @@ class Refit(WeightSync):
         with self.accelerator.hold(REFIT):
             packed = self._transfer(self.layout, buckets, version)
         # The next group then takes the device from generation as a whole.
-        self.generation_accelerator.acquire(GENERATION)
+        (self.generation_accelerator or self.accelerator).acquire(GENERATION)
         return {
             "sync_s": time.perf_counter() - started,
             "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),

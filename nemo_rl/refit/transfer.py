@@ -49,8 +49,8 @@ class Sender(ABC):
     """One policy rank's part in sending weights.
 
     Every rank must call `pack` for every bucket, because packing gathers over ranks. Ranks without a buffer only take
-    part in that. A buffer have the first rank of each node (`packed_shm`), every rank for its own GPU (`packed_ipc`),
-    or rank 0 alone (`packed_collective`, which meets at `rendezvous`).
+    part in that. The first rank of each node has a buffer (`packed_shm`), every rank for its own GPU (`packed_ipc`), or
+    rank 0 alone (`packed_collective`, which meets at `rendezvous`).
 
     Floating-point tensors are cast to `wire_dtype` (torch's name) unless they keep their dtype. `bucket_bytes` is an
     upper limit: small models get smaller buckets.
@@ -69,9 +69,8 @@ class Sender(ABC):
     ) -> None:
         self._rank = rank
         self._transport: Transport = transport
-        self._has_buffer = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[
-            transport
-        ]
+        has_buffer = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}
+        self._has_buffer = has_buffer[transport]
         metas = self._describe_tensors(TensorMeta("", wire_dtype, ()).torch_dtype)
         self.layout = PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes))
         self._buffer: TransferBuffer | None = None

@@ -23,7 +23,7 @@ from nemo_rl.algorithms.trainers.metrics import (
     validation_metrics,
 )
 from nemo_rl.algorithms.trainers.rollout_recorder import RolloutRecorder
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.models.generation.interfaces import GenerationInterface
@@ -72,8 +72,9 @@ class RolloutTrainer(Trainer):
     ) -> None:
         requests = PromptRequests(parts.prompts, config.rollout, parts.train_sampling)
         super().__init__(
-            Schedule.of(config.rollout, num_steps=requests.num_steps),
+            config.rollout,
             tools,
+            num_steps=requests.num_steps,
             policies=[parts.policy, *others],
             data=parts.prompts,
             nonfinite_action=config.policy.nonfinite_action,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, packing_metrics, plan_samples, token_imbalance
 from nemo_rl.algorithms.trainers.metrics import flops_metrics
-from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule, Trainer
+from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -51,8 +51,9 @@ class SupervisedTrainer(Trainer):
         in_epochs = None if parts.num_batches is None else loop.max_num_epochs * parts.num_batches
         num_steps = loop.max_num_steps if in_epochs is None else min(loop.max_num_steps, in_epochs)
         super().__init__(
-            Schedule.of(loop, num_steps=num_steps),
+            loop,
             tools,
+            num_steps=num_steps,
             policies=[parts.policy],
             data=parts.loader,
             nonfinite_action=config.policy.nonfinite_action,
@@ -119,8 +120,7 @@ class SupervisedTrainer(Trainer):
     def update(self) -> None:
         """The optimizer step."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, self.task)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, self.task)
 
     def report(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
         """Metrics of the step from metadata; warns of rows that are left out."""

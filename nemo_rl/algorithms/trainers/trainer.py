@@ -10,13 +10,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -62,28 +62,6 @@ class TrainerState:
     stopped_early: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the loop validates and ends."""
-
-    num_steps: int | None  # None: until the data ends
-    val_period: int
-    val_at_start: bool
-    val_at_end: bool
-    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-
-    @classmethod
-    def of(cls, config: LoopConfig, *, num_steps: int | None) -> Schedule:
-        """The schedule of an algorithm's section, for a run of `num_steps`."""
-        return cls(
-            num_steps=num_steps,
-            val_period=config.val_period,
-            val_at_start=config.val_at_start,
-            val_at_end=config.val_at_end,
-            early_stopping=config.early_stopping,
-        )
-
-
 @dataclass(kw_only=True)
 class RunTools:
     """Logging, console and checkpointing of a run."""
@@ -99,7 +77,7 @@ class Trainer(ABC):
     """A run: state, tools, the policies and the loop. Subclasses implement `step` and `validate`.
 
     `policies` are the policies that are trained and saved, PPO's value model included. Metrics of a policy other than
-    the first carry its name (`value/loss`). `data` is saved with them.
+    the first carry its name (`value/loss`). `data` is saved with them. `num_steps` None: until the data ends.
 
     With `checkpointing.async_save` at most one checkpoint is being written while the next steps run. The loop looks
     after it between steps, and finishes it before the next checkpoint begins and before the run ends.
@@ -107,14 +85,16 @@ class Trainer(ABC):
 
     def __init__(
         self,
-        schedule: Schedule,
+        loop: LoopConfig,
         tools: RunTools,
         *,
+        num_steps: int | None,
         policies: Sequence[PolicyInterface],
         data: DataPosition,
         nonfinite_action: str,
     ) -> None:
-        self.schedule = schedule
+        self.loop = loop
+        self.num_steps = num_steps
         self.tools = tools
         # what is trained and saved
         self.policies = policies
@@ -144,10 +124,10 @@ class Trainer(ABC):
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""
         num_recoveries, failed_at = 0, -1
-        if self.schedule.num_steps is not None:
-            self.tools.console.set_num_steps(self.schedule.num_steps)
+        if self.num_steps is not None:
+            self.tools.console.set_num_steps(self.num_steps)
         with self.tools.console, self._save_settled():
-            if self.schedule.val_at_start and self.state.total_steps == 0:
+            if self.loop.val_at_start and self.state.total_steps == 0:
                 self._validate()
                 self._log()
                 self._announce_early_stop()
@@ -196,7 +176,7 @@ class Trainer(ABC):
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
         self.metrics, self.timer = {}, Timer()
-        validates = self.schedule.val_at_end and self.validated_at != self.state.total_steps
+        validates = self.loop.val_at_end and self.validated_at != self.state.total_steps
         if validates:
             self._validate()
         self._finish_save()
@@ -209,12 +189,12 @@ class Trainer(ABC):
             self._log()
 
     def _is_last_step(self) -> bool:
-        return self.schedule.num_steps is not None and self.state.total_steps >= self.schedule.num_steps
+        return self.num_steps is not None and self.state.total_steps >= self.num_steps
 
     def _validation_is_due(self) -> bool:
-        period = self.schedule.val_period
+        period = self.loop.val_period
         is_periodic = period > 0 and self.state.total_steps % period == 0
-        return is_periodic or (self.schedule.val_at_end and self._is_last_step())
+        return is_periodic or (self.loop.val_at_end and self._is_last_step())
 
     def _validate(self) -> None:
         with self.phase("validation"):
@@ -225,7 +205,7 @@ class Trainer(ABC):
         self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
 
     def _update_early_stopping(self, metrics: Mapping[str, float]) -> None:
-        settings, state = self.schedule.early_stopping, self.state
+        settings, state = self.loop.early_stopping, self.state
         if settings.metric_name is None:
             return
         value = metrics[settings.metric_name.removeprefix("val:")]
@@ -240,7 +220,7 @@ class Trainer(ABC):
 
     def _announce_early_stop(self) -> None:
         if self.state.stopped_early:
-            name = self.schedule.early_stopping.metric_name
+            name = self.loop.early_stopping.metric_name
             self.tools.console.info(f"{name} is good enough or gets no better: done")
 
     def _log(self) -> None:
@@ -287,7 +267,11 @@ class Trainer(ABC):
             "lr": result.learning_rates[-1],
             "num_skipped_steps": result.num_skipped_steps,
         }
-        self.record("train" if policy is self.policies[0] else f"train/{policy.name_prefix}", metrics)
+        if policy is self.policies[0]:
+            self.record("train", metrics)
+            self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+        else:
+            self.record(f"train/{policy.name_prefix}", metrics)
         return result
 
     def _report_nonfinite(self, policy: PolicyInterface, result: TrainResult) -> None:
@@ -348,7 +332,7 @@ class Trainer(ABC):
         self.read_state(path)
         load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
-        if self.state.stopped_early and self.schedule.early_stopping.metric_name is None:
+        if self.state.stopped_early and self.loop.early_stopping.metric_name is None:
             self.state.stopped_early = False
         elif self.state.stopped_early:
             self.tools.console.info("it was stopped early, and stays so; early_stopping.metric_name=null would go on")

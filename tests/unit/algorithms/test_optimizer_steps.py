@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Schedule, Trainer, merge_results
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
@@ -66,7 +67,7 @@ class TwoPolicies(Trainer):
             "async_save": is_async,
         }
         super().__init__(
-            Schedule(num_steps=num_steps, val_period=0, val_at_start=False, val_at_end=False),
+            LoopConfig(val_period=0),
             RunTools(
                 logger=Logger(LoggerConfig(), folder / "run"),
                 console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
@@ -74,6 +75,7 @@ class TwoPolicies(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            num_steps=num_steps,
             policies=[self.policy, self.value],  # type: ignore[list-item]
             data=self.position,
             nonfinite_action=action,

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite, Written
@@ -59,7 +60,7 @@ class CountingTrainer(Trainer):
         self.text = io.StringIO()
         settings = {"save_period": 3, "keep_top_k": None, "metric_name": None, "async_save": True} | checkpointing
         super().__init__(
-            Schedule(num_steps=num_steps, val_period=0, val_at_start=False, val_at_end=False),
+            LoopConfig(val_period=0),
             RunTools(
                 logger=Logger(LoggerConfig(), folder / "run"),
                 console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
@@ -67,6 +68,7 @@ class CountingTrainer(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            num_steps=num_steps,
             policies=[],
             data=NoData(),
             nonfinite_action="stop",
