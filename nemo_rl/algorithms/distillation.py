@@ -97,8 +97,7 @@ class DistillationTrainer(RolloutTrainer):
     def update(self) -> None:
         """The optimizer steps."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, self.student_task)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, self.student_task)
 
 
 def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[BatchPlan | None, set[RowKey]]:

@@ -98,5 +98,4 @@ class GRPOTrainer(RolloutTrainer):
     def update(self) -> None:
         """The optimizer steps."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, Logprobs())
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, Logprobs())

@@ -114,8 +114,7 @@ class PPOTrainer(RolloutTrainer):
             result = self.take_steps(self.value, self.value_loss_fn, Scalars(), num_passes=num_passes)
         self.record("train/value", {"explained_variance": explained_variance(result.metrics)})
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
 
 
 # -- generalised advantage estimation: rewards of samples and values of tokens -> advantages of tokens

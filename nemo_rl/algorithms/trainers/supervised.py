@@ -120,8 +120,7 @@ class SupervisedTrainer(Trainer):
     def update(self) -> None:
         """The optimizer step."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, self.task)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, self.task)
 
     def report(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
         """Metrics of the step from metadata; warns of rows that are left out."""

@@ -267,7 +267,11 @@ class Trainer(ABC):
             "lr": result.learning_rates[-1],
             "num_skipped_steps": result.num_skipped_steps,
         }
-        self.record("train" if policy is self.policies[0] else f"train/{policy.name_prefix}", metrics)
+        if policy is self.policies[0]:
+            self.record("train", metrics)
+            self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+        else:
+            self.record(f"train/{policy.name_prefix}", metrics)
         return result
 
     def _report_nonfinite(self, policy: PolicyInterface, result: TrainResult) -> None:
