@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from nemo_rl.types import (
     BatchPlan,
     Completion,
     DatumSpec,
+    EnvironmentStep,
     GenerationAnswer,
     GenerationRequest,
     Prompt,
@@ -144,26 +145,19 @@ class SimulatedRefit:
         return {}
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The environment's answer: the episode is over."""
-
-    reward: float = 1.0
-    terminated: bool = True
-    metadata: Any = None
-    next_stop_strings: None = None
-    answer: None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    observation: Mapping[str, str] = None  # type: ignore[assignment]
-
-
 class Referee:
     """An environment in the rollout worker's own process."""
 
     name = "referee"
 
-    async def step(self, message_log: Any, metadata: Any, **names: Any) -> Outcome:
-        return Outcome(reward=float(random.random() < 0.5))
+    async def step(self, message_log: Any, metadata: Any, **names: Any) -> EnvironmentStep:
+        return EnvironmentStep(
+            observation={"role": "environment", "content": ""},
+            reward=float(random.random() < 0.5),
+            terminated=True,
+            metadata=None,
+            next_stop_strings=None,
+        )
 
     async def metrics(self, samples: Any) -> dict[str, float]:
         return {}

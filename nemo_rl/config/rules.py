@@ -139,7 +139,7 @@ def parse_rule(rule: str) -> re.Match[str]:
     return parts
 
 
-def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
+def violations(rules: Rules, section: BaseModel | dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `section` violates. `{section}` is left for the loader."""
     for rule, message in rules.items():
         parts = parse_rule(rule)
@@ -152,7 +152,7 @@ def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
             yield filled(key, section), filled(message, section)
 
 
-def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
+def _remedy(when: str, verb: str, other: str, section: Any) -> str:
     """The remedy of a rule that names none: change `other`, or switch off `when` if it is a switch."""
     key = _first_key(other)
     if verb == "excludes":
@@ -165,12 +165,12 @@ def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
     return f"set {{section}}.{fix}" + (f", or {{section}}.{when}=false" if is_switch else "")
 
 
-def holds(condition: str, section: BaseModel) -> bool:
+def holds(condition: str, section: Any) -> bool:
     """Whether every clause of `condition` is true of `section`."""
     return all(_clause_holds(clause, section) for clause in condition.split(" and "))
 
 
-def _clause_holds(clause: str, section: BaseModel) -> bool:
+def _clause_holds(clause: str, section: Any) -> bool:
     parts = _CLAUSE.fullmatch(clause)
     assert parts is not None, f"not a condition: {clause!r}"
     if parts["alone"]:
@@ -200,7 +200,7 @@ def value_of(section: Any, key: str) -> Any:
     return section
 
 
-def filled(text: str, section: BaseModel) -> str:
+def filled(text: str, section: Any) -> str:
     """`text` with the value of every `{key}`; `{section}` is left for the loader."""
     keys = re.compile(r"\{(?!section\})([A-Za-z_][\w.]*)\}")
     return keys.sub(lambda match: written(value_of(section, match[1])), text)

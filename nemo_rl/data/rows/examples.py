@@ -36,7 +36,13 @@ logger = logging.getLogger(__name__)
 NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
 NUM_TRIED_ROWS = 32
 # The source files that determine tokens, besides the module of the processor.
-CODE_OF_TOKENS = ("chat/template.py", "chat/messages.py", "rows/example_processors.py", "rows/examples.py")
+CODE_OF_TOKENS = (
+    "interfaces.py",
+    "chat/template.py",
+    "chat/messages.py",
+    "rows/example_processors.py",
+    "rows/examples.py",
+)
 
 
 @dataclass(frozen=True)

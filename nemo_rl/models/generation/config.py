@@ -7,9 +7,27 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, violations
 
 SPECULATION = "speculative_config"
+
+_SPECULATION_DEFAULTS = {
+    "method": None,
+    "num_speculative_tokens": None,
+    "model": None,
+    "rejection_sample_method": "standard",
+    "draft_sample_method": "greedy",
+    "draft_load_config": None,
+}
+_SPECULATION_RULES = {
+    "method != [ngram, draft_model]": "not supported yet: {method}; set ngram or draft_model",
+    "model: method=draft_model requires model": (
+        "a draft model needs the name or folder of its weights; name one with the policy's vocabulary"
+    ),
+    "rejection_sample_method != standard": "must be standard, which keeps the distribution; remove the key",
+    "draft_sample_method != greedy": "must be greedy: drawn drafts follow no request's seed; remove the key",
+    "draft_load_config != null": "the library decides it: a draft model is read from disk; remove the key",
+}
 
 
 def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -17,41 +35,19 @@ def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, 
 
     Accepted settings keep the distribution without drafts, report its logprobs, and depend on a request's seed alone.
     """
-    settings = vllm_kwargs.get(SPECULATION, {})
-    if not isinstance(settings, Mapping):
+    if SPECULATION not in vllm_kwargs:
+        return
+    settings = vllm_kwargs[SPECULATION]
+    if not isinstance(settings, dict):
         yield SPECULATION, "must be a section, such as {method: ngram, num_speculative_tokens: 4, prompt_lookup_max: 4}"
         return
-    given = {"rejection_sample_method": "standard", "draft_sample_method": "greedy", **settings}
-    method, number = given.get("method"), given.get("num_speculative_tokens")
-    problems = {
-        "method": (
-            method not in ("ngram", "draft_model"),
-            f"not supported yet: {method}; set ngram or draft_model",
-        ),
-        "num_speculative_tokens": (
-            type(number) is not int or number < 1,
-            f"must be the number of tokens of a draft, 1 or more (got {number!r})",
-        ),
-        "model": (
-            method == "draft_model" and not isinstance(given.get("model"), str),
-            "a draft model needs the name or folder of its weights, with the policy's vocabulary",
-        ),
-        "rejection_sample_method": (
-            given["rejection_sample_method"] != "standard",
-            "must be standard, which keeps the distribution; remove the key",
-        ),
-        "draft_sample_method": (
-            given["draft_sample_method"] != "greedy",
-            "must be greedy: drawn drafts follow no request's seed; remove the key",
-        ),
-        "draft_load_config": (
-            "draft_load_config" in given,
-            "the library decides it: a draft model is read from disk; remove the key",
-        ),
-    }
-    for key, (is_wrong, message) in problems.items():
-        if is_wrong and settings:
-            yield f"{SPECULATION}.{key}", message
+    given = {**_SPECULATION_DEFAULTS, **settings}
+    for key, message in violations(_SPECULATION_RULES, given):
+        yield f"{SPECULATION}.{key}", message
+    number = given["num_speculative_tokens"]
+    if type(number) is not int or number < 1:
+        text = f"must be the number of tokens of a draft, 1 or more (got {number!r})"
+        yield f"{SPECULATION}.num_speculative_tokens", text
 
 
 def engine_settings(vllm_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -163,11 +163,6 @@ class AsyncSaver:
 # -- loading
 
 
-def load_weights(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill `tensors` in place from `directory/weights`, saved on any ranks in any format. Collective."""
-    load_tensors(tensors, directory / "weights")
-
-
 def load_optimizer(
     tensors: Mapping[str, torch.Tensor],
     optimizer: torch.optim.Optimizer,

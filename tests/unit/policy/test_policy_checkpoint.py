@@ -23,7 +23,6 @@ from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     load_optimizer,
     load_tensors,
-    load_weights,
     names_and_shapes,
     policy_tensors,
     save_state,
@@ -100,7 +99,7 @@ class Trained:
         return PolicyState.of(self.tensors, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        load_weights(self.tensors, directory)
+        load_tensors(self.tensors, directory / "weights")
         load_optimizer(self.tensors, self.optimizer, self.scheduler, directory)
 
     def whole(self) -> Tensors:

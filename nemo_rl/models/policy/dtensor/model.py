@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -313,7 +313,7 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
     for stage, theirs in enumerate(described):
         source = dist.get_global_rank(group, stage)
         for tensor in theirs:
-            gather = _broadcasting(mine.get(tensor.name), tensor, source, group, device)
+            gather = functools.partial(_broadcast_whole, mine.get(tensor.name), tensor, source, group, device)
             tensors.append(replace(tensor, gather=gather))
     return tensors
 
@@ -322,16 +322,18 @@ def _elsewhere(dtype: torch.dtype | None) -> torch.Tensor:
     raise AssertionError("held by another pipeline stage")
 
 
-def _broadcasting(
-    own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
-) -> Callable[[torch.dtype | None], torch.Tensor]:
-    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+def _broadcast_whole(
+    own: ExportedTensor | None,
+    meta: ExportedTensor,
+    source: int,
+    group: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    if own is not None:
+        tensor = own.gather(dtype).to(device)
+    else:
         wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
-        if own is not None:
-            tensor = own.gather(dtype).to(device)
-        else:
-            tensor = torch.empty(meta.shape, dtype=wanted, device=device)
-        dist.broadcast(tensor, src=source, group=group)
-        return tensor
-
-    return gather
+        tensor = torch.empty(meta.shape, dtype=wanted, device=device)
+    dist.broadcast(tensor, src=source, group=group)
+    return tensor

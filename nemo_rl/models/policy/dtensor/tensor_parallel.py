@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -124,6 +124,12 @@ def _relayout(tensor: torch.Tensor, mesh: DeviceMesh, now: Placement, then: Plac
     return _as_dtensor(tensor, mesh, now).redistribute(placements=[then]).to_local()
 
 
+def _local_in(output: torch.Tensor, layout: Placement | None) -> torch.Tensor:
+    """This rank's part of a DTensor in another layout (None: its own)."""
+    assert isinstance(output, DTensor)
+    return (output if layout is None else output.redistribute(placements=[layout])).to_local()
+
+
 class _Style(ParallelStyle):
     """Hooks around a module. Subclasses define what happens to its parameters, first input and output."""
 
@@ -142,8 +148,13 @@ class _Style(ParallelStyle):
             module.register_forward_hook(after)
         return module
 
+    placements: ClassVar[Mapping[str, Placement]] = {}
+    """Of the module's own parameters, by name."""
+
     def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Split the parameters."""
+        if self.placements:
+            place_parameters(module, mesh, self.placements)
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """The first argument, or the keyword `hidden_states`, as the module gets it."""
@@ -161,19 +172,16 @@ class Colwise(_Style):
     alike.
     """
 
+    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
+
     def __init__(self, *, gather_output: bool = False) -> None:
         self.gather_output = gather_output
-
-    def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(0), "bias": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
-        place_parameters(module, mesh, placements)
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return _as_dtensor(tensor, mesh, Replicate())
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return output.redistribute(placements=[Replicate() if self.gather_output else Shard(-1)]).to_local()
+        return _local_in(output, Replicate() if self.gather_output else Shard(-1))
 
 
 class FusedColwise(Colwise):
@@ -222,20 +230,17 @@ class Rowwise(_Style):
     takes its share.
     """
 
+    placements: ClassVar = {"weight": Shard(1), "bias": Replicate(), "lora_A": Shard(1), "lora_B": Replicate()}
+
     def __init__(self, *, output: Placement, is_split: bool = True) -> None:
         self.output = output
         self.input = Shard(-1) if is_split else Replicate()
-
-    def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(1), "bias": Replicate(), "lora_A": Shard(1), "lora_B": Replicate()}
-        place_parameters(module, mesh, placements)
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return _as_dtensor(tensor, mesh, self.input).redistribute(placements=[Shard(-1)])
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return output.redistribute(placements=[self.output]).to_local()
+        return _local_in(output, self.output)
 
 
 class Replicated(_Style):
@@ -256,8 +261,7 @@ class Replicated(_Style):
         return _as_dtensor(tensor, mesh, self.layout)
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return (output.redistribute(placements=[Replicate()]) if self.gather_output else output).to_local()
+        return _local_in(output, Replicate() if self.gather_output else None)
 
 
 class LatentKvA(Replicated):

@@ -40,6 +40,7 @@ from nemo_rl.models.policy.pretrained import DTYPES, load_config
 from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
 
 WHOLE_GRADIENT_SHARE = 0.1
@@ -190,7 +191,7 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         tensors = self._named_tensors()
-        checkpoint.load_weights(tensors, directory)
+        load_tensors(tensors, directory / "weights")
         if load_optimizer:
             assert self.optimizer is not None
             checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as megatron_state
 from megatron.core import tensor_parallel
 
+from nemo_rl.models.policy.layout import MegatronSizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 
@@ -39,6 +40,7 @@ class MegatronMesh:
             distributed_timeout_minutes=_TIMEOUT_MINUTES,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self.sizes = MegatronSizes.of_megatron(config, dist.get_world_size())
         self.data_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
         self.tensor_group = _unless_single(parallel_state.get_tensor_model_parallel_group())
         self.context_group = _unless_single(parallel_state.get_context_parallel_group())
