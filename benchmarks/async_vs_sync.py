@@ -1,9 +1,9 @@
-"""Steps per hour of asynchronous GRPO against synchronous GRPO, and what stragglers cost it.
+"""Steps per hour of asynchronous GRPO against synchronous GRPO, and the cost of stragglers.
 
 Engines and policy are simulated: they take time and compute nothing. Trainer, collector, rollout worker and replay
-buffer are the real ones. The phases are balanced: training takes as long as the slowest sample of a step. The limit of
-the ratio is 2. In the second part one sample of each group takes ten times as long: once with a time limit for
-episodes, once with a window that is deep enough to wait for it. The last line is the ratio.
+buffer are real. The phases are balanced: training takes as long as the slowest sample of a step, so the limit of the
+ratio is 2. In the second part one sample of each group takes ten times as long, first with a time limit for episodes,
+then with a window that is deep enough to wait for it. The last line is the ratio.
 
     uv run --extra cpu benchmarks/async_vs_sync.py [--seconds 1.0] [--steps 24]
 """

@@ -1,10 +1,10 @@
-"""Samples per second of the code environment, with every limit and every mechanism of isolation that there is.
+"""Samples per second of the code environment, with all limits and isolation mechanisms.
 
     python benchmarks/code_environment.py [--samples 400] [--workers 2] [--hang 0.02]
 
-Each sample is one conversation whose program reads its input, computes a little and prints; its row has one test. Some
-of them (`--hang`) never end by themselves and cost their time limit. The last line has the samples per second without
-and with those that hang.
+Each sample is one conversation whose program reads its input, computes a little and prints; its row has one test. A
+fraction `--hang` of the programs never ends and costs its time limit. The last line has the samples per second without
+and with hanging programs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def rate(environment: CodeEnvironment, texts: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     args = parse()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # what the sandbox found here
+    logging.basicConfig(
+        level=logging.INFO, format="%(message)s"
+    )  # the isolation that the sandbox found on this machine
     sandbox = SandboxConfig(cpu_limit_s=args.cpu_limit_s, time_limit_s=2.0 * args.cpu_limit_s, memory_mib=256)
     environment = CodeEnvironment(CodeEnvironmentConfig(num_workers=args.workers, sandbox=sandbox))
     try:

@@ -1,11 +1,11 @@
-"""Peak memory and time of what distillation needs of two distributions, against materialised float32 logits.
+"""Peak memory and time of distillation's terms over two distributions, against materialised float32 logits.
 
     python benchmarks/distillation_memory.py [--tokens 2048] [--vocabulary 151936] [--hidden 1024] [--device cpu]
 
 `topk`: logprobs of the teacher's 64 largest tokens and the entropy, of the student. `kl`: forward and reverse KL of the
 whole distributions of student and teacher. Forward and backward, gradients of the student's states and head included.
-The other side of each makes the logits [tokens, vocabulary] and takes `log_softmax`. Each runs in a process of its own;
-its memory is the peak of the resident set (of the CUDA allocator on a GPU) beyond what states and heads take. The last
+The other side of each makes the logits [tokens, vocabulary] and takes `log_softmax`. Each side runs in its own
+process. Its memory is the peak of the resident set (of the CUDA allocator on a GPU) beyond states and heads. The last
 line has the two ratios of peaks.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
+from nemo_rl.models.policy.head.linear import linear_kl, linear_topk_logprobs
 from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 
 WAYS = ("tiles", "materialised")
@@ -52,7 +52,7 @@ def status(field: str) -> int:
 def values_of(
     args: argparse.Namespace, student: list[torch.Tensor], teacher: list[torch.Tensor], indices: torch.Tensor
 ) -> torch.Tensor:
-    """The numbers per token by the way of `args.side`, averaged. A side is [states, weight]."""
+    """The mean over tokens, computed as `args.side` does. A side is [states, weight]."""
     kind, _, way = args.side.partition("-")
     tile_bytes = int(args.tile_mib * 2**20)
     if way == "tiles":
@@ -79,7 +79,7 @@ def values_of(
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Peak bytes beyond the inputs, seconds, and two numbers that both ways must agree in."""
+    """Peak bytes beyond the inputs, seconds, and two numbers in which both sides must agree."""
     torch.set_num_threads(args.threads)
     random = torch.Generator().manual_seed(0)
     dtype = getattr(torch, args.dtype)
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     student = [tensor.requires_grad_() for tensor in side(args.hidden)]
     teacher = side(args.teacher_hidden) if args.side.startswith("kl") else []
     indices = torch.randint(0, args.vocabulary, (args.tokens, args.k), generator=random).to(args.device)
-    # Buffers of the matrix library and the threads' stacks belong to neither way.
+    # Buffers of the matrix library and the threads' stacks belong to neither side.
     values_of(
         args, [tensor[:64] for tensor in student], [tensor[:64] for tensor in teacher], indices[:64] % 64
     ).backward()

@@ -1,10 +1,10 @@
-"""What an episode of many turns costs beside its engine and its environment, which answer at once here.
+"""The overhead of a multi-turn episode, with an engine and an environment that answer immediately.
 
     uv run --extra cpu python -m benchmarks.episodes
 
-Collector, rollout worker, engine and environment are processes as in a run; conversations go through the chat template
-and the tokenizer of a tiny model. Prints milliseconds for each turn: of the clock, and of the CPU of the controller and
-of the rollout worker.
+Collector, rollout worker, engine and environment are processes as in a run. Conversations use the chat template and
+the tokenizer of a tiny model. Prints milliseconds per turn: wall-clock time, and CPU time of the controller and of the
+rollout worker.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ OBSERVATION = "o" * 50
 
 
 class InstantEngine:
-    """A generation worker that has answered before it is asked."""
+    """A generation worker that answers immediately."""
 
     def __init__(self, end: int) -> None:
         self.completion = Completion(
@@ -76,7 +76,7 @@ class InstantEngine:
 
 
 class InstantEnvironment(EnvironmentInterface[Any]):
-    """Answers every turn alike."""
+    """Gives every turn the same answer."""
 
     def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
         size = len(message_log_batch)

@@ -1,7 +1,7 @@
 """Seconds of a whole evaluation, start-up included: 1,000 generated problems x 8 samples on the tiny model.
 
-Then the same command is killed with SIGKILL half way and given again: what it wrote before is not sampled again, and
-samples and numbers are those of the uninterrupted run. Prints seconds and their ratio to the limit on the last line.
+Then the same command is killed with SIGKILL half way and repeated: it does not sample again what it wrote before, and
+its samples and numbers equal those of the uninterrupted run. The last line: seconds and their ratio to the limit.
 
     uv run --extra cpu benchmarks/eval_throughput.py
 """

@@ -1,7 +1,7 @@
 """Completion tokens per second of a whole GRPO step, against TRL's GRPOTrainer, in one run.
 
-Same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads; both verify answers
-and update the weights. Start-up and the first steps are left out on both sides. Prints the ratio on the last line.
+Both sides have the same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads,
+verify answers and update the weights. Start-up and the first steps are not counted. Prints the ratio on the last line.
 
     uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py --prompts 32 --generations 8 --steps 10
 """
@@ -87,7 +87,7 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
 
 
 def run_trl(args: argparse.Namespace, model: str) -> list[tuple[float, float]]:
-    """The same in a process of its own, so that neither side warms the other's caches."""
+    """Run one side in its own process, so that neither side warms the other's caches."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl", "--model", model]
     out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout

@@ -2,9 +2,9 @@
 
     python benchmarks/logprob_memory.py [--tokens 8192] [--vocabulary 151936] [--hidden 1024] [--device cpu]
 
-Both sides get the same hidden states and head, and give logprobs and the gradients of both. The other side is
-`log_softmax(logits.float()).gather(target)`. Each runs in a process of its own; its memory is the peak of the resident
-set (of the CUDA allocator on a GPU) beyond what states and head take. The last line is the ratio of the peaks.
+Both sides get the same hidden states and head, and return logprobs and the gradients of both. The other side is
+`log_softmax(logits.float()).gather(target)`. Each side runs in its own process. Its memory is the peak of the resident
+set (of the CUDA allocator on a GPU) beyond states and head. The last line is the ratio of the peaks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_rl.models.policy.head.linear_logprobs import linear_logprobs
+from nemo_rl.models.policy.head.linear import linear_logprobs
 from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, OutputHead
 
 SIDES = ("tiles", "materialised")
@@ -47,14 +47,14 @@ def status(field: str) -> int:
 def logprobs_of(
     args: argparse.Namespace, states: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Logprobs [N] by the way of `args.side`."""
+    """Logprobs [N], computed as `args.side` does."""
     if args.side == "tiles":
         return linear_logprobs(states, OutputHead.whole(weight), targets, tile_bytes=int(args.tile_mib * 2**20))
     return (states @ weight.t()).float().log_softmax(dim=-1).gather(-1, targets[:, None])[:, 0]
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Peak bytes beyond the inputs, seconds, and two sums that both sides must agree in."""
+    """Peak bytes beyond the inputs, seconds, and two sums in which both sides must agree."""
     torch.set_num_threads(args.threads)
     random = torch.Generator().manual_seed(0)
     dtype = getattr(torch, args.dtype)

@@ -1,6 +1,6 @@
 """The same run trained with PyTorch and with Megatron Core: how far apart are their curves?
 
-Runs two command lines that differ in the training backend alone, and prints the largest difference of every metric
+Runs two command lines that differ only in the training backend, and prints the largest difference of every metric
 over the steps.
 
     uv run --extra cpu --extra mcore benchmarks/megatron_curve.py --steps 20

@@ -2,8 +2,8 @@
 
     python benchmarks/megatron_logprob_memory.py [--vocabulary 65536] [--tokens 4096] [--hidden 256] [--layers 4]
 
-Each side runs in a process of its own, one rank on the CPU in float32. Memory is the peak of the resident set beyond
-what it was before the pass, with the model loaded; a short pass before it pays for buffers that stay. The last line is
+Each side runs in its own process, one rank on the CPU in float32. Memory is the peak of the resident set beyond its
+size before the pass, with the model loaded; a short pass before it allocates the buffers that stay. The last line is
 the ratio of the peaks.
 """
 
@@ -64,7 +64,7 @@ def save_model(args: argparse.Namespace, path: str) -> None:
 
 
 def worker_of(args: argparse.Namespace) -> Any:
-    """A worker of `args.side` that only scores."""
+    """A worker of `args.side` for logprobs only."""
     backends: dict[str, Any] = {"dtensor_cfg": DTensorConfig(), "padding_free": True}
     if args.side == "megatron":
         backends = {"dtensor_cfg": DTensorConfig(enabled=False), "megatron_cfg": MegatronConfig(enabled=True)}
@@ -124,7 +124,7 @@ def main() -> None:
     if args.side is not None:
         sys.stdout.write(json.dumps(measure(args)) + "\n")
         return
-    # A fixed threshold: what is freed goes back to the system at once, and does not count as memory in use.
+    # With a fixed threshold, freed memory returns to the system immediately and does not count as memory in use.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     found = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -5,8 +5,9 @@
 Packers: lengths up to the capacity of one bin, the hardest case. Log-normal lengths have a mean of about 0.3 of the
 longest, as completions of reasoning models have. Plans: log-normal lengths, bins of `--sequences-per-bin` longest
 sequences, work with squared lengths at `--quadratic-weight`; the naive plan gives each rank a contiguous part of the
-samples. "Waiting" is what ranks lose that wait for each other at every micro-batch: the costliest rank's work, summed
-over micro-batches, over the mean. The last line has the best packer on log-normal lengths and the worst packed plan.
+samples. "Waiting" is the loss of ranks that wait for each other at every micro-batch: the work of the costliest rank,
+summed over micro-batches, over the mean. The last line has the best packer on log-normal lengths and the worst packed
+plan.
 """
 
 from __future__ import annotations
@@ -57,12 +58,11 @@ def measure_packers(number: int, capacity: int) -> tuple[float, float]:
         # No packing has fewer bins: tokens, and sequences of more than half a bin, which cannot share one.
         fewest = max(-(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths))
         for algorithm in PackingAlgorithm:
-            packer = get_packer(algorithm, capacity, collect_metrics=True)
+            packer = get_packer(algorithm, capacity)
             started = time.perf_counter()
-            packer.pack(lengths)
+            bins = packer.pack(lengths)
             seconds = time.perf_counter() - started
-            assert packer.metrics is not None
-            fill, bound = packer.metrics.utilization, sum(lengths) / (fewest * capacity)
+            fill, bound = (sum(lengths) / (count * capacity) for count in (len(bins), fewest))
             spread = sum(lengths) / len(lengths) / max(lengths)
             print(f"  {name:<12}{spread:<10.2f}{algorithm.value:<32}{fill:>9.2%}{bound:>9.2%}{seconds:>9.3f}")
             if name == "log-normal" and algorithm is BEST:

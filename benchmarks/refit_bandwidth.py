@@ -3,7 +3,7 @@
     python benchmarks/refit_bandwidth.py [--gib 1.0] [--engine]
 
 Sender and receiver are two processes, started with the workers' environment (`host_copy_environment`); every byte is
-fingerprinted on both sides; the receiver copies into parameters of its own. `--engine` repeats it with vLLM as the
+fingerprinted on both sides; the receiver copies into its own parameters. `--engine` repeats it with vLLM as the
 receiver, a model of about that size with random weights. The last line is the ratio (1.0: as long as two memcpys one
 after the other in one process).
 """
@@ -120,7 +120,7 @@ def receive_forever(pipe: Connection) -> None:
 
 
 def sync_over_pipe(sender: WeightSender, pipe: Connection, version: int) -> None:
-    """The order of nemo_rl.refit.sync.Refit.sync over a pipe."""
+    """The protocol of nemo_rl.refit.sync.Refit.sync over a pipe."""
     num_buckets = len(sender.layout.buckets)
     for bucket in range(num_buckets):
         if bucket >= 2:
@@ -131,7 +131,7 @@ def sync_over_pipe(sender: WeightSender, pipe: Connection, version: int) -> None
 
 
 def copy_only(source: int, target: int, nbytes: int) -> int:
-    """In place of `hash_and_copy`, to see what the fingerprints cost."""
+    """Replaces `hash_and_copy`, to measure the cost of fingerprints."""
     ctypes.memmove(target, source, nbytes)
     return 0
 

@@ -57,7 +57,7 @@ class Broadcasts:
 
 
 def serve(pipe: Connection, description: dict[str, Any], number: int) -> None:
-    """A receiving process: answers "go" to each order when it has been carried out."""
+    """A receiving process: answers "go" when it has carried out an order."""
     torch.set_num_threads(1)
     layout = PackLayout.from_dict(description["layout"])
     buffer = attach_buffer("packed_collective", description["endpoints"], CPU, number)
@@ -78,7 +78,7 @@ def serve(pipe: Connection, description: dict[str, Any], number: int) -> None:
 
 
 def sync(sender: WeightSender, pipes: Sequence[Connection]) -> None:
-    """The order of `Refit.sync`: the fingerprints of a bucket follow it, and a few buckets are not answered."""
+    """The protocol of `Refit.sync`: fingerprints follow their bucket, and a few buckets may be unanswered."""
     num_open = 0
     for bucket in range(len(sender.layout.buckets)):
         if num_open == OPEN_BUCKETS["packed_collective"]:

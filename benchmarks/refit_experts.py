@@ -27,6 +27,13 @@ import torch.distributed as dist
 from nemo_rl.refit.layout import NUM_HALVES, TensorMeta
 from nemo_rl.refit.shard_plan import ShardPlan, Shards, build_plan
 from nemo_rl.refit.shard_sender import ShardExchange
+from tests.unit.refit.shard_cases import (
+    messages_per_bucket,
+    peak_send_bytes,
+    received_bytes,
+    transferred_bytes,
+    whole_shards,
+)
 
 BLOCK = 128
 
@@ -137,11 +144,11 @@ def sources_of(model: Model, sizes: Sizes, layout: Layout) -> Shards:
     parts = []
     experts = np.flatnonzero(expert >= 0)
     of_rank = expert[experts] * layout.stage // sizes.experts
-    parts.append(Shards.whole(model.metas, first_rank[experts] + of_rank, experts))
+    parts.append(whole_shards(model.metas, first_rank[experts] + of_rank, experts))
     whole, divided = np.flatnonzero((expert < 0) & (cut < 0)), np.flatnonzero((expert < 0) & (cut >= 0))
     for rank in range(layout.stage):
         part = rank % layout.tensor
-        parts.append(Shards.whole(model.metas, first_rank[whole] + rank, whole))
+        parts.append(whole_shards(model.metas, first_rank[whole] + rank, whole))
         lo, hi = size[divided] * part // layout.tensor, size[divided] * (part + 1) // layout.tensor
         parts.append(Shards(first_rank[divided] + rank, divided, cut[divided], lo, hi))
     return Shards.concatenate(parts)
@@ -158,16 +165,15 @@ def first_layer(rank: int, num_layers: int) -> int:
     return int(rank * golden % 1 * num_layers)
 
 
-def wants_of(model: Model, sizes: Sizes, num_receivers: int) -> Shards:
+def wants_of(model: Model, sizes: Sizes, num_receivers: int) -> dict[int, list[int]]:
     """Engines: own experts and everything else. Each begins at a layer of its own, so that all stages send at once."""
     expert, layer = np.array(model.expert), np.array(model.layer)
-    parts = []
+    wants = {}
     for rank in range(num_receivers):
         own = np.flatnonzero((expert < 0) | (expert * num_receivers // sizes.experts == rank))
         turned = (layer[own] - first_layer(rank, sizes.layers)) % sizes.layers
-        own = own[np.argsort(turned, kind="stable")]
-        parts.append(Shards.whole(model.metas, np.full(len(own), rank), own))
-    return Shards.concatenate(parts)
+        wants[rank] = own[np.argsort(turned, kind="stable")].tolist()
+    return wants
 
 
 def planned(sizes: Sizes, layout: Layout, bucket_bytes: int) -> tuple[Model, ShardPlan, float]:
@@ -191,15 +197,15 @@ def report_plan(bucket_bytes: int) -> float:
     started = time.perf_counter()
     mine = plan.for_rank(layout.size - 1)
     print(f"one rank's part of it: {time.perf_counter() - started:.2f} s, {len(mine.layout.tensors)} tensors wanted")
-    messages = plan.messages_per_bucket()
+    messages = messages_per_bucket(plan)
     print(f"buckets of {bucket_bytes >> 20} MiB: {messages.shape[1]} at most, {plan.num_rounds.sum()} exchanges")
     print(f"messages per receiver and bucket: {messages.max()} at most, {messages.mean():.1f} on average")
-    own = np.array([plan.layout(rank).total_bytes for rank in range(layout.size)])
-    received, moved = plan.received_bytes(), plan.transferred_bytes()
+    own = np.array([plan.layouts[rank].total_bytes for rank in range(layout.size)])
+    received, moved = received_bytes(plan), transferred_bytes(plan)
     wire = moved.sum(axis=0)
     print(f"bytes per receiver: {received.max() / 2**30:.1f} GiB, {(received / own).max():.6f} of its own part")
     print(f"of which in messages, fingerprints and alignment included: {wire.max() / 2**30:.1f} GiB at most")
-    sent, peak = moved.sum(axis=1), plan.peak_send_bytes()
+    sent, peak = moved.sum(axis=1), peak_send_bytes(plan)
     print(f"busiest source: {sent.max() / sent.mean():.2f} of the mean; sends {peak / 2**20:.0f} MiB at most at once")
     node = np.arange(layout.size) // layout.ranks_per_node
     print(f"share of bytes that leave their node: {moved[node[:, None] != node].sum() / moved.sum():.2f}")
@@ -257,7 +263,7 @@ def exchange_as(rank: int, folder: str, bucket_bytes: int) -> None:
     counted = torch.tensor([differing, layout.total_bytes])
     dist.all_reduce(counted)
     if rank == 0:
-        moved = plan.transferred_bytes().sum()
+        moved = transferred_bytes(plan).sum()
         print(
             f"exchanged over gloo by 4 processes: {len(model.metas)} tensors, {exchange.num_buckets} buckets, "
             f"{counted[1] / 2**20:.0f} MiB into {NUM_HALVES} halves of {layout.bucket_bytes >> 10} KiB each, "

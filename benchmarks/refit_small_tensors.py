@@ -1,8 +1,8 @@
-"""Many small tensors, as a mixture of experts has them: packed with metadata ahead of time against one handle each.
+"""Many small tensors, as in a mixture of experts: packed with metadata ahead of time, against one handle each.
 
     python benchmarks/refit_small_tensors.py [--tensors 45000]
 
-Both ways go through the same pipe to the same kind of process, which copies every tensor into memory of its own. One
+Both sides use the same pipe to the same kind of process, which copies every tensor into its own memory. One
 handle each: the sender puts every tensor into shared memory and sends torch's shared-memory handles, in messages of
 1000; once with new segments for each sync, as gathered weights need them, and once with segments that are kept. Packed:
 our refit, fingerprints included. The last line is how many times faster packing is than the better of the two.
@@ -45,7 +45,7 @@ def seconds_of(run: Callable[[], Any], rounds: int) -> float:
 
 
 def receive_handles(pipe: Connection, tensors: dict[str, torch.Tensor]) -> None:
-    """Open every handle and copy what it points to."""
+    """Open every handle and copy its tensor."""
     torch.set_num_threads(1)
     torch_mp.set_sharing_strategy("file_system")
     own = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
@@ -79,7 +79,7 @@ def send_handles(pipe: Connection, tensors: dict[str, torch.Tensor], shared: dic
 
 
 def receive_packed(pipe: Connection) -> None:
-    """Our receiver, into memory of its own."""
+    """Our receiver, with its own memory."""
     torch.set_num_threads(1)
     description = pipe.recv()
     layout = PackLayout.from_dict(description["layout"])

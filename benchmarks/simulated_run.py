@@ -1,4 +1,4 @@
-"""GRPO whose engines and policy only take time: the real trainer, collector and rollout worker, and nothing computed.
+"""GRPO with simulated engines and policy, which only take time, and the real trainer, collector and rollout worker.
 
 For the benchmarks of schedules. An engine answers any number of requests at once, each after seconds drawn by its seed.
 """
@@ -12,13 +12,12 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
@@ -37,6 +36,7 @@ from nemo_rl.types import (
     BatchPlan,
     Completion,
     DatumSpec,
+    EnvironmentStep,
     GenerationAnswer,
     GenerationRequest,
     Prompt,
@@ -74,7 +74,7 @@ class Times:
 
 
 class SimulatedEngine:
-    """A generation worker: `submit` and `drain` as those of a real one."""
+    """A generation worker with `submit` and `drain`."""
 
     def __init__(self, times: Times) -> None:
         self.times = times
@@ -119,7 +119,7 @@ class SimulatedTrainer:
 
 
 class SimulatedPolicy:
-    """The part of a policy that a step calls."""
+    """The methods of a policy that a step calls."""
 
     data_parallel_size, controller_tensor_bytes, peak_flops, name_prefix = 1, 0, None, "policy"
 
@@ -139,23 +139,10 @@ class SimulatedPolicy:
 
 
 class SimulatedRefit:
-    """Weights that arrive at once."""
+    """A weight sync that takes no time."""
 
     def sync(self, version: int) -> dict[str, float]:
         return {}
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What the environment says: the end."""
-
-    reward: float = 1.0
-    terminated: bool = True
-    metadata: Any = None
-    next_stop_strings: None = None
-    answer: None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    observation: Mapping[str, str] = None  # type: ignore[assignment]
 
 
 class Referee:
@@ -163,8 +150,14 @@ class Referee:
 
     name = "referee"
 
-    async def step(self, message_log: Any, metadata: Any, **names: Any) -> Outcome:
-        return Outcome(reward=float(random.random() < 0.5))
+    async def step(self, message_log: Any, metadata: Any, **names: Any) -> EnvironmentStep:
+        return EnvironmentStep(
+            observation={"role": "environment", "content": ""},
+            reward=float(random.random() < 0.5),
+            terminated=True,
+            metadata=None,
+            next_stop_strings=None,
+        )
 
     async def metrics(self, samples: Any) -> dict[str, float]:
         return {}
@@ -241,5 +234,4 @@ def _build(
         resolved_config_yaml="",
         identity={},
     )
-    trainer = AsyncGRPOTrainer if config.grpo.async_grpo.enabled else GRPOTrainer
-    return trainer(config, tools, parts)
+    return GRPOTrainer(config, tools, parts)

@@ -1,7 +1,7 @@
 """Tokens per second of one vLLM engine with and without n-gram drafts, same requests, in one run.
 
 Two kinds of text: greedy continuations of an untrained model, which repeat themselves, and answers of the tiny
-arithmetic model, which hold nothing to look up. Prints acceptance, tokens per second and their ratio.
+arithmetic model, which repeat nothing. Prints acceptance, tokens per second and their ratio.
 
     uv run --extra cpu benchmarks/speculative.py
 """
@@ -70,7 +70,7 @@ def make_model(folder: Path, width: int) -> str:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of every round, and what became of the drafts."""
+    """Tokens per second of every round, and statistics of the drafts."""
     from transformers import AutoTokenizer
 
     from nemo_rl.models.generation.vllm.worker import EngineSettings, VllmWorker
@@ -111,7 +111,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(args: argparse.Namespace, one: str, model: str, temperature: float) -> dict[str, Any]:
-    """An engine of its own each time: what one leaves behind must not help or hinder the next."""
+    """Each measurement has its own engine, so that none affects the next."""
     command = [sys.executable, __file__, "--one", one, "--model", model, "--temperature", str(temperature)]
     command += ["--requests", str(args.requests), "--tokens", str(args.tokens), "--rounds", str(args.rounds)]
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # as in a worker group

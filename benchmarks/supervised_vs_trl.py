@@ -127,7 +127,7 @@ def run_ours(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]
 
 
 def run_trl(args: argparse.Namespace, folder: Path) -> list[tuple[float, float]]:
-    """The same in a process of its own, so that neither side warms the other's caches."""
+    """Run one side in its own process, so that neither side warms the other's caches."""
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--side", "trl", "--folder", str(folder)]
     out = subprocess.run(command, check=True, env=environment, stdout=subprocess.PIPE, text=True).stdout

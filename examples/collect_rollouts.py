@@ -1,4 +1,4 @@
-"""Rollouts of a GRPO configuration without its training: to look at them, or to train from them later.
+"""Collect and record rollouts of a GRPO configuration without training, to look at them or to train from them later.
 
 uv run examples/collect_rollouts.py --config examples/configs/grpo_math_1B.yaml \
     grpo.max_num_steps=4 grpo.rollout_record.save_dir=results/rollouts/qwen
@@ -27,7 +27,7 @@ def main() -> int:
         placement=describe_placement,
         check=check_rollout_hardware,
     )
-    from nemo_rl.algorithms.setup.collect_rollouts import collect_rollouts  # torch and Ray load here
+    from nemo_rl.algorithms.setup.grpo import collect_rollouts  # torch and Ray load here
 
     return collect_rollouts(config)
 

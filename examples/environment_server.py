@@ -1,10 +1,10 @@
-"""Serve any environment over HTTP, for runs that have it as `env.<name>: {type: remote, base_url: ...}`.
+"""Serve an environment over HTTP, for runs with `env.<name>: {type: remote, base_url: ...}`.
 
     python examples/environment_server.py --environment math --options '{num_workers: 1}' --port 8100
     python examples/environment_server.py --environment my_package.envs:MyEnv --host 0.0.0.0 --token-env ENV_TOKEN
 
-It listens on 127.0.0.1 unless told otherwise, and elsewhere only with a token. docs/guides/environments.md has the
-protocol, which is JSON throughout.
+By default the server listens on 127.0.0.1. Other addresses need a token. docs/guides/environments.md describes the
+protocol, which uses only JSON.
 """
 
 from __future__ import annotations

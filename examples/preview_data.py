@@ -1,4 +1,4 @@
-"""What the model will see of a dataset: rows token by token, with the tokens that carry loss in colour, and a summary.
+"""Show a dataset as the model will see it: rows token by token, loss tokens in colour, and a summary.
 
 uv run --extra cpu examples/preview_data.py --config examples/configs/sft_cpu.yaml
 uv run --extra cpu examples/preview_data.py --config examples/configs/dpo.yaml --num 5 data.max_input_seq_length=512

@@ -2,7 +2,7 @@
 
 uv run examples/run_distillation.py                                                   # Qwen3-4B teaches Qwen3-1.7B
 uv run --extra cpu examples/run_distillation.py --config examples/configs/distillation_math_cpu.yaml   # a CPU machine
-uv run examples/run_distillation.py --dry-run distillation.topk_logits_k=32              # what would run where
+uv run examples/run_distillation.py --dry-run distillation.topk_logits_k=32              # the placement only
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         DistillationMasterConfig,
-        description="On-policy distillation: the student samples, and learns what the teacher would have said there.",
+        description="On-policy distillation: the student samples, and learns the teacher's distributions there.",
         default_config=str(CONFIGS / "distillation_math.yaml"),
         placement=describe_placement,
         check=check,

@@ -2,7 +2,7 @@
 
 uv run examples/run_eval.py generation.model_name=results/grpo/step_100 data.dataset_name=math500     # one GPU
 uv run --extra cpu examples/run_eval.py --config examples/configs/evals/eval_cpu.yaml                 # a CPU machine
-uv run examples/run_eval.py --dry-run eval.num_tests_per_prompt=16 generation.temperature=0.6         # what would run
+uv run examples/run_eval.py --dry-run eval.num_tests_per_prompt=16 generation.temperature=0.6         # the placement
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs" / "evals"
 def main() -> int:
     config = load_from_command_line(
         EvalMasterConfig,
-        description="Evaluation: sample answers to problems, judge them, report how many are right.",
+        description="Evaluation: sample answers to problems, score them, report how many are right.",
         default_config=str(CONFIGS / "eval.yaml"),
         placement=describe_placement,
         check=check_hardware,

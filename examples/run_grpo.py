@@ -1,4 +1,4 @@
-"""The same command as run_grpo_math.py, under the name that newer NeMo RL has for it."""
+"""The same command as run_grpo_math.py, under its name in newer NeMo RL."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 uv run examples/run_grpo_math.py                                             # Qwen2.5-1.5B on one GPU
 uv run --extra cpu examples/run_grpo_math.py --config examples/configs/grpo_math_cpu.yaml   # a CPU machine
-uv run examples/run_grpo_math.py --dry-run grpo.num_prompts_per_step=64      # what would run where
+uv run examples/run_grpo_math.py --dry-run grpo.num_prompts_per_step=64      # the placement only
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         GRPOMasterConfig,
-        description="GRPO on math problems: sample answers, verify them, learn from what was right.",
+        description="GRPO on math problems: sample answers, verify them, reinforce the right ones.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
         placement=describe_placement,
         check=check_rollout_hardware,

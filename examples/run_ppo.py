@@ -2,7 +2,7 @@
 
 uv run examples/run_ppo.py                                                   # Qwen2.5-1.5B on one GPU
 uv run --extra cpu examples/run_ppo.py --config examples/configs/ppo_math_cpu.yaml   # a CPU machine
-uv run examples/run_ppo.py --dry-run ppo.ppo_epochs=2                        # what would run where
+uv run examples/run_ppo.py --dry-run ppo.ppo_epochs=2                        # the placement only
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         PPOMasterConfig,
-        description="PPO on math problems: a value model learns what to expect, the policy what is better than that.",
+        description="PPO on math problems: a value model predicts rewards, the policy learns to exceed them.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
         placement=describe_placement,
         check=partial(check_rollout_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),

@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parent / "configs"
 def main() -> int:
     config = load_from_command_line(
         SFTMasterConfig,
-        description="Supervised fine-tuning: learn what the assistant says in a dataset of conversations.",
+        description="Supervised fine-tuning on the assistant's messages in a dataset of conversations.",
         default_config=str(CONFIGS / "sft.yaml"),
         placement=describe_supervised,
         check=partial(check_hardware, cpu_config="examples/configs/sft_cpu.yaml"),

@@ -1,4 +1,4 @@
-"""Looks into recorded rollouts.
+"""Show recorded rollouts.
 
 uv run examples/show_rollouts.py results/rollouts --list                      # a table of all groups
 uv run examples/show_rollouts.py results/rollouts --worst                     # the group with the smallest mean reward
@@ -16,7 +16,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from nemo_rl.rollouts.show_records import Condition, Decode, find_group, groups_table, recorded_groups, show_group
+from nemo_rl.rollouts.show_records import (
+    FILTER_FIELDS,
+    Decode,
+    find_group,
+    groups_table,
+    parse_filter,
+    recorded_groups,
+    show_group,
+)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -27,9 +35,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--worst", action="store_true", help="the group with the smallest mean reward")
     parser.add_argument("--step", type=int, help="groups of this step alone")
     parser.add_argument("--sample", type=int, metavar="N", help="one sample of the group, counted from 0")
-    parser.add_argument(
-        "--filter", action="append", default=[], metavar="FIELD=VALUE", help=", ".join(Condition.FIELDS)
-    )
+    parser.add_argument("--filter", action="append", default=[], metavar="FIELD=VALUE", help=", ".join(FILTER_FIELDS))
     parser.add_argument("--tokens", action="store_true", help="token ids and log-probabilities; needs --tokenizer")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder or name of the model's tokenizer")
     arguments = parser.parse_args(argv)
@@ -41,10 +47,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None, console: Console | None = None) -> int:
     arguments, console = parse(argv), console or Console()
     try:
-        conditions = [Condition.parse(text) for text in arguments.filter]
+        filters = [parse_filter(text) for text in arguments.filter]
         if arguments.step is not None:
-            conditions.append(Condition(field="step", value=str(arguments.step)))
-        groups = list(recorded_groups(arguments.folder, conditions))
+            filters.append(("step", str(arguments.step)))
+        groups = list(recorded_groups(arguments.folder, filters))
         if arguments.list:
             console.width = max(console.width, 120)  # on a narrow terminal lines fold, and ids stay whole
             console.print(groups_table(groups))

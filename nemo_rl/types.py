@@ -1,10 +1,10 @@
-"""The carriers of one training step, in the order in which they travel.
+"""The data of one training step, in the order in which it travels.
 
     row of a dataset -> Prompt -> (episode: GenerateFn <-> environment) -> Sample
     -> RolloutGroup (in the object store) + GroupHandle (on the controller)
     -> BatchPlan -> LossInputs -> TrainResult
 
-Where nothing is sampled (SFT, DPO, reward models): Prompt -> Example -> ExampleGroup + ExampleHandle -> BatchPlan.
+Without sampling (SFT, DPO, reward models): Prompt -> Example -> ExampleGroup + ExampleHandle -> BatchPlan.
 
 A worked example with 2 prompts and 2 generations each, `train_global_batch_size` 4, 2 data-parallel ranks:
 2 GroupHandles of 2 SampleMeta; a BatchPlan of 2 RankPlans, each with 1 optimizer step of 2 samples.
@@ -30,12 +30,12 @@ LLMMessageLogType = list[Message]
 
 
 class DatumSpec(TypedDict):
-    """What a data processor returns for one row (the contract of the existing ecosystem)."""
+    """What a data processor returns for one row."""
 
     message_log: LLMMessageLogType
     length: int  # tokens of the whole message log
     extra_env_info: dict[str, Any] | None  # handed to the environment as metadata, e.g. {"ground_truth": "4"}
-    loss_multiplier: float  # 0.0: the prompt is too long and takes no part in the loss
+    loss_multiplier: float  # 0.0: the prompt is too long and stays out of the loss
     idx: int
     task_name: NotRequired[str]
     stop_strings: NotRequired[list[str] | None]
@@ -43,10 +43,10 @@ class DatumSpec(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """One row on its way to the collector. Text, not tokens: tokenisation happens where the episode runs."""
+    """One row of a dataset, as text; the process that runs the episode tokenises it."""
 
     prompt_id: str  # "<dataset>:<row index>[/<repetition>]", stable over epochs and restarts
-    row: Mapping[str, Any]  # the raw row, as the dataset gave it
+    row: Mapping[str, Any]  # the raw row of the dataset
     idx: int
     task_name: str
 
@@ -72,18 +72,18 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine returns for one request. `token_ids` includes the stop token when one was sampled."""
+    """The engine's result for one request. `token_ids` includes the stop token if one was sampled."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each sampled token, under the processed (temperature, top-p, top-k) distribution
     stop_reason: StopReason
     weight_version: int  # version of the weights when the request was dispatched
-    routed_experts: np.ndarray | None = None  # uint8 or int16 [P + sampled tokens - 1, layers, K]; the prompt has P
+    routed_experts: np.ndarray | None = None  # uint8 or int16 [P + sampled tokens - 1, layers, K]; P prompt tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """One turn of one sample on its way to an engine."""
+    """One turn of one sample, for an engine."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -93,7 +93,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationAnswer:
-    """What came of a request: a completion, or the type and text of what the engine raised."""
+    """The outcome of a request: a completion, or type and text of the engine's exception."""
 
     request_id: str
     completion: Completion | None = None
@@ -102,13 +102,26 @@ class GenerationAnswer:
 
 
 class GenerateFn(Protocol):
-    """An episode sees generation as this function; a unit test passes a fake."""
+    """Generation as an episode sees it; a unit test passes a fake."""
 
     async def __call__(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentStep:
+    """The environment's answer to one turn of one conversation."""
+
+    observation: dict[str, str]  # role and content of the next message
+    reward: float
+    terminated: bool
+    metadata: Any  # passed to the next step of the conversation
+    next_stop_strings: Sequence[str] | None  # for the next turn; None keeps the present ones
+    answer: str | None = None  # extracted from the conversation
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class SampleStatus(StrEnum):
-    """How an episode ended. Only COMPLETED and TRUNCATED samples carry a reward."""
+    """How an episode ended. Only COMPLETED and TRUNCATED samples have a reward."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"  # stopped by a limit of tokens or turns
@@ -119,7 +132,7 @@ class SampleStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMeta:
-    """One turn of an episode: a completion and what the environment said to it."""
+    """One turn of an episode: a completion and the environment's reply."""
 
     num_generated_tokens: int
     num_env_tokens: int  # of the observation that leads to the next turn; 0 after the last one
@@ -132,7 +145,7 @@ class TurnMeta:
 
 @dataclass(kw_only=True)
 class SampleMeta:
-    """What the controller knows of a sample: everything it plans and reports from, and no token."""
+    """What the controller knows about a sample: all it needs to plan and report, and no tokens."""
 
     sample_id: str  # "<group_id>/<index>"
     status: SampleStatus
@@ -140,8 +153,8 @@ class SampleMeta:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_turns: int
-    reward: float  # 0.0 when the sample carries none; see `status`
-    weight_version: int  # of its first turn: the oldest weights that any of its tokens is from
+    reward: float  # 0.0 if the sample has none; see `status`
+    weight_version: int  # of its first turn: the oldest weights that sampled one of its tokens
     failure: str | None = None  # what went wrong, for FAILED and TIMED_OUT
     answer: str | None = None  # what the environment extracted from it, for majority votes
     turns: list[TurnMeta] = field(default_factory=list)  # in order; none where `num_turns` is 0
@@ -162,9 +175,9 @@ class Sample:
     token_ids: np.ndarray  # int64 [T]
     token_mask: np.ndarray  # bool [T]; True on tokens the policy sampled
     generation_logprobs: np.ndarray  # float32 [T]; 0 where token_mask is False
-    messages: list[dict[str, str]] = field(default_factory=list)  # role and content, for people
+    messages: list[dict[str, str]] = field(default_factory=list)  # role and content, to be read
     metrics: dict[str, float] = field(default_factory=dict)  # numbers that the environment gave its last turn, by name
-    # Experts that generation chose for the first N of the tokens, uint8 or int16 [N, layers, K], where it said so.
+    # Experts that generation chose for the first N tokens, uint8 or int16 [N, layers, K], if it reports them.
     routed_experts: np.ndarray | None = None
 
     @property
@@ -198,20 +211,20 @@ class Example:
 
     sample_id: str  # the id of its prompt; of a pair "<prompt id>/chosen" and "<prompt id>/rejected"
     token_ids: np.ndarray  # int32 [T]
-    token_mask: np.ndarray  # bool [T]; True on tokens that carry loss
-    margin: float = 0.0  # of a pair, on its chosen sequence: by how much more it is liked; see `rm.use_margin`
+    token_mask: np.ndarray  # bool [T]; True on loss tokens
+    margin: float = 0.0  # on the chosen sequence of a pair: how much better it is; see `rm.use_margin`
 
 
 @dataclass(kw_only=True)
 class ExampleGroup:
-    """Tokenised rows that lie together: one object in the object store. The sequences of a pair are neighbours."""
+    """Tokenised rows: one object in the object store. The sequences of a pair are neighbours."""
 
     samples: list[Example]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleMeta:
-    """What the controller knows of one row: where it lies, how long it is, whether it can be trained on."""
+    """What the controller knows about one row: its position, its length, whether it can be trained on."""
 
     prompt_id: str
     index: int  # of its first sequence in the ExampleGroup
@@ -222,10 +235,9 @@ class ExampleMeta:
 
 
 MakeExample = Callable[[Prompt], tuple[list[Example], ExampleMeta]]
-"""Tokenises one row: its sequence, or chosen and rejected, and what the controller is told (`index` 0). Picklable.
+"""Tokenises one row into its sequence, or chosen and rejected, and its metadata (`index` 0). Picklable.
 
-What is wrong with a row is said by `ExampleMeta.problem`, naming row and column; where sequences cannot be made its
-kind is "bad_row".
+`ExampleMeta.problem` says what is wrong with a row; its kind is "bad_row" if there are no sequences.
 """
 
 
@@ -239,10 +251,7 @@ class ExampleHandle:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSample:
-    """What stays together in a micro-batch, with what the controller decided about it.
-
-    It is sample `index` of group number `group` of the plan, or, of a pair, samples `index` and `index + 1`.
-    """
+    """A unit of a micro-batch: sample `index` of the plan's group number `group`; for a pair also `index + 1`."""
 
     group: int
     index: int
@@ -266,7 +275,7 @@ MicroBatch = list[PlannedSample]
 
 @dataclass(kw_only=True)
 class RankPlan:
-    """The work of one data-parallel rank in one step."""
+    """The micro-batches of one data-parallel rank in one step."""
 
     train: list[list[MicroBatch]]  # optimizer step -> micro-batch -> samples
     logprobs: list[MicroBatch]
@@ -282,11 +291,11 @@ class BatchPlan:
 
 @dataclass(kw_only=True)
 class LossInputs:
-    """One micro-batch as every loss sees it. Float32 unless said.
+    """One micro-batch for a loss, right-padded, float32 unless said.
 
-    Right-padded. `token_mask` is 1 on tokens that carry loss and 0 on prompt, environment and padding tokens. A loss
-    that needs more states a subclass as its `inputs_type`: the worker fills every further field from the row column of
-    the same name, [B, S] or [B, S, C] where rows have a value per token, [B] where they have one value.
+    `token_mask` is 1 on loss tokens and 0 on prompt, environment and padding tokens. A loss that needs more declares a
+    subclass as its `inputs_type`. The worker fills each further field from the row column of the same name: [B, S] or
+    [B, S, C] for a column of values per token, [B] for one value per row.
     """
 
     input_ids: torch.Tensor  # int64 [B, S]
@@ -294,7 +303,7 @@ class LossInputs:
     sample_mask: torch.Tensor  # [B]
 
     optional: ClassVar[frozenset[str]] = frozenset()
-    """Columns that rows may lack; they are zeros [B, S] then."""
+    """Columns that rows may lack; they are then zeros [B, S]."""
 
 
 @dataclass(kw_only=True)
@@ -318,46 +327,46 @@ class PairInputs(LossInputs):
 
 @dataclass(kw_only=True)
 class PreferenceInputs(PairInputs):
-    """Pairs with what the reference policy says of them. [B] each."""
+    """Pairs with their logprobs under the reference policy. [B] each."""
 
-    reference_logprob_sum: torch.Tensor  # of the tokens that carry loss, under the reference policy
+    reference_logprob_sum: torch.Tensor  # sum over the loss tokens
 
 
 @dataclass(kw_only=True)
 class ValueInputs(LossInputs):
-    """[B, S] each; the value at position i is that of the state before token i."""
+    """[B, S] each; position i has the value of the state before token i."""
 
-    values: torch.Tensor  # when the samples were scored
+    values: torch.Tensor  # before the update
     returns: torch.Tensor
 
 
 @dataclass(kw_only=True)
 class DistillationInputs(LossInputs):
-    """What the teacher says of each token."""
+    """The teacher's outputs for each token."""
 
     optional: ClassVar[frozenset[str]] = frozenset({"teacher_topk"})
 
-    teacher_topk: torch.Tensor  # [B, S, 2K]: its K largest logits, then the tokens they are of; or, where no row has
-    # them because the student's head compares whole distributions, zeros [B, S]
+    # [B, S, 2K]: its K largest logits, then their token ids. Zeros [B, S] if the student's head compares whole
+    # distributions, and no row has the column.
+    teacher_topk: torch.Tensor
 
 
 LossMetrics = dict[str, "torch.Tensor"]
-"""Scalars. A name ending in `_min` / `_max` is reduced by minimum / maximum over micro-batches and ranks; every
-other value is a part of a sum (already divided by a global count), so micro-batches and ranks add up."""
+"""Scalars. Names that end in `_min` / `_max` are reduced by minimum / maximum over micro-batches and ranks. Every other
+value is a part of a sum, already divided by a global count, so the parts of micro-batches and ranks add up."""
 
 
 class LossFunction(Protocol):
     """Sum over the valid items of a micro-batch, divided by a global count passed in.
 
-    `outputs` float32 with gradient are what the model's head says of each scored token: logprobs [B, S]; of a reward or
-    value model scores [B, S]; in distillation several numbers [B, S, C]. `global_valid_seqs` and `global_valid_toks`
-    are 0-d float32 counts over all micro-batches and ranks of the optimizer step. Returns the scalar loss and its
-    metrics, detached.
+    `outputs` are float32 with gradient: logprobs [B, S]; scores [B, S] of a reward or value model; several numbers
+    [B, S, C] in distillation. `global_valid_seqs` and `global_valid_toks` are 0-d float32 counts over all micro-batches
+    and ranks of the optimizer step. Returns the scalar loss and its metrics, detached.
     """
 
     @property
     def inputs_type(self) -> type[LossInputs]:
-        """What it needs of the rows."""
+        """The columns of the rows that it needs."""
         ...
 
     def __call__(
@@ -371,13 +380,13 @@ class LossFunction(Protocol):
 
 
 class TokenAdvantages(Protocol):
-    """Advantages that differ by token, finished where the logprobs are. [T] float32 tensors of one sample.
+    """Advantages that differ by token, computed on the workers. [T] float32 tensors of one sample.
 
-    The workers call `adjust` on every sample, add up `sums` over samples and ranks, then `finish` every sample.
+    The workers call `adjust` for every sample, sum `sums` over samples and ranks, then call `finish` for every sample.
     """
 
     def adjust(self, columns: Mapping[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        """New columns of a row, `advantages` among them, from those it has (as `advantages` one number repeated)."""
+        """New columns of a row, `advantages` among them. In `columns` it is one number, repeated."""
         ...
 
     def sums(self, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor: ...
@@ -387,14 +396,14 @@ class TokenAdvantages(Protocol):
 
 @dataclass(kw_only=True)
 class TrainResult:
-    """What `policy.train` returns: one entry per optimizer step in each list, metrics reduced over all of them."""
+    """The result of `policy.train`: lists have an entry per optimizer step, metrics are reduced over all steps."""
 
     losses: list[float]
     grad_norms: list[float]
     learning_rates: list[float]
     metrics: dict[str, float]
-    num_skipped_steps: int = 0  # optimizer steps not taken because loss or gradient was not finite
-    nonfinite_samples: list[str] = field(default_factory=list)  # sample ids of the micro-batches at fault
+    num_skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was not finite
+    nonfinite_samples: list[str] = field(default_factory=list)  # sample ids of the micro-batches concerned
 
 
 ProcessorFn = Callable[..., DatumSpec]

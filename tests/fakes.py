@@ -111,6 +111,15 @@ def keys_of_plan(plan: BatchPlan) -> list[RowKey]:
     return [key for rank in plan.ranks for batch in rank.logprobs for planned in batch for key in keys_of(planned)]
 
 
+class NoData:
+    """Data without a position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 @dataclass
 class FakeRefit:
     """Notes the versions it was asked to sync."""
@@ -160,6 +169,9 @@ class FakeRollouts:
 
     def abandon(self) -> None:
         """Nothing is played beside training."""
+
+    def replace_keeper(self) -> None:
+        self.calls.append("replace keeper")
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         return {"math/num_groups": float(len(groups))}

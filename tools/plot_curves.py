@@ -1,4 +1,4 @@
-"""Draws metrics of a run over its steps, as the pictures in the guides are drawn.
+"""Plot metrics of a run over its steps, in the style of the pictures in the guides.
 
 uv run --group docs tools/plot_curves.py logs/exp_000/metrics.jsonl docs/images/sft_cpu.svg \
     "loss of training=train/loss" "loss of validation=validation/val_loss"
@@ -16,7 +16,7 @@ def read_curve(path: Path, metric: str) -> tuple[list[int], list[float]]:
     """Steps and values of a metric, where a line of metrics.jsonl has it as a finite number.
 
     Raises:
-        ValueError: when no line has it.
+        ValueError: if no line has it.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     points = [(row["step"], row[metric]) for row in rows if isinstance(row.get(metric), int | float)]

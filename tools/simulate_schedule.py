@@ -1,16 +1,18 @@
-"""Predicts the time of a step before anybody rents machines: synchronous, one step off and several steps off, for each
-way to share the devices, from what one run has measured.
+"""Predict the time of a step, synchronous and one or several steps off-policy, for each division of the devices.
+
+The prediction needs the measurements of one run.
 
 uv run tools/simulate_schedule.py --metrics logs/exp_000/metrics.jsonl --record results/rollouts --devices 8
 uv run tools/simulate_schedule.py --generation-s 60 --training-s 45 --sync-s 2 --groups 32 --devices 8
 
-Groups play and the trainer takes them as in a run, with its own replay buffer; time is only counted. What is assumed:
+The simulation generates groups and trains on them as a run does, with the run's replay buffer, in simulated time. Its
+assumptions:
 
-- A group plays as fast as measured while no more groups play on a device than were measured, faster by up to
-  --lone-speedup when fewer do, and slower in proportion when more do. --spare-capacity 4 says that four times as many
-  would not be slower.
-- Training takes 1/n of the time on n times as many devices. A sync takes as long wherever it goes.
-- Groups take the times found in the record, at random; without a record all of them take --generation-s.
+- A group takes the measured time while a device generates as many groups as in the measurement. It is faster by up to
+  --lone-speedup with fewer groups, and slower in proportion with more. --spare-capacity 4 means that four times as many
+  groups are not slower.
+- Training takes 1/n of the time on n times as many devices. A sync always takes the same time.
+- The times of groups are drawn from the record; without a record all groups take --generation-s.
 """
 
 from __future__ import annotations
@@ -31,28 +33,28 @@ from nemo_rl.rollouts.replay_buffer import GroupOrder, ReplayBuffer
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SamplingParams
 
-NUM_STEPS = 80  # simulated; the first quarter is left out
+NUM_STEPS = 80  # simulated steps; the first quarter is not counted
 NUM_CALIBRATIONS = 32
-NEARLY = 1.03  # a schedule that is slower by less is as good when it is simpler
+NEARLY = 1.03  # a simpler schedule may be slower by this factor
 WARM_UP = 2  # steps of a run in which engines and caches warm up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a run took, with its devices for training and for generation (the same ones where they take turns)."""
+    """Measured times of a run, and its devices for training and for generation (the same if they are colocated)."""
 
-    generation_s: float  # of a step's groups, with nothing else to play
+    generation_s: float  # of the groups of one step, without other groups
     training_s: float  # everything between the groups and the sync
     sync_s: float
     groups_per_step: int
     training_devices: float
     generation_devices: float
-    group_s: tuple[float, ...] = ()  # of single groups; none: all take `generation_s`
+    group_s: tuple[float, ...] = ()  # of single groups; empty: all take `generation_s`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engines:
-    """How the speed of a group depends on how many others play."""
+    """How the speed of a group depends on the number of other groups."""
 
     lone_speedup: float = 2.0
     spare_capacity: float = 1.0
@@ -60,7 +62,7 @@ class Engines:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A way to run. `max_age` 0 is synchronous; the devices of both sides are the same when `colocated`."""
+    """A schedule. `max_age` 0 is synchronous. With `colocated`, training and generation use the same devices."""
 
     training_devices: float
     generation_devices: float
@@ -83,7 +85,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Of a step of a schedule, once it runs evenly."""
+    """Times of a step of a schedule in its steady state."""
 
     schedule: Schedule
     step_s: float
@@ -92,22 +94,22 @@ class Prediction:
 
 
 class Pool:
-    """Engines that play groups: at most `capacity` of them at speed 1, each at most at speed `max_speed`."""
+    """Engines that generate groups: at most `capacity` of them at speed 1, each at most at speed `max_speed`."""
 
     def __init__(self, capacity: float, max_speed: float) -> None:
         self.capacity = capacity
         self.max_speed = max_speed
         self.now = 0.0
         self.busy_s = 0.0
-        self._progress = 0.0  # of a group that has played from the beginning; all that play progress alike
+        self._progress = 0.0  # of a group that runs from the beginning; all running groups progress equally
         self._ends: list[tuple[float, str]] = []
 
     def submit(self, group_id: str, seconds: float) -> None:
-        """Begin to play what takes so long at speed 1."""
+        """Start a group that takes `seconds` at speed 1."""
         heapq.heappush(self._ends, (self._progress + seconds, group_id))
 
     def until(self, time: float) -> list[str]:
-        """Let time pass. Returns what has finished, in order."""
+        """Advance to `time`. Returns the finished groups, in order."""
         done = []
         while self._ends and (end := self._next_end()) <= time:
             done += self._finish(end)
@@ -118,15 +120,15 @@ class Pool:
         return done
 
     def next(self) -> list[str]:
-        """Let time pass until a group finishes."""
+        """Advance until a group finishes."""
         return self._finish(self._next_end())
 
     def drain(self) -> list[str]:
-        """Let time pass until nothing plays."""
+        """Advance until all groups are finished."""
         return [group_id for _ in range(len(self._ends)) for group_id in self.next()]
 
     def pause(self, seconds: float) -> None:
-        """Time in which nothing progresses."""
+        """Advance without progress."""
         self.now += seconds
 
     def _speed(self) -> float:
@@ -143,7 +145,7 @@ class Pool:
 
 
 class Simulation:
-    """One schedule, step by step."""
+    """Simulate one schedule, step by step."""
 
     def __init__(self, measured: Measured, engines: Engines, schedule: Schedule, seed: int = 0) -> None:
         self.schedule = schedule
@@ -177,7 +179,7 @@ class Simulation:
         )
 
     def step(self, version: int) -> None:
-        """What `AsyncGRPOTrainer` does; without age, what `GRPOTrainer` does."""
+        """The schedule of `AsyncGroups`; without an age, of synchronous GRPO."""
         while self.buffer.take(self.size, version) is None:
             self.finish(self.pool.next())
         self.finish(self.pool.until(self.pool.now + self.training_s))
@@ -200,7 +202,7 @@ class Simulation:
 
 
 def _calibrated(measured: Measured, engines: Engines) -> tuple[float, ...]:
-    """Times of groups at speed 1 with which a batch on the measured devices takes as long as measured, on average."""
+    """Times of groups at speed 1, scaled so that a batch on the measured devices takes the measured time on average."""
     if not measured.group_s:
         return (measured.generation_s,)
     rng = random.Random(0)
@@ -222,7 +224,7 @@ def _request(group_id: str) -> GroupRequest:
 
 
 def schedules(devices: int, ages: Sequence[int]) -> Iterator[Schedule]:
-    """Everything worth comparing on so many devices."""
+    """All schedules that are worth comparing on `devices` devices."""
     yield Schedule(training_devices=devices, generation_devices=devices, colocated=True)
     parts = range(1, devices) if devices <= 8 else sorted({round(devices * eighth / 8) for eighth in range(1, 8)})
     for generation in parts:
@@ -235,13 +237,13 @@ def schedules(devices: int, ages: Sequence[int]) -> Iterator[Schedule]:
 
 
 def recommended(predictions: Sequence[Prediction]) -> Prediction:
-    """The simplest of those that are nearly as fast as the fastest."""
+    """The simplest schedule among those that are nearly as fast as the fastest."""
     fastest = min(prediction.step_s for prediction in predictions)
     near = [prediction for prediction in predictions if prediction.step_s <= fastest * NEARLY]
     return min(near, key=lambda prediction: (prediction.schedule.complexity, prediction.step_s))
 
 
-# -- what was measured
+# -- measurements
 
 
 def read_metrics(path: Path) -> tuple[float, float, float]:
@@ -267,7 +269,7 @@ def read_metrics(path: Path) -> tuple[float, float, float]:
 
 
 def read_group_times(root: Path) -> tuple[tuple[float, ...], int]:
-    """Seconds that each recorded group took, and the groups of a step.
+    """Seconds of each recorded group, and the number of groups in a step.
 
     Raises:
         ValueError: there is no record, or it is of a time before turns were timed.
@@ -308,7 +310,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measured_from(arguments: argparse.Namespace) -> Measured:
-    """Numbers of the command line come before those of files.
+    """Measurements from the command line and from files. The command line takes precedence.
 
     Raises:
         ValueError: one is missing.
@@ -348,7 +350,7 @@ def table(predictions: Sequence[Prediction]) -> str:
 
 
 def advice(best: Prediction, synchronous: Prediction) -> str:
-    """What to set."""
+    """The settings of a schedule."""
     schedule, gain = best.schedule, synchronous.step_s / best.step_s
     if schedule.max_age == 0 and schedule.colocated:
         return "recommended: synchronous, in turns on all devices; nothing else is faster by 3%"

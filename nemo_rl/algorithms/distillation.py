@@ -1,23 +1,22 @@
-"""On-policy distillation: the student samples, the teacher says what it would have said at each token, and the student
-moves towards that (arXiv 2306.13649).
+"""On-policy distillation: the student samples, teachers score its tokens, and the student moves towards them (arXiv
+2306.13649).
 
-One step is `DistillationTrainer.step`; each of its statements is a phase, and each phase a method below it or in
-`rollout_trainer.py`. Teachers are policies that are not trained, with plans of their own over the same samples.
+Read `DistillationTrainer.step`: each statement is a phase, and each phase is a method below it or in
+`trainers/rollout_trainer.py`. Teachers are untrained policies with plans of their own over the same samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
-from nemo_rl.algorithms.plan.batch import Batching, plan_batch, plan_samples
+from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
@@ -26,7 +25,7 @@ from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """A teacher with what it is asked."""
+    """A teacher, the tasks it teaches, and what it computes for the student."""
 
     policy: PolicyInterface
     config: TeacherConfig
@@ -36,9 +35,9 @@ class Teacher:
 
 
 class DistillationTrainer(RolloutTrainer):
-    """See the module. `student_task` and `column` go with what the teachers are asked.
+    """Distillation from one or several teachers; every task of the training data has exactly one.
 
-    Every task of the training data is taught by exactly one of the teachers.
+    `student_task` is what the student computes of each token, `column` the row column with the teachers' outputs.
     """
 
     def __init__(
@@ -57,11 +56,13 @@ class DistillationTrainer(RolloutTrainer):
         self.student_task = student_task
         self.column = column
         self.loss_fn = DistillationLoss(config.loss_fn)
+        # Teachers have no state but their weights, so a new worker group is all they need.
+        self.replacements |= {teacher.policy.name_prefix: teacher.policy.restart for teacher in teachers}
 
     def step(self) -> None:
         groups = self.rollout()
         plan = self.plan(groups)
-        self.teach(groups)
+        self.score_with_teachers(groups)
         self.update()
         self.sync_weights(self.state.total_steps + 1)
         self.report(groups, plan)
@@ -69,85 +70,61 @@ class DistillationTrainer(RolloutTrainer):
     # -- the phases, in order
 
     def rollout(self) -> list[GroupHandle]:
-        """Prompts -> finished groups. Their rewards are reported, and nothing more."""
+        """Prompts -> finished groups. Rewards are reported and not used."""
         self.generated = []
-        with self.phase("generation"):
+        with self.phase(self.source.phase):
             return self.next_groups()
 
     def plan(self, groups: Sequence[GroupHandle]) -> BatchPlan:
-        """Which sample in which rank, optimizer step and micro-batch of the student."""
-        plan = plan_batch(
-            groups,
-            [[0.0] * len(group.samples) for group in groups],
-            [[loss_mask(sample, overlong_filtering=False) for sample in group.samples] for group in groups],
-            num_ranks=self.policy.data_parallel_size,
-            global_batch_size=self.config.policy.train_global_batch_size,
-            batching=self.batching,
-            micro_batch_multiple=self.config.policy.backend_cfg.micro_batch_multiple,
-        )
-        return self.load_plan(plan)
+        """Which sample goes to which rank, optimizer step and micro-batch of the student."""
+        advantages = [[0.0] * len(group.samples) for group in groups]
+        masks = [[loss_mask(sample, overlong_filtering=False) for sample in group.samples] for group in groups]
+        return self.plan_and_load(groups, advantages, masks)
 
-    def teach(self, groups: Sequence[GroupHandle]) -> None:
-        """What each teacher says of the samples of its tasks, brought to the student's workers."""
-        said: dict[RowKey, Any] = {}
+    def score_with_teachers(self, groups: Sequence[GroupHandle]) -> None:
+        """Each teacher's outputs for the samples of its tasks, handed to the student's workers."""
+        outputs: dict[RowKey, Any] = {}
         with self.phase("teacher_logprob_inference"):
             for teacher in self.teachers:
-                said |= ask(teacher, groups, self.column)
-            self.policy.attach(self.column, said)
+                plan, own_keys = plan_teacher(teacher, groups)
+                if plan is not None:
+                    teacher.policy.load(plan)
+                    teacher.policy.compute(teacher.task, self.column)
+                    shared = teacher.policy.share(self.column)
+                    outputs |= {key: shared[key] for key in own_keys}
+            self.policy.attach(self.column, outputs)
 
     def update(self) -> None:
         """The optimizer steps."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, self.student_task)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
-
-    # -- state
-
-    def recover(self, error: WorkerDied) -> None:
-        """After a worker died: a new group in its place. Teachers have no state but their weights."""
-        dead = [teacher.policy for teacher in self.teachers if error.is_of(teacher.policy.name_prefix)]
-        for teacher in dead:
-            teacher.restart()
-        if not dead:
-            super().recover(error)
-
-
-def ask(teacher: Teacher, groups: Sequence[GroupHandle], column: str) -> Mapping[RowKey, Any]:
-    """References to what a teacher says of the samples that are its to teach, by their place in `groups`."""
-    plan, taught = plan_teacher(teacher, groups)
-    if plan is None:
-        return {}
-    teacher.policy.load(plan)
-    teacher.policy.compute(teacher.task, column)
-    said = teacher.policy.share(column)
-    return {key: said[key] for key in taught}
+            self.take_steps(self.policy, self.loss_fn, self.student_task)
 
 
 def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[BatchPlan | None, set[RowKey]]:
-    """The plan of a teacher, None when nothing is its to teach, and the samples that are.
+    """The plan of a teacher, None if no sample is of its tasks, and the keys of the samples that are.
 
-    Where ranks and micro-batches cannot share these evenly, shortest samples of other tasks fill the plan: there are
-    enough, since the number of all samples can be shared.
+    If the number of these samples is no multiple of ranks and micro-batches, the shortest samples of other tasks fill
+    the plan. There are enough of them, because the number of all samples is such a multiple.
     """
-    mine: list[PlannedSample] = []
+    own: list[PlannedSample] = []
     others: list[PlannedSample] = []
     for number, group in enumerate(groups):
-        wanted = mine if group.task_name in teacher.tasks else others
-        wanted += [
+        samples = own if group.task_name in teacher.tasks else others
+        samples += [
             PlannedSample(group=number, index=index, lengths=(meta.length,), advantage=0.0, mask=0.0)
             for index, meta in enumerate(group.samples)
         ]
-    if not mine:
+    if not own:
         return None, set()
     multiple = teacher.config.backend_cfg.micro_batch_multiple
-    missing = -len(mine) % (teacher.policy.data_parallel_size * multiple)
+    missing = -len(own) % (teacher.policy.data_parallel_size * multiple)
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(
-        mine + filling,
+        own + filling,
         [group.ref for group in groups],
         num_ranks=teacher.policy.data_parallel_size,
-        global_batch_size=len(mine) + missing,
+        global_batch_size=len(own) + missing,
         batching=teacher.batching,
         micro_batch_multiple=multiple,
     )
-    return plan, {(sample.group, sample.index) for sample in mine}
+    return plan, {(sample.group, sample.index) for sample in own}

@@ -1,11 +1,11 @@
-"""DPO: prefer the chosen answers over the rejected ones, as far as the reference policy allows (arXiv 2305.18290).
+"""DPO: prefer the chosen answers over the rejected ones, relative to a reference policy (arXiv 2305.18290).
 
-A step is that of `supervised.py`; before the update the reference policy says how likely it finds each answer.
+The step is `SupervisedTrainer.step`; the phase `score` adds the reference policy's logprob of each answer. Before the
+first step the policy is the reference policy, so they can all be computed then, without a second copy of the weights.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,28 +21,42 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan, ExampleHandle
 
-# -- The reference policy's logprobs of all answers, computed once: two numbers per pair.
-#
-# Before the first step the policy is the reference policy, so no second copy of its weights is needed.
+LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
+SUM = "reference_logprob_sum"  # column of one number per row, which the loss reads
 
-logger = logging.getLogger(__name__)
 
-COLUMN = "reference_policy_logprobs"
+class DPOTrainer(SupervisedTrainer):
+    """Direct preference optimisation. `known`: the reference logprobs of all rows, if they were computed beforehand."""
+
+    def __init__(
+        self, config: DPOMasterConfig, tools: RunTools, parts: SupervisedParts, known: ReferenceSums | None
+    ) -> None:
+        super().__init__(config, tools, parts, DPOLoss(config.dpo), Logprobs(filtered=False))
+        self.known = known
+
+    def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
+        """The reference policy's logprob of each answer, kept with the rows on the workers."""
+        with self.phase("reference_logprobs"):
+            if self.known is not None:
+                self.policy.attach(SUM, self.known.of(batch, plan))
+            else:
+                self.policy.compute_reference_logprobs()
+                self.policy.sum_column(LOGPROBS, SUM)
 
 
 class ReferenceSums:
-    """`sums`: id of the prompt -> logprob of the chosen and of the rejected answer."""
+    """`sums`: id of the prompt -> the reference policy's logprobs of the chosen and of the rejected answer."""
 
     def __init__(self, sums: Mapping[str, tuple[float, float]]) -> None:
         self.sums = sums
 
     def of(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> dict[RowKey, np.ndarray]:
-        """The sums of the rows of a plan that was made of `batch`; 0 for copies that fill ranks up."""
+        """The sums of the rows of the `plan` of `batch`; 0 for the copies that fill up ranks."""
         found = {key: np.float32(0.0) for rank in plan.ranks for mb in rank.logprobs for s in mb for key in keys_of(s)}
         for number, handle in enumerate(batch):
             for row in handle.rows:
-                for place, value in enumerate(self.sums[row.prompt_id]):
-                    found[number, row.index + place] = np.float32(value)
+                for offset, value in enumerate(self.sums[row.prompt_id]):
+                    found[number, row.index + offset] = np.float32(value)
         return {key: np.asarray(value) for key, value in found.items()}
 
     @classmethod
@@ -52,19 +66,19 @@ class ReferenceSums:
         batches: Iterable[Sequence[ExampleHandle]],
         plan: Callable[[Sequence[ExampleHandle]], BatchPlan],
     ) -> ReferenceSums:
-        """With the weights that `policy` has now."""
+        """Score `batches` with the present weights of `policy`."""
         sums: dict[str, tuple[float, float]] = {}
         for batch in batches:
             policy.load(plan(batch))
-            policy.compute(Logprobs(filtered=False), COLUMN)
-            found = policy.sum_column(COLUMN, f"{COLUMN}_sum")
+            policy.compute(Logprobs(filtered=False), LOGPROBS)
+            found = policy.sum_column(LOGPROBS, f"{LOGPROBS}_sum")
             for number, handle in enumerate(batch):
                 for row in handle.rows:
                     sums[row.prompt_id] = (found[number, row.index], found[number, row.index + 1])
         return cls(sums)
 
     def save(self, path: Path) -> None:
-        """Write them, whole or not at all."""
+        """Write the sums, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         work = path.with_name(f"tmp_{path.name}")
         np.savez(work, prompt_ids=np.array(list(self.sums)), sums=np.array(list(self.sums.values())))
@@ -76,25 +90,3 @@ class ReferenceSums:
         with np.load(path, allow_pickle=False) as file:
             ids, sums = file["prompt_ids"].tolist(), file["sums"].tolist()
         return cls({name: (chosen, rejected) for name, (chosen, rejected) in zip(ids, sums, strict=True)})
-
-
-SUM = "reference_logprob_sum"
-
-
-class DPOTrainer(SupervisedTrainer):
-    """`known` are the reference policy's logprobs of all rows, where they were computed ahead of time."""
-
-    def __init__(
-        self, config: DPOMasterConfig, tools: RunTools, parts: SupervisedParts, known: ReferenceSums | None
-    ) -> None:
-        super().__init__(config, tools, parts, DPOLoss(config.dpo), Logprobs(filtered=False))
-        self.known = known
-
-    def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
-        """The reference policy's logprob of each answer, kept with the rows."""
-        with self.phase("reference_logprobs"):
-            if self.known is not None:
-                self.policy.attach(SUM, self.known.of(batch, plan))
-            else:
-                self.policy.compute_reference_logprobs()
-                self.policy.sum_column("reference_policy_logprobs", SUM)

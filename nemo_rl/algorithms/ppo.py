@@ -1,8 +1,8 @@
-"""PPO: a value model says what to expect of every token, the policy learns from what turned out better (arXiv
+"""PPO: a value model predicts the reward at every token, and the policy learns from tokens that did better (arXiv
 1707.06347, with the advantages of arXiv 1506.02438).
 
-One step is `PPOTrainer.step`; each of its statements is a phase, and each phase a method below it or in
-`rollout_trainer.py`. The value model is a second policy with a plan of its own over the same samples.
+Read `PPOTrainer.step`: each statement is a phase, and each phase is a method below it or in
+`trainers/rollout_trainer.py`. The value model is a second policy with a plan of its own over the same samples.
 """
 
 from __future__ import annotations
@@ -15,102 +15,21 @@ from torch import Tensor
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
-from nemo_rl.algorithms.losses.kl import calculate_kl
+from nemo_rl.algorithms.losses.divergence import calculate_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
 from nemo_rl.algorithms.plan.advantages import whiten, whitening_sums
 from nemo_rl.algorithms.plan.batch import Batching, plan_batch
 from nemo_rl.algorithms.plan.rewards import ScoredGroup, score_groups
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import Logprobs, Scalars
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan
 
-# -- Generalised advantage estimation: advantages of tokens, from rewards of samples and values of tokens.
-
-
-def generalized_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Advantages of the steps of one episode (arXiv 1506.02438, eq. 16), float64 [N].
-
-        A_t = delta_t + gamma * lambda * A_{t+1}        delta_t = r_t + gamma * V_{t+1} - V_t
-
-    `rewards` [N] of each step, `values` [N] of the state before it. Nothing follows the last step: an answer that was
-    cut off by a limit ends there too, as nobody has judged how it would have gone on.
-    """
-    assert rewards.shape == values.shape and rewards.dim() == 1, (rewards.shape, values.shape)
-    # A recurrence: plain floats are faster than tensors of one number.
-    advantages = [0.0] * len(rewards)
-    advantage = next_value = 0.0
-    steps = zip(rewards.tolist(), values.tolist(), strict=True)
-    for step, (reward, value) in reversed(list(enumerate(steps))):
-        advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
-        next_value = value
-        advantages[step] = advantage
-    return torch.tensor(advantages, dtype=torch.float64)
-
-
-class GAEAdvantages:
-    """A `nemo_rl.types.TokenAdvantages`: generalised advantages and the returns that train the value model.
-
-    The tokens that carry loss are the steps of the episode. What an environment said between them is part of the state:
-    the value after the last token of a turn is that before the first token of the next. The sample's reward comes with
-    the last step; with `loss_cfg.use_kl_in_reward`, every step is charged the KL to the reference policy.
-
-    `normalize` whitens the advantages over all tokens of the batch; returns are left as they are.
-    """
-
-    def __init__(
-        self, loss_cfg: ClippedPGLossConfig, *, gamma: float, gae_lambda: float, normalize: bool, eps: float
-    ) -> None:
-        self.loss_cfg = loss_cfg
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
-        self.normalize = normalize
-        self.eps = eps
-
-    def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-        """`advantages` and `returns` (advantage + value), 0 where masked.
-
-        Takes `advantages` (the sample's reward at every token) and `values`; with the KL in the reward also
-        `prev_logprobs` and `reference_policy_logprobs`.
-        """
-        steps = mask.nonzero()[:, 0]
-        advantages, returns = torch.zeros_like(columns["advantages"]), torch.zeros_like(columns["values"])
-        if len(steps) > 0:
-            values = columns["values"][steps].double()
-            estimate = generalized_advantages(
-                self._rewards(columns, steps), values, gamma=self.gamma, gae_lambda=self.gae_lambda
-            )
-            advantages[steps] = estimate.to(advantages.dtype)
-            returns[steps] = (estimate + values).to(returns.dtype)
-        return {"advantages": advantages, "returns": returns}
-
-    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        return whitening_sums(advantages, mask)
-
-    def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-        return whiten(advantages, mask, sums, self.eps) if self.normalize else advantages
-
-    def _rewards(self, columns: Mapping[str, Tensor], steps: Tensor) -> Tensor:
-        """float64 [N]"""
-        rewards = torch.zeros(len(steps), dtype=torch.float64)
-        rewards[-1] = columns["advantages"][steps[-1]]
-        cfg = self.loss_cfg
-        if cfg.use_kl_in_reward:
-            rewards -= cfg.reference_policy_kl_penalty * calculate_kl(
-                columns["prev_logprobs"][steps].double(),
-                columns["reference_policy_logprobs"][steps].double(),
-                cfg.reference_policy_kl_type,
-                cfg.kl_input_clamp_value,
-                cfg.kl_output_clamp_value,
-            )
-        return rewards
-
 
 class PPOTrainer(RolloutTrainer):
-    """See the module."""
+    """Proximal policy optimisation with a value model."""
 
     def __init__(
         self,
@@ -139,17 +58,30 @@ class PPOTrainer(RolloutTrainer):
     # -- the phases, in order
 
     def rollout(self) -> list[ScoredGroup]:
-        """Prompts -> finished, rewarded groups."""
+        """Prompts -> finished groups with rewards."""
         self.generated = []
-        with self.phase("generation"):
+        with self.phase(self.source.phase):
             return score_groups(self.next_groups(), self.config.ppo)
 
     def plan(self, groups: Sequence[ScoredGroup]) -> BatchPlan:
-        """Which sample in which rank, optimizer step and micro-batch, of the policy and of the value model."""
-        value_plan = _planned(groups, self.value, self.config.value, self.value_batching)
+        """Which sample goes to which rank, optimizer step and micro-batch, of the policy and of the value model.
+
+        A sample's reward stands in for its advantages until there are values.
+        """
+        handles = [group.handle for group in groups]
+        rewards, masks = [group.rewards for group in groups], [group.masks for group in groups]
+        value_plan = plan_batch(
+            handles,
+            rewards,
+            masks,
+            num_ranks=self.value.data_parallel_size,
+            global_batch_size=self.config.value.train_global_batch_size,
+            batching=self.value_batching,
+            micro_batch_multiple=self.config.value.backend_cfg.micro_batch_multiple,
+        )
         with self.phase("data_processing"):
             self.value.load(value_plan)
-        return self.load_plan(_planned(groups, self.policy, self.config.policy, self.batching))
+        return self.plan_and_load(handles, rewards, masks)
 
     def score(self) -> None:
         """Previous and reference logprobs, and values, kept with the samples on the workers."""
@@ -162,7 +94,7 @@ class PPOTrainer(RolloutTrainer):
             self.policy.attach("values", self.value.share("values"))
 
     def estimate_advantages(self) -> None:
-        """Rewards and values -> advantages and returns of every token."""
+        """Rewards and values -> advantages and returns of every token, on the workers."""
         gae = self.config.ppo.adv_estimator
         estimator = GAEAdvantages(
             self.config.loss_fn,
@@ -176,26 +108,88 @@ class PPOTrainer(RolloutTrainer):
             self.value.attach("returns", self.policy.share("returns"))
 
     def update(self) -> None:
-        """The optimizer steps: all of the value model, then all of the policy, so that each is on the devices once."""
+        """All optimizer steps of the value model, then all of the policy, so that each is on the devices once."""
         num_passes = self.config.ppo.ppo_epochs
         with self.phase("value_training"):
             result = self.take_steps(self.value, self.value_loss_fn, Scalars(), num_passes=num_passes)
         self.record("train/value", {"explained_variance": explained_variance(result.metrics)})
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, Logprobs(), num_passes=num_passes)
 
 
-def _planned(
-    groups: Sequence[ScoredGroup], policy: PolicyInterface, config: PolicyConfig, batching: Batching
-) -> BatchPlan:
-    """A sample's reward stands in for its advantages until there are values."""
-    return plan_batch(
-        [group.handle for group in groups],
-        [group.rewards for group in groups],
-        [group.masks for group in groups],
-        num_ranks=policy.data_parallel_size,
-        global_batch_size=config.train_global_batch_size,
-        batching=batching,
-        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
-    )
+# -- generalised advantage estimation: rewards of samples and values of tokens -> advantages of tokens
+
+
+class GAEAdvantages:
+    """A `nemo_rl.types.TokenAdvantages`: generalised advantages, and the returns that train the value model.
+
+    The steps of an episode are its loss tokens. What an environment says between them is part of the state: the value
+    after the last token of a turn is the value before the first token of the next. The sample's reward arrives with the
+    last step; with `loss_cfg.use_kl_in_reward`, every step also pays the KL to the reference policy.
+
+    `normalize` whitens the advantages over all tokens of the batch. Returns are not whitened: the value model predicts
+    rewards in their own scale.
+    """
+
+    def __init__(
+        self, loss_cfg: ClippedPGLossConfig, *, gamma: float, gae_lambda: float, normalize: bool, eps: float
+    ) -> None:
+        self.loss_cfg = loss_cfg
+        self.gamma = gamma
+        self.gae_lambda = gae_lambda
+        self.normalize = normalize
+        self.eps = eps
+
+    def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+        """Columns `advantages` and `returns` (advantage + value), 0 where masked.
+
+        Takes `advantages` (the sample's reward at every token) and `values`; with the KL in the reward also
+        `prev_logprobs` and `reference_policy_logprobs`.
+        """
+        steps = mask.nonzero()[:, 0]
+        advantages, returns = torch.zeros_like(columns["advantages"]), torch.zeros_like(columns["values"])
+        if len(steps) == 0:
+            return {"advantages": advantages, "returns": returns}
+        rewards = torch.zeros(len(steps), dtype=torch.float64)
+        rewards[-1] = columns["advantages"][steps[-1]]
+        cfg = self.loss_cfg
+        if cfg.use_kl_in_reward:
+            rewards -= cfg.reference_policy_kl_penalty * calculate_kl(
+                columns["prev_logprobs"][steps].double(),
+                columns["reference_policy_logprobs"][steps].double(),
+                cfg.reference_policy_kl_type,
+                cfg.kl_input_clamp_value,
+                cfg.kl_output_clamp_value,
+            )
+        values = columns["values"][steps].double()
+        estimate = generalized_advantages(rewards, values, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        advantages[steps] = estimate.to(advantages.dtype)
+        # A_t + V_t is the lambda-return, the target of the value model (arXiv 1506.02438, section 5).
+        returns[steps] = (estimate + values).to(returns.dtype)
+        return {"advantages": advantages, "returns": returns}
+
+    def sums(self, advantages: Tensor, mask: Tensor) -> Tensor:
+        return whitening_sums(advantages, mask)
+
+    def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
+        return whiten(advantages, mask, sums, self.eps) if self.normalize else advantages
+
+
+def generalized_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+    """Advantages of the steps of one episode (arXiv 1506.02438, eq. 16), float64 [N].
+
+        A_t = delta_t + gamma * lambda * A_{t+1}        delta_t = r_t + gamma * V_{t+1} - V_t
+
+    `rewards` [N] of each step, `values` [N] of the state before it. Nothing follows the last step, so its V_{t+1} is 0.
+    This holds for truncated answers too: no reward says how they would have continued.
+    """
+    assert rewards.shape == values.shape and rewards.dim() == 1, (rewards.shape, values.shape)
+    # A_t depends on A_{t+1}, so this is a loop from the end; plain floats are faster than tensors of one number.
+    advantages = [0.0] * len(rewards)
+    advantage = next_value = 0.0
+    steps = zip(rewards.tolist(), values.tolist(), strict=True)
+    for step, (reward, value) in reversed(list(enumerate(steps))):
+        advantage = reward + gamma * next_value - value + gamma * gae_lambda * advantage
+        next_value = value
+        advantages[step] = advantage
+    return torch.tensor(advantages, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""What is said to a user whose configuration cannot work: every problem at once, with its place and the fix."""
+"""Errors of a configuration: every problem at once, with its file, line, key and remedy; and nearest names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `location` is None when the value comes from the defaults."""
+    """One problem of a configuration. `location` is None if the value comes from the defaults."""
 
     path: KeyPath
     message: str
@@ -31,8 +31,8 @@ class Problem:
     def __str__(self) -> str:
         place = f"{self.location}: " if self.location else ""
         key = dotted(self.path)
-        said = not key or f"{key}=" in place or self.message.startswith(f"not supported yet: {key}=")
-        return place + ("" if said else f"{key}: ") + self.message
+        names_key = not key or f"{key}=" in place or self.message.startswith(f"not supported yet: {key}=")
+        return place + ("" if names_key else f"{key}: ") + self.message
 
 
 class ConfigError(ValueError):
@@ -62,12 +62,11 @@ def dotted(path: Iterable[str | int]) -> str:
 
 
 def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most likely meant by the dotted `key`, or None when nothing is close.
+    """The candidate most likely meant by the dotted `key`, or None if nothing is close.
 
-    The words of a key, with others between them, in the section where it was looked for count most: `a.tensor_size`
-    gives `a.tensor_parallel_size`. A key of the same name in another section counts before a similar spelling, and a
-    similar spelling counts more in the section where it was looked for: `grpo.ratio_clip_min` gives
-    `loss_fn.ratio_clip_min`. In other sections it has to be much the same, or chance would find something.
+    A candidate of the same section with the same words, and others between them, counts most: `a.tensor_size` gives
+    `a.tensor_parallel_size`. Then comes the same name in another section (`grpo.ratio_clip_min` gives
+    `loss_fn.ratio_clip_min`), then a similar spelling, which must be closer in other sections.
     """
     section, _, name = key.rpartition(".")
     best, best_score = None, 0.0
@@ -93,14 +92,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _hold_the_same_words(first: str, second: str) -> bool:
-    """Whether the words of one name are, in their order, among those of the other; two words at least."""
+    """Whether one name has two or more words, and the other has all of them in the same order."""
     few, many = sorted((first.split("_"), second.split("_")), key=len)
     rest = iter(many)
     return len(few) > 1 and all(word in rest for word in few)
 
 
 def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:
-    """The problem of a key that does not exist, with the one that may have been meant, else those of its section."""
+    """The problem of a key that does not exist, with the nearest key, or else the keys of its section."""
     candidates = list(candidates)
     names = [part for part in path if isinstance(part, str)]  # candidates leave out the index of a list's item
     nearest = nearest_key(dotted(names), candidates)

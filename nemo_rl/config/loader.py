@@ -6,10 +6,12 @@ Every problem found on the way is reported together, with the file and line of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import operator
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,90 +19,13 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Discriminator, Tag, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from nemo_rl.config.base import CrossCheckError, StrictModel
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
-from nemo_rl.config.rules import NotYet, anything
-from nemo_rl.config.schema import Section, fill_defaults, gaps, is_known, known_keys, sections
+from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel, anything
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
-
-# -- Overrides of the command line in Hydra's grammar: `a.b=1`, `+a.b=1`, `++a.b=1`, `~a.b`, lists, dicts, quoting.
-
-
-def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str]) -> list[Problem]:
-    """Apply overrides to a tree that holds the defaults, in order, and return what is wrong with them."""
-    parser = OverridesParser.create()
-    problems = []
-    for text in overrides:
-        location = Location(f"command line: {text}")
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            reason = str(error).strip().splitlines()[0]
-            hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
-            problems.append(Problem((), f"{reason}; {hint}", location))
-            continue
-        problem = _apply(model, tree, override, location)
-        if problem is not None:
-            problems.append(problem)
-    return problems
-
-
-def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, location: Location) -> Problem | None:
-    path = _path(override.key_or_group)
-    if override.is_sweep_override():
-        return Problem(path, "one value at a time; write a list as [1,2] and quote a text with commas", location)
-    if override.package is not None:
-        return Problem(path, "'@' has no meaning here", location)
-    if override.is_delete():
-        return _delete(model, tree, path, override.value(), location)
-    if override.is_add() and path in tree.locations:
-        return Problem(path, f"already set ({tree.locations[path]}); drop the '+' to change it", location)
-    if not override.is_add() and not override.is_force_add() and not is_known(model, tree.values, path):
-        return _not_there(model, tree, path, location)
-    try:
-        tree.put(path, override.value(), location)
-    except (KeyError, IndexError, TypeError):
-        return Problem(path, "goes through a value that is not a section", location)
-    return None
-
-
-def _delete(model: type[BaseModel], tree: SourcedTree, path: KeyPath, value: Any, location: Location) -> Problem | None:
-    if path not in tree:
-        return unknown_key(path, known_keys(model, tree.values), location)
-    if value is not None and tree.get(path) != value:
-        return Problem(path, f"is {tree.get(path)!r}, not {value!r}, so it was not removed", location)
-    tree.delete(path)
-    return None
-
-
-def _not_there(model: type[BaseModel], tree: SourcedTree, path: KeyPath, location: Location) -> Problem:
-    """A key nobody knows: a new entry of a free mapping needs `+`, anything else is a mistake."""
-    keys = known_keys(model, tree.values)
-    if not is_known(model, _with_entry(tree, path), path):
-        return unknown_key(path, keys, location)
-    nearest = nearest_key(dotted(path), keys)
-    hint = f", the nearest is {nearest}" if nearest else ""
-    return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
-
-
-def _with_entry(tree: SourcedTree, path: KeyPath) -> dict[str, Any]:
-    """The values as they would be with an entry at `path`."""
-    trial = SourcedTree()
-    trial.merge(tree)
-    try:
-        trial.put(path, {}, Location("trial"))
-    except (KeyError, IndexError, TypeError):
-        return tree.values
-    return trial.values
-
-
-def _path(key: str) -> KeyPath:
-    """The parts of a dotted key; a number is the index of a list."""
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
-
 
 logger = logging.getLogger(__name__)
 
@@ -127,11 +52,6 @@ def dump_config(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(), sort_keys=False, allow_unicode=True, width=120)
 
 
-def write_config(config: BaseModel, path: str | Path) -> None:
-    """Write `dump_config` into a file."""
-    Path(path).write_text(dump_config(config), encoding="utf-8")
-
-
 def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     problems: list[Problem] = []
     fill_defaults(model, tree.values)
@@ -155,7 +75,7 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
 
 
 def _without_echoes(problems: list[Problem], unresolved: SourcedTree, tree: SourcedTree) -> list[Problem]:
-    """Leave out defaults that only repeat another key: what is wrong is said of that key."""
+    """Leave out defaults that only repeat another key: the problem is reported for that key."""
 
     def follows_another(path: KeyPath) -> bool:
         return bool(path) and path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
@@ -170,69 +90,62 @@ def _divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
 
 
-def _register_resolvers() -> None:
-    OmegaConf.register_new_resolver("mul", lambda a, b: a * b, replace=True)
-    OmegaConf.register_new_resolver("div", _divide, replace=True)
-    OmegaConf.register_new_resolver("add", lambda a, b: a + b, replace=True)
-    OmegaConf.register_new_resolver("max", lambda a, b: max(a, b), replace=True)
+_RESOLVERS = {"mul": operator.mul, "div": _divide, "add": operator.add, "max": max}
 
 
 def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
     """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
-    _register_resolvers()
+    for name, function in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
     _refuse_malformed(tree, tree.values, (), problems)
-    return _resolve_container(tree, tree.values, OmegaConf.create(tree.values), (), problems)
+    return _resolved(tree, tree.values, OmegaConf.create(tree.values), (), problems)
 
 
 def _refuse_malformed(tree: SourcedTree, value: Any, path: KeyPath, problems: list[Problem]) -> None:
     """Replace interpolations that cannot even be parsed by null, so that the others can be resolved."""
-    entries = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
-    for key, entry in entries:
+    for key, entry in list(value.items()) if isinstance(value, dict) else list(enumerate(value)):
+        below = (*path, key)
         if isinstance(entry, dict | list):
-            _refuse_malformed(tree, entry, (*path, key), problems)
+            _refuse_malformed(tree, entry, below, problems)
         elif isinstance(entry, str) and "${" in entry:
             try:
                 OmegaConf.create({"entry": entry})
             except OmegaConfBaseException:
-                problems.append(
-                    Problem((*path, key), f"not a valid interpolation: {entry}", tree.location((*path, key)))
-                )
+                problems.append(Problem(below, f"not a valid interpolation: {entry}", tree.location(below)))
                 value[key] = None
 
 
-def _resolve_container(
-    tree: SourcedTree, raw: Any, resolved: DictConfig | ListConfig, path: KeyPath, problems: list[Problem]
-) -> Any:
-    """Walk the raw tree and OmegaConf's view of it side by side, leaf by leaf, so that each failure has a place."""
+def _resolved(tree: SourcedTree, raw: Any, view: Any, path: KeyPath, problems: list[Problem]) -> Any:
+    """Walk the raw tree and OmegaConf's view of it side by side, so that each failure has a path."""
     entries: dict[Any, Any] = {}
     for key, entry in raw.items() if isinstance(raw, dict) else enumerate(raw):
+        below = (*path, key)
         if isinstance(entry, dict | list):
-            entries[key] = _resolve_container(tree, entry, resolved[key], (*path, key), problems)
-        elif isinstance(entry, str) and ("${" in entry or entry == "???"):
-            entries[key] = _resolve_leaf(tree, entry, resolved, (*path, key), problems)
-        else:
-            entries[key] = entry
+            entries[key] = _resolved(tree, entry, view[key], below, problems)
+            continue
+        entries[key] = entry
+        if not isinstance(entry, str) or ("${" not in entry and entry != "???"):
+            continue
+        try:
+            value = view[key]
+            is_container = isinstance(value, DictConfig | ListConfig)
+            entries[key] = OmegaConf.to_container(value, resolve=True) if is_container else value
+            continue
+        except MissingMandatoryValue:
+            message = f"must be given, e.g. {dotted(below)}=... on the command line"
+        except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
+            reason = str(error).strip().splitlines()
+            message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
+        problems.append(Problem(below, message, tree.location(below)))
+        entries[key] = None
     return entries if isinstance(raw, dict) else list(entries.values())
-
-
-def _resolve_leaf(tree: SourcedTree, entry: str, holder: Any, path: KeyPath, problems: list[Problem]) -> Any:
-    try:
-        value = holder[path[-1]]
-        return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
-    except MissingMandatoryValue:
-        message = f"must be given, e.g. {dotted(path)}=... on the command line"
-    except (OmegaConfBaseException, TypeError, ZeroDivisionError, RecursionError) as error:
-        reason = str(error).strip().splitlines()
-        message = f"cannot resolve {entry}: {reason[0] if reason else type(error).__name__}"
-    problems.append(Problem(path, message, tree.location(path)))
-    return None
 
 
 # Keys that are not supported yet
 
 
 def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
-    """Drop neutral keys of what is not supported yet from the tree; report the others."""
+    """Drop unsupported keys with neutral values from the tree; report the others."""
     problems = []
     off: list[KeyPath] = []
     for section in list(sections(model, tree.values)):
@@ -317,9 +230,9 @@ def _alternatives_joined(problems: list[Problem]) -> list[Problem]:
 
 
 def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) -> KeyPath:
-    """Pydantic's location without what is not in the tree: tags of unions, the index of a single item.
+    """Pydantic's location without the parts that the tree lacks: tags of unions, the index of a single item.
 
-    `is_missing`: the location ends with a key that should be there and is not, which is kept.
+    `is_missing`: the location ends with a missing key, which is kept.
     """
     path: list[str | int] = []
     for position, part in enumerate(loc):
@@ -332,3 +245,261 @@ def _path_in_tree(loc: tuple[str | int, ...], values: Any, *, is_missing: bool) 
                 continue
         path.append(part)
     return tuple(path)
+
+
+# Overrides of the command line in Hydra's grammar: `a.b=1`, `+a.b=1`, `++a.b=1`, `~a.b`, lists, dicts, quoting.
+
+
+def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequence[str]) -> list[Problem]:
+    """Apply overrides in order to a tree that holds the defaults, and return their problems."""
+    parser = OverridesParser.create()
+    problems = []
+    for text in overrides:
+        location = Location(f"command line: {text}")
+        try:
+            override = parser.parse_override(text)
+        except HydraException as error:
+            reason = str(error).strip().splitlines()[0]
+            hint = "write section.key=value, and quote values with special characters: 'key=\"a, b\"'"
+            problems.append(Problem((), f"{reason}; {hint}", location))
+            continue
+        problem = _apply(model, tree, override, location)
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, location: Location) -> Problem | None:
+    path = _path(override.key_or_group)
+    if override.is_sweep_override():
+        return Problem(path, "one value at a time; write a list as [1,2] and quote a text with commas", location)
+    if override.package is not None:
+        return Problem(path, "'@' has no meaning here", location)
+    if override.is_delete():
+        return _delete(model, tree, path, override.value(), location)
+    if override.is_add() and path in tree.locations:
+        return Problem(path, f"already set ({tree.locations[path]}); drop the '+' to change it", location)
+    if not override.is_add() and not override.is_force_add() and not is_known(model, tree.values, path):
+        return _not_there(model, tree, path, location)
+    try:
+        tree.put(path, override.value(), location)
+    except (KeyError, IndexError, TypeError):
+        return Problem(path, "goes through a value that is not a section", location)
+    return None
+
+
+def _delete(model: type[BaseModel], tree: SourcedTree, path: KeyPath, value: Any, location: Location) -> Problem | None:
+    if path not in tree:
+        return unknown_key(path, known_keys(model, tree.values), location)
+    if value is not None and tree.get(path) != value:
+        return Problem(path, f"is {tree.get(path)!r}, not {value!r}, so it was not removed", location)
+    tree.delete(path)
+    return None
+
+
+def _not_there(model: type[BaseModel], tree: SourcedTree, path: KeyPath, location: Location) -> Problem:
+    """The problem of an unknown key: a new entry of a free mapping needs `+`, anything else is a mistake."""
+    keys = known_keys(model, tree.values)
+    if not is_known(model, _with_entry(tree, path), path):
+        return unknown_key(path, keys, location)
+    nearest = nearest_key(dotted(path), keys)
+    hint = f", the nearest is {nearest}" if nearest else ""
+    return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
+
+
+def _with_entry(tree: SourcedTree, path: KeyPath) -> dict[str, Any]:
+    """The values as they would be with an entry at `path`."""
+    trial = SourcedTree()
+    trial.merge(tree)
+    try:
+        trial.put(path, {}, Location("trial"))
+    except (KeyError, IndexError, TypeError):
+        return tree.values
+    return trial.values
+
+
+def _path(key: str) -> KeyPath:
+    """The parts of a dotted key; a number is the index of a list."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
+
+
+# The models as a schema of the raw tree: which keys exist, their defaults, what is not supported yet.
+
+RawTree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in the tree: the type expected there and the marks on it."""
+
+    annotation: Any
+    metadata: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, annotation: Any, metadata: tuple[Any, ...] = ()) -> Slot:
+        """Strip `Annotated` and `| None`."""
+        if get_origin(annotation) is Annotated:
+            inner, *marks = get_args(annotation)
+            return cls.of(inner, (*marks, *metadata))
+        if get_origin(annotation) in (Union, types.UnionType):
+            members = [member for member in get_args(annotation) if member is not type(None)]
+            if len(members) == 1:
+                return cls.of(members[0], metadata)
+        return cls(annotation, metadata)
+
+    @classmethod
+    def of_field(cls, field: FieldInfo) -> Slot:
+        return cls.of(field.annotation, tuple(field.metadata))
+
+    def mark(self, kind: type) -> Any | None:
+        return next((mark for mark in self.metadata if isinstance(mark, kind)), None)
+
+    def model(self, value: Any) -> type[BaseModel] | None:
+        """The model that a section standing here follows; a union is decided by its discriminator."""
+        if isinstance(self.annotation, type) and issubclass(self.annotation, BaseModel):
+            return self.annotation
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            discriminator = self.mark(Discriminator)
+            if discriminator is None or not isinstance(value, dict):
+                return None
+            chosen = discriminator.discriminator(value)
+            for member in get_args(self.annotation):
+                slot = Slot.of(member)
+                tag = slot.mark(Tag)
+                if tag is not None and tag.tag == chosen:
+                    return slot.model(value)
+        return None
+
+    def item(self) -> Slot | None:
+        """The place of an item, when this is a list or may be one."""
+        found = self._container(list)
+        return Slot.of(get_args(found)[0]) if found else None
+
+    def mapped(self) -> Slot | None:
+        """The place of a value, when this is a mapping with free keys or may be one."""
+        found = self._container(dict)
+        return Slot.of(get_args(found)[1]) if found else None
+
+    def _container(self, kind: type) -> Any | None:
+        if get_origin(self.annotation) in (Union, types.UnionType):
+            members = [Slot.of(member).annotation for member in get_args(self.annotation)]
+        else:
+            members = [self.annotation]
+        return next((member for member in members if get_origin(member) is kind), None)
+
+    def names_items(self, value: Any) -> bool:
+        """Whether `value` is a mapping of names to items, where a list of items or a single item may stand as well."""
+        item, mapped = self.item(), self.mapped()
+        model = item.model(value) if item is not None and mapped is not None else None
+        return model is not None and is_mapping_of_sections(value, model)
+
+
+def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
+    """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(name not in model.model_fields and isinstance(entry, dict) for name, entry in value.items())
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping of the tree together with the model it follows."""
+
+    path: KeyPath
+    model: type[BaseModel]
+    values: RawTree
+
+
+def sections(model: type[BaseModel], values: RawTree, path: KeyPath = ()) -> Iterator[Section]:
+    """This section and all below it, parents first."""
+    yield Section(path, model, values)
+    for name, field in model.model_fields.items():
+        if name in values:
+            yield from _sections_at(Slot.of_field(field), values[name], (*path, name))
+
+
+def _sections_at(slot: Slot, value: Any, path: KeyPath) -> Iterator[Section]:
+    item, mapped = slot.item(), slot.mapped()
+    if isinstance(value, list) and item is not None:
+        for index, entry in enumerate(value):
+            yield from _sections_at(item, entry, (*path, index))
+    elif isinstance(value, dict):
+        if item is not None and not slot.names_items(value):  # a single item may stand for a list of one
+            yield from _sections_at(item, value, path)
+        elif mapped is not None:
+            for key, entry in value.items():
+                yield from _sections_at(mapped, entry, (*path, key))
+        elif (model := slot.model(value)) is not None:
+            yield from sections(model, value, path)
+
+
+def fill_defaults(model: type[BaseModel], values: RawTree) -> None:
+    """Write every absent default into the tree, derived ones as interpolations, so that others can refer to them."""
+    for section in sections(model, values):
+        for name, field in section.model.model_fields.items():
+            slot = Slot.of_field(field)
+            if name not in section.values:
+                _fill_field(section.values, name, field, slot)
+            named_by_key = slot.mark(NamedByKey)
+            if named_by_key is not None and isinstance(section.values.get(name), dict):
+                for key, entry in section.values[name].items():
+                    if isinstance(entry, dict):
+                        entry.setdefault(named_by_key.field, key)
+        for gap in gaps(section.model):
+            if gap.fill is not None:
+                section.values.setdefault(gap.key, gap.fill)
+
+
+def _fill_field(values: RawTree, name: str, field: FieldInfo, slot: Slot) -> None:
+    derived = slot.mark(Derived)
+    if derived is not None:
+        values[name] = derived.interpolation
+    elif not field.is_required():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        values[name] = default.model_dump() if isinstance(default, BaseModel) else default
+    elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
+        values[name] = {}
+
+
+def gaps(model: type[BaseModel]) -> tuple[NotYet, ...]:
+    return model.not_yet if issubclass(model, StrictModel) else ()
+
+
+def known_keys(model: type[BaseModel], values: RawTree) -> list[str]:
+    """Dotted names of all keys of the models, and of the keys of free mappings in `values`."""
+    found: dict[str, None] = {}
+    _collect_keys(Slot.of(model), values, (), found)
+    return list(found)
+
+
+def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str, None]) -> None:
+    if path:
+        found[".".join(path)] = None
+    item, mapped, model = slot.item(), slot.mapped(), slot.model(value)
+    if item is not None and not slot.names_items(value):
+        entry = value[0] if isinstance(value, list) and value else value
+        if item.model(entry) is not None:
+            _collect_keys(item, entry, path, found)
+    elif model is not None:
+        given = value if isinstance(value, dict) else {}
+        for name, field in model.model_fields.items():
+            _collect_keys(Slot.of_field(field), given.get(name), (*path, name), found)
+        if model.model_config.get("extra") == "allow":
+            for name in [name for name in given if name not in model.model_fields]:
+                _collect_keys(Slot(Any), given[name], (*path, str(name)), found)
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            _collect_keys(mapped or Slot(Any), entry, (*path, str(key)), found)
+
+
+def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
+    """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
+    key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
+    if key in known_keys(model, values):
+        return True
+    unsupported = [
+        dotted([*(part for part in section.path if isinstance(part, str)), gap.key])
+        for section in sections(model, values)
+        for gap in gaps(section.model)
+    ]
+    return any(key == gap or key.startswith(f"{gap}.") for gap in unsupported)

@@ -1,4 +1,4 @@
-"""Rules about the keys of one section: which values require or exclude each other, and which are not supported.
+"""The base class of configuration models, and their rules: which values require or exclude each other.
 
 A configuration model holds a table from rule to message, which the loader evaluates with the name of the section:
 
@@ -26,10 +26,97 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Rules = Mapping[str, str]
+"""Rule -> message."""
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Marks a field whose default in a YAML configuration is an interpolation, e.g. `Derived("${..model_name}")`.
+
+    Relative interpolations start at the section of the field. A model built in Python states such a field itself.
+    """
+
+    interpolation: str
+
+
+@dataclass(frozen=True)
+class NamedByKey:
+    """Marks a mapping whose values take `field` from their own key when they do not state it."""
+
+    field: str
+
+
+class CrossCheckError(ValueError):
+    """Several keys that do not fit together. `problems` are pairs (key relative to the section, message).
+
+    A message, or a key of a whole run, may contain `{section}`, the name of the section.
+    """
+
+    def __init__(self, problems: list[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{key}: {message.replace('{section}.', '')}" for key, message in problems))
+        self.problems = problems
+
+    def in_section(self, section: str) -> list[tuple[str, str]]:
+        """The problems with the section's name filled in; `section` is empty for a whole configuration."""
+        prefix = f"{section}." if section else ""
+        return [
+            (key, message.replace("{section}.", prefix).replace("{section}", section)) for key, message in self.problems
+        ]
+
+
+class StrictModel(BaseModel):
+    """Base of all configuration models: unknown keys are errors, "1" is not 1, and nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        validate_default=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    rules: ClassVar[Rules] = {}
+    """Values of this section that do not go together; see `nemo_rl.config.rules`. Those of base classes count too."""
+
+    not_yet: ClassVar[tuple[NotYet, ...]] = ()
+    """Keys that are not supported yet."""
+
+    ignored_when_off: ClassVar[bool] = False
+    """Nothing is checked while `enabled` of this section is not true; unsupported keys, here and below, are dropped."""
+
+    checked_by_parent: ClassVar[bool] = False
+    """The section above checks this one too, so that nothing is checked while that is switched off."""
+
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        """Yield (key relative to this section, message) for problems that have to be computed."""
+        yield from ()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """(key relative to this section, message) of violated rules and failed checks."""
+        if self.ignored_when_off and not value_of(self, "enabled"):
+            return
+        for base in type(self).__mro__:
+            yield from violations(vars(base).get("rules", {}), self)
+        yield from self.cross_checks()
+        for name, value in self:
+            if isinstance(value, StrictModel) and value.checked_by_parent:
+                for key, message in value.problems():
+                    yield f"{name}.{key}", message.replace("{section}", f"{{section}}.{name}")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = [] if self.checked_by_parent else list(dict.fromkeys(self.problems()))
+        if problems:
+            raise CrossCheckError(problems)
+        return self
+
 
 _CLAUSE = re.compile(
     r"(?P<key>[\w.]+)\s*(?P<operator>!=|<=|>=|=|<|>|has )\s*(?P<value>.+)|(?P<negation>not )?(?P<alone>[\w.]+)"
@@ -44,15 +131,18 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 
 _RULE = re.compile(r"((?P<key>[\w.{}]+): )?(?P<when>.+?)( (?P<verb>requires|excludes) (?P<other>.+))?")
 
-Rules = Mapping[str, str]
-"""Rule -> message."""
+
+def parse_rule(rule: str) -> re.Match[str]:
+    """The parts of a rule: `key`, `when`, `verb` and `other`."""
+    parts = _RULE.fullmatch(rule)
+    assert parts is not None, f"not a rule: {rule!r}"
+    return parts
 
 
-def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
+def violations(rules: Rules, section: BaseModel | dict[str, Any]) -> Iterator[tuple[str, str]]:
     """(key, message) of every rule that `section` violates. `{section}` is left for the loader."""
     for rule, message in rules.items():
-        parts = _RULE.fullmatch(rule)
-        assert parts is not None, f"not a rule: {rule!r}"
+        parts = parse_rule(rule)
         when, verb, other = parts["when"], parts["verb"], parts["other"]
         if holds(when, section) and (verb is None or holds(other, section) == (verb == "excludes")):
             key = parts["key"] or _first_key(when)
@@ -62,7 +152,7 @@ def violations(rules: Rules, section: BaseModel) -> Iterator[tuple[str, str]]:
             yield filled(key, section), filled(message, section)
 
 
-def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
+def _remedy(when: str, verb: str, other: str, section: Any) -> str:
     """The remedy of a rule that names none: change `other`, or switch off `when` if it is a switch."""
     key = _first_key(other)
     if verb == "excludes":
@@ -75,12 +165,12 @@ def _remedy(when: str, verb: str, other: str, section: BaseModel) -> str:
     return f"set {{section}}.{fix}" + (f", or {{section}}.{when}=false" if is_switch else "")
 
 
-def holds(condition: str, section: BaseModel) -> bool:
+def holds(condition: str, section: Any) -> bool:
     """Whether every clause of `condition` is true of `section`."""
     return all(_clause_holds(clause, section) for clause in condition.split(" and "))
 
 
-def _clause_holds(clause: str, section: BaseModel) -> bool:
+def _clause_holds(clause: str, section: Any) -> bool:
     parts = _CLAUSE.fullmatch(clause)
     assert parts is not None, f"not a condition: {clause!r}"
     if parts["alone"]:
@@ -110,7 +200,7 @@ def value_of(section: Any, key: str) -> Any:
     return section
 
 
-def filled(text: str, section: BaseModel) -> str:
+def filled(text: str, section: Any) -> str:
     """`text` with the value of every `{key}`; `{section}` is left for the loader."""
     keys = re.compile(r"\{(?!section\})([A-Za-z_][\w.]*)\}")
     return keys.sub(lambda match: written(value_of(section, match[1])), text)

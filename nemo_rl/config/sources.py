@@ -85,7 +85,7 @@ class SourcedTree:
             self.locations[below] = location
 
     def merge(self, child: SourcedTree) -> None:
-        """Lay `child` over this tree. A top-level section of it with `_override_: true` replaces the section here."""
+        """Merge `child` into this tree. A top-level section with `_override_: true` replaces the section here."""
         for key, value in child.values.items():
             replaces = isinstance(value, dict) and value.pop(REPLACE_KEY, False)
             if replaces:
@@ -118,7 +118,7 @@ def entry_of(value: Any, part: str | int) -> Any:
 
 
 def load_tree(path: str | Path) -> SourcedTree:
-    """Read a YAML file and its parents. ConfigError names file and line of what is wrong."""
+    """Read a YAML file and its parents. ConfigError names the file and the line of a problem."""
     return _load_with_parents(Path(path), ())
 
 

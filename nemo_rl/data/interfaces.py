@@ -74,7 +74,16 @@ class TaskDataSpec:
         self.prompt = _read(self.prompt_file, "prompt_file")
         self.system_prompt = _read(self.system_prompt_file, "system_prompt_file")
         if self.prompt is not None:
-            _check_template(self.prompt, self.prompt_file)
+            place = f"prompt_file {str(self.prompt_file)!r}"
+            try:
+                filled = self.fill("<problem>")
+            except (ValueError, IndexError, KeyError) as error:
+                raise ValueError(
+                    f"{place} is not a template with one {{}} for the problem ({error!r}): write literal braces twice, "
+                    "e.g. \\boxed{{}}"
+                ) from error
+            if filled.count("<problem>") != 1:
+                raise ValueError(f"{place} must have exactly one {{}}, where the problem goes")
         tools = _read(self.tools_file, "tools_file")
         if tools is not None:
             self.tools = as_tools(tools, f"tools_file {str(self.tools_file)!r}")
@@ -135,15 +144,3 @@ def _read(path: str | Path | None, key: str) -> str | None:
             "null for none"
         )
     return Path(path).read_text(encoding="utf-8").strip()
-
-
-def _check_template(template: str, path: str | Path | None) -> None:
-    try:
-        filled = template.format("<problem>")
-    except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(
-            f"prompt_file {str(path)!r} is not a template with one {{}} for the problem ({error!r}): write literal "
-            "braces twice, e.g. \\boxed{{}}"
-        ) from error
-    if filled.count("<problem>") != 1:
-        raise ValueError(f"prompt_file {str(path)!r} must have exactly one {{}}, where the problem goes")

@@ -1,7 +1,7 @@
-"""Sequences -> bins of at most `bin_capacity` tokens: which sequences share a micro-batch.
+"""Which sequences share a micro-batch, and which a data-parallel rank: bins of limited size, and parts of equal cost.
 
-A packer sees lengths and returns positions: `pack([5, 3, 2]) -> [[0], [1, 2]]` with room for 5. All packers are
-deterministic, and all but the concatenative one look at the longest sequences first or draw their order from a seed.
+A packer takes lengths and returns positions: `pack([5, 3, 2]) -> [[0], [1, 2]]` for a capacity of 5 tokens. All packers
+are deterministic, and all but the concatenative one take the longest sequences first or draw their order from a seed.
 """
 
 from __future__ import annotations
@@ -11,45 +11,48 @@ import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
 import numpy as np
 
-# -- Work over data-parallel ranks: what a sequence costs, and equal shares of it.
-
 Number = TypeVar("Number", float, np.ndarray)
+
+Bins = list[list[int]]
+"""Positions of the sequences of each bin."""
+
+# -- Equal parts for data-parallel ranks.
 
 
 def sequence_cost(length: Number, *, quadratic_weight: float) -> Number:
-    """Work of a sequence of `length` tokens in tokens' worth: length + quadratic_weight * length^2.
+    """Cost of a sequence of `length` tokens, in units of one token: length + quadratic_weight * length^2.
 
-    `quadratic_weight` is what a squared token costs relative to a token: attention's pairs of positions against all
-    that is done for each token alone. It is the model's: 2e-5 to 1e-4 for 7B to 0.5B parameters.
+    `quadratic_weight` depends on the model: 2e-5 to 1e-4 for 7B to 0.5B parameters.
     """
+    # Attention computes one product for each pair of positions; everything else is done once for each token.
     return length + quadratic_weight * length * length
 
 
 def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Positions of `costs` in `num_parts` parts of equally many items and nearly equal sums.
+    """Divide the positions of `costs` into `num_parts` parts of equally many items and nearly equal sums. O(n log n).
 
-    The k-th item of every part is one of the k-th `num_parts` costliest: ranks that work through their parts in step
-    wait little for one another. Which goes where is found by the differencing method of Karmarkar and Karp (1982) in
-    its balanced form (Michiels et al., "Performance ratios of the Karmarkar-Karp differencing method", 2007; BLDM):
-    partial divisions, at first one per `num_parts` neighbours, are joined two by two, those of the largest difference
-    first, the largest sum of one with the smallest of the other. O(n log n). `num_parts` divides the number of items.
+    The k-th item of every part is one of the k-th `num_parts` costliest, so ranks that work through their parts in step
+    wait little for one another. The method is the balanced differencing method (BLDM) of Michiels et al., "Performance
+    ratios of the Karmarkar-Karp differencing method" (2007). `num_parts` must divide the number of items.
     """
     assert len(costs) % num_parts == 0
     order = np.argsort(-np.asarray(costs, dtype=np.float64), kind="stable").tolist()
-    place = {item: k for k, item in enumerate(order)}
-    # (minus difference, number, [(sum, items)] from the largest sum down); the number decides ties.
+    rank = {item: k for k, item in enumerate(order)}
+    # Begin with one division for each group of `num_parts` neighbours in the order: one item in each part. Entries are
+    # (minus difference, number, [(sum, items)] with the largest sum first); the number breaks ties.
     heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
     for start in range(0, len(order), num_parts):
         division = [(costs[item], [item]) for item in order[start : start + num_parts]]
         heap.append((division[-1][0] - division[0][0], start, division))
     heapq.heapify(heap)
     while len(heap) > 1:
+        # Join the two divisions with the largest differences, the largest part of one with the smallest of the other:
+        # their differences then cancel instead of adding up.
         _, number, one = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
         division = [
@@ -60,18 +63,17 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         heapq.heappush(heap, (division[-1][0] - division[0][0], number, division))
     if not heap:
         return [[] for _ in range(num_parts)]
-    return [sorted(items, key=place.__getitem__) for _, items in heap[0][2]]
+    return [sorted(items, key=rank.__getitem__) for _, items in heap[0][2]]
 
 
 def _joined(one: list[int], other: list[int]) -> list[int]:
-    """All items, in the memory of the longer list: joining n lists costs O(n log n) in all."""
+    """All items, appended to the longer list: joining n lists then costs O(n log n) in total."""
     longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
     longer += shorter
     return longer
 
 
-Bins = list[list[int]]
-"""Positions of the sequences of each bin."""
+# -- Bins of at most `bin_capacity` tokens.
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -80,7 +82,7 @@ def round_up(number: int, multiple: int) -> int:
 
 
 class PackingAlgorithm(StrEnum):
-    """How sequences are chosen for each other. Looked up without regard to case."""
+    """How sequences are assigned to bins. Names are looked up without regard to case."""
 
     CONCATENATIVE = "concatenative"
     FIRST_FIT_DECREASING = "first_fit_decreasing"
@@ -93,60 +95,17 @@ class PackingAlgorithm(StrEnum):
         return next((member for member in cls if member.value == name), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackingMetrics:
-    """How full the bins of one call of `pack` are. Tokens, unless said."""
-
-    num_sequences: int
-    num_bins: int
-    num_tokens: int
-    bin_capacity: int
-    fullest: int
-    emptiest: int
-
-    @classmethod
-    def of(cls, bins: Bins, lengths: Sequence[int], bin_capacity: int) -> PackingMetrics:
-        loads = [sum(lengths[i] for i in members) for members in bins]
-        return cls(
-            num_sequences=len(lengths),
-            num_bins=len(bins),
-            num_tokens=sum(loads),
-            bin_capacity=bin_capacity,
-            fullest=max(loads, default=0),
-            emptiest=min(loads, default=0),
-        )
-
-    @property
-    def utilization(self) -> float:
-        """The part of all capacity that holds tokens; 1.0 when there is no bin."""
-        return self.num_tokens / (self.num_bins * self.bin_capacity) if self.num_bins else 1.0
-
-    @property
-    def waste(self) -> int:
-        """Capacity that holds no token."""
-        return self.num_bins * self.bin_capacity - self.num_tokens
-
-    @property
-    def balance(self) -> float:
-        """The emptiest bin over the fullest; 1.0 is even."""
-        return self.emptiest / self.fullest if self.fullest else 1.0
-
-
 class SequencePacker(ABC):
     """Packs sequences into bins. The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`.
 
-    Where the algorithm makes fewer bins, the fullest are split in two; a bin is never empty.
-
-    Attributes:
-        seed: of the order, for the packer that draws one.
-        metrics: of the last call of `pack`; None before it, and always without `collect_metrics`.
+    If the algorithm makes fewer bins, the fullest are split in two; a bin is never empty. `seed` determines the order
+    of the packer that draws one.
     """
 
     def __init__(
         self,
         bin_capacity: int,
         *,
-        collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
         seed: int = 0,
@@ -159,17 +118,15 @@ class SequencePacker(ABC):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it is at least 1")
         self.bin_capacity = bin_capacity
-        self.collect_metrics = collect_metrics
         self.min_bin_count = min_bin_count or 0
         self.bin_count_multiple = bin_count_multiple or 1
         self.seed = seed
-        self.metrics: PackingMetrics | None = None
 
     def pack(self, lengths: Sequence[int]) -> Bins:
-        """Positions of `lengths`, in tokens, by bin; every position in exactly one.
+        """The positions of `lengths` (tokens) in each bin; every position is in exactly one.
 
         Raises:
-            ValueError: a sequence is empty or longer than a bin, or there are fewer sequences than bins asked for.
+            ValueError: if a sequence is empty or longer than a bin, or there are fewer sequences than required bins.
         """
         lengths = list(lengths)
         if lengths and min(lengths) < 1:
@@ -186,10 +143,7 @@ class SequencePacker(ABC):
                 f"{len(lengths)} sequences cannot fill {count} bins (min_bin_count={self.min_bin_count}, "
                 f"bin_count_multiple={self.bin_count_multiple})"
             )
-        bins = split_fullest(bins, lengths, count)
-        if self.collect_metrics:
-            self.metrics = PackingMetrics.of(bins, lengths, self.bin_capacity)
-        return bins
+        return split_fullest(bins, lengths, count)
 
     @abstractmethod
     def _pack(self, lengths: list[int]) -> Bins:
@@ -197,7 +151,7 @@ class SequencePacker(ABC):
 
 
 class ConcatenativePacker(SequencePacker):
-    """Next fit: sequences in the order given, a new bin where one does not fit. At most 2 OPT - 1 bins."""
+    """Next fit: sequences in the given order, a new bin when one does not fit. At most 2 OPT - 1 bins."""
 
     def _pack(self, lengths: list[int]) -> Bins:
         bins: Bins = []
@@ -221,13 +175,11 @@ class FirstFitShufflePacker(SequencePacker):
 
 
 class FirstFitDecreasingPacker(SequencePacker):
-    """Longest first, each into the first bin with room. At most 11/9 OPT + 6/9 bins (Dosa 2007).
-
-    The first bin gets the longest sequence, then the longest that fits beside it, and so on; the second bin the same
-    of what is left. Filling bins one after the other gives first fit's bins without a search for each sequence.
-    """
+    """Longest first, each into the first bin with room. At most 11/9 OPT + 6/9 bins (Dosa 2007)."""
 
     def _pack(self, lengths: list[int]) -> Bins:
+        # The first bin gets the longest sequence, then the longest that fits beside it, and so on; the second bin gets
+        # the same of the rest. These are the bins of first fit, without a search for each sequence.
         rest = _ByLength(lengths)
         bins: Bins = []
         while rest:
@@ -239,8 +191,8 @@ class FirstFitDecreasingPacker(SequencePacker):
 class ModifiedFirstFitDecreasingPacker(SequencePacker):
     """Modified first fit decreasing (Johnson and Garey, "A 71/60 theorem for bin packing", J. Complexity 1, 1985).
 
-    At most 71/60 OPT + 1 bins (Yue and Zhang, 1995). What it adds to first fit decreasing: sequences longer than half
-    a bin, which have a bin each, are first joined by one of more than a third, or by two of more than a sixth.
+    At most 71/60 OPT + 1 bins (Yue and Zhang, 1995). Sequences longer than half a bin have a bin each. Before first fit
+    decreasing continues, it adds to them one sequence of more than a third, or two of more than a sixth of a bin.
     """
 
     def _pack(self, lengths: list[int]) -> Bins:
@@ -261,7 +213,8 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         return bins
 
     def _join_one_medium(self, rest: _ByLength, bins: Bins, rooms: list[int]) -> list[bool]:
-        """From the least room to the most, the longest medium sequence (over a third) that fits."""
+        """Add the longest medium sequence (over a third of a bin) that fits, to the bins with the least room first."""
+        # Bins are in descending order of their sequence: ascending order of room.
         paired = [False] * len(bins)
         for number, members in enumerate(bins):
             kind = rest.largest(rooms[number])
@@ -272,7 +225,10 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         return paired
 
     def _join_two_small(self, rest: _ByLength, bins: Bins, rooms: list[int], paired: list[bool]) -> None:
-        """From the most room to the least, the shortest small sequence (over a sixth) and the longest beside it."""
+        """Add the shortest small sequence (over a sixth of a bin) and the longest small one beside it.
+
+        The bins with the most room come first: what does not fit there fits nowhere.
+        """
         largest_small, largest_tiny = self.bin_capacity // 3, self.bin_capacity // 6
         smallest = rest.above(largest_tiny)
         for number in reversed(range(len(bins))):
@@ -294,10 +250,10 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
 
 
 class _ByLength:
-    """Sequences by length, for the question "which is the longest of at most so many tokens?".
+    """Sequences by length; finds the longest sequence of at most a given number of tokens.
 
-    The k-th distinct length, from 1, is called kind k; 0 is "none". Kinds that ran out point to the next shorter one
-    (a disjoint-set forest), so a question costs a bisection and, amortised, next to nothing more.
+    The k-th distinct length, counted from 1, is called kind k; 0 means none. A kind without sequences points to the
+    next shorter kind (a disjoint-set forest), so finding costs a bisection and, amortised, little more.
     """
 
     def __init__(self, lengths: list[int]) -> None:
@@ -323,17 +279,17 @@ class _ByLength:
         return kind
 
     def above(self, length: int) -> int:
-        """The first kind longer than `length`, whether any is left or not."""
+        """The first kind longer than `length`, even if none of it is left."""
         return bisect_right(self.length, length)
 
     def nonempty_from(self, kind: int) -> int:
-        """The first kind from `kind` up of which any is left, or num_kinds + 1."""
+        """The first kind from `kind` up that has sequences left, or num_kinds + 1."""
         while kind <= self.num_kinds and not self.count[kind]:
             kind += 1
         return kind
 
     def take(self, kind: int, number: int = 1) -> int:
-        """Take `number` sequences of a kind out; they are `[result, ...]` of the order by length. Returns the first."""
+        """Remove `number` sequences of a kind, which are neighbours in the order by length. Returns the first."""
         start = self._next[kind]
         self._next[kind] = start + number
         self.count[kind] -= number
@@ -342,9 +298,9 @@ class _ByLength:
         return self._order[start]
 
     def fill(self, members: list[int], room: int) -> None:
-        """Move the longest that fits into `members`, again and again."""
+        """Move the longest sequence that fits into `members`, until none fits."""
         while kind := self.largest(room):
-            number = min(self.count[kind], room // self.length[kind])
+            number = min(self.count[kind], room // self.length[kind])  # all of one length at once
             start = self._next[kind]
             self.take(kind, number)
             members += self._order[start : start + number]
@@ -352,8 +308,8 @@ class _ByLength:
 
 
 def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Bins:
-    """Each sequence, in `order`, into the first bin with room. O(n log n): a tournament tree over the bins' room."""
-    # At most one bin of first fit is no more than half full.
+    """Each sequence, in `order`, into the first bin with room; O(n log n) by a tournament tree over the bins' room."""
+    # First fit leaves at most one bin half full or less, which limits the number of bins and so the size of the tree.
     most_bins = 2 * sum(lengths) // capacity + 1
     leaves = 1 << max(most_bins - 1, 0).bit_length()
     room = [capacity] * (2 * leaves)  # room[k]: the most below node k, whose children are 2k and 2k + 1
@@ -361,7 +317,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Bi
     for position in order:
         length = lengths[position]
         node = 1
-        while node < leaves:
+        while node < leaves:  # go down to the leftmost leaf with room
             node *= 2
             if room[node] < length:
                 node += 1
@@ -369,7 +325,7 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Bi
             bins.append([])
         bins[node - leaves].append(position)
         room[node] -= length
-        while node > 1:
+        while node > 1:  # update the maxima above it
             node //= 2
             most = max(room[2 * node], room[2 * node + 1])
             if room[node] == most:
@@ -379,9 +335,9 @@ def first_fit(lengths: Sequence[int], order: Sequence[int], capacity: int) -> Bi
 
 
 def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
-    """At least `count` bins: the fullest with two sequences or more is split in two of like size, again and again.
+    """At least `count` bins: the fullest bin of two or more sequences is split into similar halves, repeatedly.
 
-    There must be `count` sequences.
+    There must be at least `count` sequences.
     """
     bins = [list(members) for members in bins]
     heap = [(-sum(lengths[i] for i in members), k) for k, members in enumerate(bins) if len(members) > 1]
@@ -403,18 +359,18 @@ def split_fullest(bins: Bins, lengths: Sequence[int], count: int) -> Bins:
 
 
 def level(lengths: Sequence[int], costs: Sequence[float], count: int, capacity: int) -> Bins | None:
-    """Exactly `count` bins of nearly equal cost, or None where this simple way finds no room for a sequence.
+    """Exactly `count` bins of nearly equal cost, or None if this greedy method finds no room for a sequence.
 
-    Longest first, each into the cheapest bin with room (Graham's LPT rule, 1969, under a capacity). O(n log n): a bin
-    without room waits until the sequences have become short enough. Fails for bins that must be almost full, and
-    where there are fewer sequences than bins.
+    Longest first, each into the cheapest bin with room: Graham's LPT rule (1969) under a capacity, O(n log n). It fails
+    if bins have to be almost full, and if there are fewer sequences than bins.
     """
     if len(lengths) < count:
         return None
     room = [capacity] * count
     bins: Bins = [[] for _ in range(count)]
     open_bins = [(0.0, number) for number in range(count)]  # (cost, bin)
-    waiting: list[tuple[int, float, int]] = []  # (minus room, cost, bin)
+    # Bins without room for the current sequence: (minus room, cost, bin). Lengths fall, so each bin leaves once.
+    waiting: list[tuple[int, float, int]] = []
     for position in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[position]
         while waiting and -waiting[0][0] >= length:
@@ -433,10 +389,10 @@ def level(lengths: Sequence[int], costs: Sequence[float], count: int, capacity: 
 
 
 def even_out(bins: Bins, lengths: Sequence[int], costs: Sequence[float], capacity: int, group: int = 1) -> Bins:
-    """As many bins, of more even cost: the sequences of the emptiest are dealt out anew.
+    """As many bins, of more even cost: the sequences of the emptiest bins are distributed again.
 
-    Of all bins where that succeeds, else of three quarters of them, of nine sixteenths and so on, in multiples of
-    `group`: packers fill the first bins to the brim and leave the last ones nearly empty.
+    Packers fill the first bins completely and leave the last ones nearly empty. All bins are distributed again if
+    `level` succeeds, else the emptiest three quarters of them, nine sixteenths and so on, in multiples of `group`.
     """
     fullest_first = sorted(bins, key=lambda members: -sum(lengths[i] for i in members))
     size = len(bins)
@@ -462,15 +418,13 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 def get_packer(
     algorithm: PackingAlgorithm | str,
     bin_capacity: int,
-    collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
     seed: int = 0,
 ) -> SequencePacker:
-    """The packer of that name, in any case. ValueError for another name or a number below 1."""
+    """The packer of a name, which may be in any case. ValueError for an unknown name or a number below 1."""
     return PACKERS[PackingAlgorithm(algorithm)](
         bin_capacity,
-        collect_metrics=collect_metrics,
         min_bin_count=min_bin_count,
         bin_count_multiple=bin_count_multiple,
         seed=seed,

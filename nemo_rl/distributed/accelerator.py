@@ -1,4 +1,4 @@
-"""Who is on the accelerator: one object knows, so that no loop onloads or offloads."""
+"""Which worker group uses the devices: one object decides, so that no loop moves anything itself."""
 
 from __future__ import annotations
 
@@ -8,114 +8,112 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class _Tenant:
-    onload: Callable[[], None]
-    offload: Callable[[], None]
+class _Group:
+    wake: Callable[[], None]
+    sleep: Callable[[], None]
 
 
 class Accelerator:
-    """Hands the devices from one tenant to the next.
+    """Lets worker groups that share devices use them in turn. At most one is awake: it has its state on the devices.
 
         accelerator = Accelerator(exclusive=True)
         accelerator.register("policy", policy.onload, policy.offload)
-        with accelerator.hold("policy"):  # whoever was there is offloaded first
+        with accelerator.hold("policy"):  # another group that is awake is put to sleep first
             ...
 
-    A tenant stays on the device until another asks for it, so holding it again moves nothing. With `exclusive=False`
-    (CPU, or each tenant on devices of its own) nothing ever moves and any number may hold at once.
+    A group stays awake until another is acquired, so holding it again moves nothing. With `exclusive=False` (CPU, or
+    devices of its own for each group) nothing ever moves, and any number of groups may be held at once.
     """
 
     def __init__(self, exclusive: bool) -> None:
         self.exclusive = exclusive
-        self._tenants: dict[str, _Tenant] = {}
-        self._guests: dict[str, str] = {}
-        self._on_leave: dict[str, Callable[[], None]] = {}
-        self._present: str | None = None
+        self._groups: dict[str, _Group] = {}
+        self._aliases: dict[str, tuple[str, Callable[[], None]]] = {}  # alias -> group, called at the end of a `hold`
+        self._awake: str | None = None
         self._holding: list[str] = []
 
     @property
-    def present(self) -> str | None:
-        """The tenant that is on the device, if they take turns."""
-        return self._present
+    def awake(self) -> str | None:
+        """The group that is on the devices, if groups take turns."""
+        return self._awake
 
     def register(
-        self, name: str, onload: Callable[[], None], offload: Callable[[], None], *, on_device: bool = False
+        self, name: str, wake: Callable[[], None], sleep: Callable[[], None], *, is_awake: bool = False
     ) -> None:
-        """Make a tenant known.
-
-        `on_device`: it is on the device now, as it was built there; one tenant at most can be.
-        """
-        if name in self._tenants:
+        """Add a group. `is_awake`: it was built on the devices and is there now, which at most one group can be."""
+        if name in self._groups:
             raise ValueError(f"{name!r} is registered already")
-        if on_device and self.exclusive:
-            if self._present is not None:
-                raise ValueError(f"{name!r} cannot be on the device: {self._present!r} is")
-            self._present = name
-        self._tenants[name] = _Tenant(onload, offload)
+        if is_awake and self.exclusive:
+            if self._awake is not None:
+                raise ValueError(f"{name!r} cannot be on the device: {self._awake!r} is")
+            self._awake = name
+        self._groups[name] = _Group(wake, sleep)
 
-    def register_guest(self, name: str, host: str, on_leave: Callable[[], None]) -> None:
-        """Make a tenant known that lives in another: wherever `host` is, it is too.
+    def register_alias(self, name: str, group: str, on_release: Callable[[], None] = lambda: None) -> None:
+        """Add another name for `group`, whose state it uses.
 
-        `on_leave` is called when a `hold` of it ends without an error: it must then ask nothing more of its host.
+        `on_release` is called when a `hold` of this name ends without an error. After it, nothing uses the group.
         """
-        assert host in self._tenants and name not in self._tenants
-        self._guests[name] = host
-        self._on_leave[name] = on_leave
+        assert group in self._groups and name not in self._groups
+        self._aliases[name] = (group, on_release)
 
-    def built(self, name: str) -> None:
-        """A registered tenant was built anew on the device, which nobody else is on."""
-        assert name in self._tenants and self._present in (None, name)
-        self._present = name if self.exclusive else None
+    def rebuilt(self, name: str) -> None:
+        """Note that a registered group was built anew on the devices, where no other group is awake."""
+        assert name in self._groups and self._awake in (None, name)
+        self._awake = name if self.exclusive else None
 
     def acquire(self, name: str) -> None:
-        """Bring `name` onto the device, after taking off whoever is there.
+        """Wake `name`, after putting the group that is awake to sleep.
 
-        Raises RuntimeError while another tenant is inside `hold`. If a move raises, nobody counts as present.
+        Raises RuntimeError while another group is inside `hold`. If a move raises, no group counts as awake.
         """
-        name = self._guests.get(name, name)
-        if name not in self._tenants:
-            raise ValueError(f"{name!r} is not registered: {sorted(self._tenants)} are")
-        if not self.exclusive or self._present == name:
+        name = self._group_of(name)
+        if name not in self._groups:
+            raise ValueError(f"{name!r} is not registered: {sorted(self._groups)} are")
+        if not self.exclusive or self._awake == name:
             return
         others = [holder for holder in self._holding if holder != name]
         if others:
             raise RuntimeError(f"{name!r} wants the device while {others[-1]!r} holds it")
-        previous, self._present = self._present, None
+        previous, self._awake = self._awake, None
         if previous is not None:
-            self._tenants[previous].offload()
-        self._tenants[name].onload()
-        self._present = name
+            self._groups[previous].sleep()
+        self._groups[name].wake()
+        self._awake = name
 
     def release(self, name: str) -> None:
-        """Take `name` off the device now, if it is there: before the device is needed by something unregistered."""
-        if self.exclusive and self._present == name:
+        """Put `name` to sleep now if it is awake: something that is not registered needs the devices."""
+        if self.exclusive and self._awake == name:
             if name in self._holding:
                 raise RuntimeError(f"{name!r} is still held")
-            self._present = None
-            self._tenants[name].offload()
-
-    @contextmanager
-    def lend(self, name: str) -> Iterator[None]:
-        """Others may have the device until the block ends, although `name` is held; then it is back."""
-        tenant = self._guests.get(name, name)
-        count = self._holding.count(tenant)
-        self._holding = [holder for holder in self._holding if holder != tenant]
-        try:
-            yield
-        finally:
-            self._holding += [tenant] * count
-        if count:
-            self.acquire(name)
+            self._awake = None
+            self._groups[name].sleep()
 
     @contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """`acquire`, and nobody else may acquire until the block ends."""
+        """`acquire`, and no other group can be acquired until the block ends."""
         self.acquire(name)
-        tenant = self._guests.get(name, name)
-        self._holding.append(tenant)
+        group = self._group_of(name)
+        self._holding.append(group)
         try:
             yield
-            if name in self._guests:
-                self._on_leave[name]()
+            if name in self._aliases:
+                self._aliases[name][1]()
         finally:
-            self._holding.remove(tenant)
+            self._holding.remove(group)
+
+    @contextmanager
+    def lend(self, name: str) -> Iterator[None]:
+        """Let others acquire the devices until the block ends, although `name` is held; then wake it again."""
+        group = self._group_of(name)
+        count = self._holding.count(group)
+        self._holding = [holder for holder in self._holding if holder != group]
+        try:
+            yield
+        finally:
+            self._holding += [group] * count
+        if count:
+            self.acquire(name)
+
+    def _group_of(self, name: str) -> str:
+        return self._aliases[name][0] if name in self._aliases else name

@@ -22,12 +22,9 @@ from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
 from nemo_rl.utils.registry import import_object
 
-# -- What a worker started ends with it, however it ends.
-#
-# An engine's own processes, a verifier's sandbox: when their worker is killed nobody else would end them, and they
-# would keep the memory of the accelerator. A small process outside of Ray's watches the worker and then kills its
-# group.
-
+# The processes that a worker has started (of an engine, of a verifier's sandbox) would survive if the worker is killed,
+# and keep the memory of the accelerator. A small process that Ray does not manage waits for the worker to end, and then
+# kills its process group.
 _GUARD = """
 import os, select, signal, sys
 worker = os.pidfd_open(int(sys.argv[1]))
@@ -43,10 +40,10 @@ except ProcessLookupError:
 
 
 def guard_children() -> None:
-    """Make this process the leader of a process group that is killed when it ends. Children in other groups escape."""
+    """Kill the process group of this process when it ends. Children that join other groups escape."""
     if os.getpgrp() != os.getpid():
         os.setpgrp()
-    # -I -S: nothing of the environment is read, so that it is up in some 20 ms.
+    # -I -S: Python reads nothing of its environment and starts in about 20 ms.
     command = [sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid())]
     null = subprocess.DEVNULL
     subprocess.run(command, stdin=null, stdout=null, stderr=null, check=True)
@@ -67,19 +64,19 @@ class HostIdentity:
 
 
 class ActorHost:
-    """Imports the worker's class in the worker's own environment, makes it, and calls its methods.
+    """Imports the worker's class in the worker's environment, constructs the worker, and calls its methods.
 
-    Sync methods and the constructor run one at a time on one thread, always the same: the current CUDA device and
-    torch's thread-local modes hold from call to call. Async methods are awaited on the actor's event loop, many at
-    once. `stack()` and `phase()` answer from another concurrency group while any of them blocks.
+    Sync methods and the constructor run one at a time, always on the same thread, so that the current CUDA device and
+    torch's thread-local modes persist between calls. Async methods run concurrently on the actor's event loop.
+    `stack()` and `phase()` answer from another concurrency group while a method blocks.
 
-    What the worker raises arrives as WorkerCallError.
+    Exceptions of the worker arrive as WorkerCallError.
     """
 
     def __init__(
         self, fqn: str, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, name: str = "", rank: int = 0
     ) -> None:
-        # Nothing that can block happens here: until a constructor returns, Ray runs no method, not even `stack`.
+        # Nothing here may block: until a constructor returns, Ray runs no method, not even `stack`.
         self._fqn = fqn
         self._args = tuple(args)
         self._kwargs = dict(kwargs) if kwargs is not None else {}
@@ -108,7 +105,7 @@ class ActorHost:
         return collectives.reserve_port(address)
 
     async def start(self, env_vars: Mapping[str, str]) -> None:
-        """Set `env_vars`, import the class and make the worker. ObjectRefs among its arguments are resolved."""
+        """Set `env_vars`, import the class and construct the worker. ObjectRefs among its arguments are resolved."""
         assert self._worker is None, "a worker starts once"
         self._loop = asyncio.get_running_loop()
         os.environ.update(env_vars)
@@ -123,13 +120,13 @@ class ActorHost:
             raise self._failure(method, AttributeError(f"{self._fqn} has no method {method!r}"))
         function = getattr(self._worker, method)
         if inspect.iscoroutinefunction(function):
-            # A task of its own, by name: that is what `stack` can see into.
+            # A named task, so that `stack` can show its frames.
             return await self._tracked(method, asyncio.create_task(function(*args, **kwargs), name=method))
         return await self._tracked(method, self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs)))
 
     @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:
-        """The methods that run or wait now, and for how long."""
+        """The methods that are running or waiting, and for how long."""
         now = time.monotonic()
         calls = [
             f"{method} for {now - since:.0f} s" for method, since in sorted(self._running.values(), key=lambda c: c[1])
@@ -159,7 +156,7 @@ class ActorHost:
         return "\n".join(parts)
 
     def _construct(self) -> None:
-        # ObjectRefs are resolved here and not by Ray, which would hold back the actor's creation until they are there.
+        # ObjectRefs are resolved here, because Ray would delay the creation of the actor until they are available.
         args = [_resolve(value) for value in self._args]
         kwargs = {name: _resolve(value) for name, value in self._kwargs.items()}
         self._worker = import_object(self._fqn, "worker class")(*args, **kwargs)
@@ -170,7 +167,7 @@ class ActorHost:
         self._running[call_id] = (method, time.monotonic())
         try:
             return await awaitable
-        except Exception as error:  # the border of the process: every failure of the worker leaves in one form
+        except Exception as error:  # all failures of the worker leave the process in one form
             raise self._failure(method, error) from None
         finally:
             del self._running[call_id]
@@ -181,7 +178,7 @@ class ActorHost:
 
 
 def actor_class() -> Any:
-    """ActorHost as a Ray actor class, to be given resources with `.options(...)`."""
+    """ActorHost as a Ray actor class; set its resources with `.options(...)`."""
     remote: Any = ray.remote  # its stubs know none of these options
     return remote(concurrency_groups={"inspect": 4}, max_concurrency=_MAX_CONCURRENT_CALLS)(ActorHost)
 

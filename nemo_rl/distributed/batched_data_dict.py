@@ -1,4 +1,4 @@
-"""A batch: tensors whose first dimension is the batch, and lists of the same length, by name."""
+"""A batch by name: tensors whose first dimension is the batch, and lists of the same length."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     def from_batches(
         cls, batches: Sequence[Mapping[str, Any]], pad_value_dict: Mapping[str, int | float] | None = None
     ) -> Self:
-        """Batches joined on the batch dimension, keys sorted; rows of two-dimensional tensors are right-padded.
+        """Concatenate batches on the batch dimension, with sorted keys. Tensors [B, S, ...] are right-padded on dim 1.
 
-        Tensors of three dimensions are padded on dim 1 only. The padding is `pad_value_dict[key]`, or 0.
+        The padding is `pad_value_dict[key]`, or 0.
 
         Raises:
-            ValueError: when the batches have different keys.
+            ValueError: if the batches have different keys.
             NotImplementedError: for a value that is neither a list nor a tensor.
         """
         if not batches:
@@ -37,10 +37,10 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
 
     @property
     def size(self) -> int:
-        """Number of samples; 0 without any key.
+        """Number of samples; 0 without keys.
 
         Raises:
-            ValueError: when the values disagree.
+            ValueError: if the values disagree.
         """
         sizes = {key: len(value) for key, value in self.data.items()}
         if len(set(sizes.values())) > 1:

@@ -1,8 +1,8 @@
 """The rendezvous of a worker group, and torch.distributed on top of it.
 
-The usual way - find a free port, close it, hope that it is still free when rank 0 binds it - loses the port to another
-process now and then. Here rank 0 binds a port the system chose, keeps the listening socket, and its key-value store
-takes the socket over. Ranks that connect before the store is up wait in the socket's queue.
+Finding a free port, closing it and binding it later sometimes loses the port to another process. Here rank 0 binds a
+port that the system chose and keeps the listening socket, which its key-value store takes over. Ranks that connect
+before the store is up wait in the socket's queue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reserve_port(address: str) -> int:
 
 
 def release_port() -> None:
-    """Let go of the reserved port, in the process of rank 0, for a rendezvous that binds it itself."""
+    """Close the reserved port in the process of rank 0, for a rendezvous that binds it itself."""
     global _listener
     assert _listener is not None, "rank 0 reserves its port before the worker starts"
     _listener.close()
@@ -42,14 +42,14 @@ def release_port() -> None:
 
 
 def own_address(host: str, port: int) -> str:
-    """The address under which this process is seen from `host`. No packet is sent for it."""
+    """The address of this process as seen from `host`. Sends no packet."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
 
 
 def rendezvous_store(timeout_s: float = 600.0) -> Store:
-    """The key-value store shared by all ranks of this worker group; made on the first call in each process."""
+    """The key-value store shared by all ranks of this worker group. The first call in each process creates it."""
     global _listener, _store
     from torch.distributed import TCPStore
 
@@ -77,8 +77,8 @@ def init_process_group(backend: str, timeout_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group` over the worker group this process belongs to.
 
     Call it once in the worker's constructor, e.g. with "gloo", "nccl" or "cpu:gloo,cuda:nccl". Rank, world size and
-    address come from the worker group. `timeout_s` limits the rendezvous and every later collective. A world that the
-    process has already joined (a test's, say) is used as it is. May be called again after `destroy_process_group`.
+    address come from the worker group. `timeout_s` limits the rendezvous and every later collective. Does nothing if
+    the process has joined a world already. May be called again after `destroy_process_group`.
     """
     global _num_groups
     import torch.distributed as dist

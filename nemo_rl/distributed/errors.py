@@ -1,17 +1,17 @@
-"""What goes wrong with a worker, as the controller raises it."""
+"""Errors of workers, as the controller raises them."""
 
 from __future__ import annotations
 
 
 class ResourceInsufficientError(RuntimeError):
-    """The cluster has not what was asked for; the message lists the difference node by node."""
+    """The cluster has too few resources; the message lists the difference node by node."""
 
 
 class WorkerError(RuntimeError):
     """A worker failed. The message names actor, rank and method.
 
-    `exception_type` is the class name of what the worker raised ("" when it raised nothing: it died or hangs) and
-    `remote_traceback` the traceback on its side. Text only: the class may exist in the worker's environment alone.
+    `exception_type` is the class name of the worker's exception ("" if there is none: the worker died or hangs) and
+    `remote_traceback` its traceback. Both are text, since only the worker's environment may have the class.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class WorkerError(RuntimeError):
         self.remote_traceback = remote_traceback
 
     def is_of(self, group: str) -> bool:
-        """Whether the worker is one of `group`, whose workers are called `<group>-<rank>`."""
+        """Whether the worker belongs to `group`, whose workers are called `<group>-<rank>`."""
         return self.worker.rpartition("-")[0] == group
 
     @property
     def engine_died(self) -> bool:
-        """The worker lives, the engine it hosts does not."""
+        """Whether the engine that the worker hosts died while the worker itself lives."""
         return self.exception_type == "EngineDied"
 
 
@@ -55,7 +55,7 @@ def first_line(error: Exception) -> str:
 
 
 class WorkerCallError(Exception):
-    """How an exception travels out of a worker: as text, so that it can be read in an environment without its class."""
+    """An exception of a worker as text, so that environments without its class can read it."""
 
     def __init__(
         self, worker: str, rank: int, method: str, exception_type: str, text: str, remote_traceback: str

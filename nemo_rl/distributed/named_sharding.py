@@ -1,4 +1,4 @@
-"""Ranks arranged on named axes: which worker sits where in the parallel layout."""
+"""Ranks arranged on named axes: the position of each worker in the parallel layout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class NamedSharding:
         sharding.get_worker_coords(3)                  # {"data_parallel": 1, "tensor_parallel": 1}
         sharding.get_ranks_by_coord(data_parallel=1)   # [2, 3]
 
-    Raises ValueError when the layout is ragged, not of integers, names a rank twice, or has not one name per axis.
+    Raises ValueError if the layout is ragged, holds other values than integers or a rank twice, or has not one name per
+    axis.
     """
 
     def __init__(self, layout: Sequence[Any] | np.ndarray, names: Sequence[str]) -> None:
@@ -68,16 +69,16 @@ class NamedSharding:
         return dict(zip(self._names, self._coords[worker_id], strict=True))
 
     def get_ranks_by_coord(self, **coords: int) -> list[int]:
-        """Ranks at the given coordinates, sorted; axes not given run over all values. Out of range gives []."""
+        """Ranks at the given coordinates, sorted. Other axes take all values. A coordinate out of range gives []."""
         index = self._index(coords)
         if any(not 0 <= value < self._layout.shape[self._names.index(name)] for name, value in coords.items()):
             return []
         return sorted(np.atleast_1d(self._layout[index]).flatten().tolist())
 
     def get_ranks(self, **coords: int) -> NamedSharding | int:
-        """The layout left when the given axes are fixed: a sharding over the other axes, or one rank when none is left.
+        """The layout with the given axes fixed: a sharding over the other axes, or one rank if there is none.
 
-        Raises IndexError when a coordinate is out of range.
+        Raises IndexError if a coordinate is out of range.
         """
         index = self._index(coords)
         for name, value in coords.items():

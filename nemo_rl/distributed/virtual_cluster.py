@@ -1,4 +1,4 @@
-"""Ray, and the part of its cluster that a run has booked."""
+"""Connection to Ray, and the part of its cluster that a run has booked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.services import find_bootstrap_address, find_gcs_addresses
+from ray._private.state import available_resources_per_node
+from ray._private.worker import global_worker
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -23,7 +26,7 @@ _MIN_LOCAL_CPU_SLOTS = 64
 _MAX_OBJECT_STORE_GB = 16.0
 _OBJECT_STORE_FRACTION = 0.1  # of the machine's memory: token data is small, weights do not travel through the store
 _POLL_S = 1.0
-_FREE_WAIT_S = 30.0  # for what another group of the same run is giving back just now
+_FREE_WAIT_S = 30.0  # for resources that another group of the same run is returning
 _MESSAGE_EVERY_S = 15.0
 
 _started_here = False  # this process started the cluster, so no node will join it
@@ -32,28 +35,37 @@ _started_here = False  # this process started the cluster, so no node will join 
 def init_ray(log_dir: str | None = None) -> None:
     """Connect to Ray once: to `RAY_ADDRESS`, else to the cluster `ray start` left on this machine, else to a new one.
 
-    A local cluster takes no dashboard, a bounded object store, and ends with this process. `log_dir`
-    gets a link `ray` to the logs of Ray and of every worker. The environment of the driver is not handed to workers: a
-    worker group passes the variables it is given.
+    A local cluster has no dashboard and a bounded object store, and ends with this process. `log_dir` gets a link `ray`
+    to the logs of Ray and of every worker. Workers do not inherit the driver's environment: a worker group passes the
+    variables that it is given.
     """
     if ray.is_initialized():
         return
     _prepare()
-    address = os.environ.get("RAY_ADDRESS") or _address_of_running_cluster()
+    address = os.environ.get("RAY_ADDRESS") or None
+    if address is None:
+        address = find_bootstrap_address(None)  # from the file that `ray start` writes
+        if address not in find_gcs_addresses():
+            address = None  # that cluster is gone
     if address is None:
         start_local_ray()
     else:
         logger.info("Joining the Ray cluster at %s", address)
         ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
     if log_dir is not None:
-        _link_logs(Path(log_dir))
+        # Not Ray's temporary directory itself: it holds sockets, whose paths are limited to 107 characters.
+        node, link = global_worker.node, Path(log_dir) / "ray"
+        assert node is not None
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(node.get_logs_dir_path())
 
 
 def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | None = None) -> None:
-    """Start a Ray cluster of this machine alone, which ends with this process.
+    """Start a Ray cluster of only this machine, which ends with this process.
 
     Its CPUs are worker slots, not cores: by default at least 64, so that the bundles of a small run fit on a laptop.
-    How many threads a worker uses is set by its own environment variables. All its ports are on loopback.
+    The environment variables of a worker decide how many threads it uses. All ports are on loopback.
     """
     global _started_here
     _prepare()
@@ -62,11 +74,9 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
     assert cores is not None
     if object_store_gb is None:
         object_store_gb = min(_MAX_OBJECT_STORE_GB, _OBJECT_STORE_FRACTION * memory_gb)
-    from ray._private import ray_constants
-
     logger.info("Starting Ray on this machine")
-    # No other machine joins, so every port of Ray is on loopback. Its own switch for that, read when a node starts; it
-    # replaces _node_ip_address="127.0.0.1" by the address of the machine.
+    # No other machine joins, so every port of Ray is on loopback. Ray reads this switch when a node starts; without it,
+    # Ray replaces _node_ip_address="127.0.0.1" by the address of the machine.
     ray_constants.ENABLE_RAY_CLUSTER = False
     ray.init(
         address="local",
@@ -76,7 +86,7 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
         log_to_driver=True,
         logging_level=logging.WARNING,
         _system_config={
-            # One idle process per logical CPU otherwise, started at once.
+            # Otherwise Ray starts one idle process per logical CPU.
             "prestart_worker_first_driver": False,
             "enable_worker_prestart": False,
         },
@@ -85,33 +95,14 @@ def start_local_ray(*, num_cpus: int | None = None, object_store_gb: float | Non
 
 
 def _prepare() -> None:
-    # Under `uv run`, Ray's hook would copy the project and start every worker by the driver's own `uv run` command, in
-    # an environment and a folder of its own, whatever `py_executable` says. Ray reads the variable when it is imported,
-    # which may have been before.
+    # Under `uv run`, Ray's hook would copy the project and start every worker with the driver's `uv run` command, in a
+    # new environment and folder, and ignore `py_executable`. Ray reads the variable when it is imported, which may have
+    # happened already.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # It warns that a local cluster has token authentication, which is what we want.
+    # It warns that a local cluster has token authentication, which is intended.
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
-
-
-def _link_logs(log_dir: Path) -> None:
-    # A link, not Ray's own temporary directory: its sockets live there and their paths may have 107 characters.
-    from ray._private.worker import global_worker
-
-    log_dir.mkdir(parents=True, exist_ok=True)
-    link = log_dir / "ray"
-    link.unlink(missing_ok=True)
-    assert global_worker.node is not None
-    link.symlink_to(global_worker.node.get_logs_dir_path())
-
-
-def _address_of_running_cluster() -> str | None:
-    """Address in the file that `ray start` writes, unless that cluster is gone."""
-    from ray._private.services import find_bootstrap_address, find_gcs_addresses
-
-    address = find_bootstrap_address(None)
-    return address if address is not None and address in find_gcs_addresses() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +122,13 @@ class Bundle:
 class RayVirtualCluster:
     """Bundles booked in Ray's cluster, `bundle_ct_per_node_list[i]` of them on the i-th node.
 
-    A bundle is one GPU (or none, `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group
-    that may sit on it. CPUs count worker slots here. Bundles are booked at first use: one placement group per node,
-    each packed onto one node, so that neighbouring ranks (a tensor-parallel group) share a node; or, once a single
-    worker spans nodes, one unified group laid out by `placement_group_strategy` and ordered by node and GPU.
+    A bundle is one GPU (none with `use_gpus=False`) and `max_colocated_worker_groups` CPUs, one for each worker group
+    that may share it. CPUs are worker slots here. Bundles are booked at first use: one placement group per node, packed
+    onto that node, so that neighbouring ranks (a tensor-parallel group) share a node. If a single worker spans nodes,
+    there is one unified group, laid out by `placement_group_strategy` and ordered by node and GPU.
 
-    Raises ValueError for a layout that cannot be, ResourceInsufficientError when the cluster has not the room: at once
-    on a cluster this process started, after `wait_s` seconds on one whose nodes may still join or be freed.
+    Raises ValueError for an impossible layout, and ResourceInsufficientError if the cluster has too few resources:
+    immediately on a cluster that this process started, after `wait_s` seconds on one whose nodes may still join.
     """
 
     def __init__(
@@ -183,12 +174,12 @@ class RayVirtualCluster:
         return [list(range(end - count, end)) for end, count in zip(ends, self._bundle_counts, strict=True)]
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The placement groups, booked now if they were not yet."""
+        """The placement groups; books them on the first call."""
         self.bundles()
         return list(self._placement_groups)
 
     def bundles(self, *, spanning_nodes: bool = False) -> list[Bundle]:
-        """All bundles with their node and GPU; books them on the first call, unified if a worker spans nodes."""
+        """All bundles with their node and GPU. Books them on the first call, unified if a worker spans nodes."""
         if self._bundles is not None:
             if spanning_nodes and self.node_count() > 1 and len(self._placement_groups) > 1:
                 raise ValueError(
@@ -206,7 +197,7 @@ class RayVirtualCluster:
         return self._bundles
 
     def take_seats(self, bundle_indices: Sequence[int], group: str) -> None:
-        """Note that `group` sits on these bundles. Raises ValueError when one of them is full."""
+        """Assign these bundles to the worker group `group`. Raises ValueError if one of them is full."""
         for index in bundle_indices:
             sitting = self._seats.get(index, [])
             if len(sitting) >= self.max_colocated_worker_groups:
@@ -218,7 +209,7 @@ class RayVirtualCluster:
             self._seats.setdefault(index, []).append(group)
 
     def leave_seats(self, group: str, *, failed: bool = False) -> None:
-        """Free what `group` held. After a failed start the last one out gives the bundles back to Ray."""
+        """Free the bundles of `group`. After a failed start, the last group returns them to Ray."""
         self._seats = {
             index: left for index, names in self._seats.items() if (left := [name for name in names if name != group])
         }
@@ -226,7 +217,7 @@ class RayVirtualCluster:
             self.shutdown()
 
     def shutdown(self) -> None:
-        """Give the bundles back. May be called again, and after Ray itself is gone."""
+        """Return the bundles to Ray. May be called again, and after Ray itself has ended."""
         groups, self._placement_groups, self._bundles, self._seats = self._placement_groups, [], None, {}
         if ray.is_initialized():
             for group in groups:
@@ -245,9 +236,9 @@ class RayVirtualCluster:
     def _book(self, unified: bool) -> None:
         resources = self._bundle_resources()
         counts = [self.world_size()] if unified else self._bundle_counts
-        # STRICT_PACK and not PACK, which scatters over nodes without a word when it does not fit.
+        # Not PACK, which silently scatters bundles over nodes if they do not fit.
         strategy = self._strategy if unified else "STRICT_PACK"
-        # What exists is checked first; what others hold now may be freed, so Ray is left to wait for that.
+        # First check that the resources exist. Others may still hold them, which Ray waits for.
         deadline = time.monotonic() + (0.0 if _started_here else self._wait_s)
         self._wait_until_it_exists([1] * counts[0] if unified else counts, deadline)
         for i, count in enumerate(counts):
@@ -280,7 +271,7 @@ class RayVirtualCluster:
 
     def _locate(self, unified: bool) -> list[Bundle]:
         ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        places = []  # (node id, gpu id, placement group, index in it)
+        places = []  # (node id, GPU id, placement group, index in it)
         for group in self._placement_groups:
             node_ids = placement_group_table(group)["bundles_to_node_id"]
             gpu_ids = _gpu_ids(group) if self.use_gpus else [None] * len(node_ids)
@@ -329,9 +320,7 @@ def _gpu_ids(group: PlacementGroup) -> list[str | None]:
 
 
 def _nodes() -> list[tuple[str, dict[str, float], dict[str, float]]]:
-    """(ip, resources, resources that nobody holds) of each live node."""
-    from ray._private.state import available_resources_per_node
-
+    """(ip, resources, free resources) of each live node."""
     available = available_resources_per_node()
     return [
         (node["NodeManagerAddress"], node["Resources"], available.get(node["NodeID"], {}))
@@ -341,7 +330,7 @@ def _nodes() -> list[tuple[str, dict[str, float], dict[str, float]]]:
 
 
 def _fits(counts: Sequence[int], bundle: dict[str, float]) -> bool:
-    """Whether each of the `counts` sets of bundles would fit on one node if nobody else held anything."""
+    """Whether each of the `counts` sets of bundles would fit on one node of an otherwise idle cluster."""
     nodes = [dict(total) for _, total, _ in _nodes()]
     for count in sorted(counts, reverse=True):
         for free in nodes:

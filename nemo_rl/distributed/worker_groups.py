@@ -1,7 +1,7 @@
-"""Worker groups: one plain class, many processes, called as one.
+"""Worker groups: one plain class in many processes, called as one.
 
-A call to N workers costs O(N). Whatever a worker does wrong - raise, die, hang - ends the call with one exception that
-names the actor, its rank and the method.
+A call to N workers costs O(N). If a worker raises, dies or hangs, the call ends with one exception that names the
+actor, its rank and the method.
 """
 
 from __future__ import annotations
@@ -13,49 +13,23 @@ import shutil
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl.distributed.actor_host import HostIdentity, actor_class
-from nemo_rl.distributed.diagnosis import inspect_workers, log_tail
 from nemo_rl.distributed.errors import WorkerCallError, WorkerDied, WorkerError, WorkerHang
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.distributed.virtual_cluster import Bundle, RayVirtualCluster
-
-# -- How many bytes of arrays an object carries.
-
-
-def tensor_bytes(value: Any) -> int:
-    """Bytes of the torch and numpy arrays in `value`, looked for in dataclasses, mappings, lists, tuples and sets.
-
-    An ObjectRef counts nothing: what it stands for stays where it is.
-    """
-    # Without torch in the process there is no tensor in it either.
-    torch = sys.modules.get("torch")
-    total = 0
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, np.ndarray):
-            total += item.nbytes
-        elif torch is not None and isinstance(item, torch.Tensor):
-            total += item.element_size() * item.nelement()
-        elif isinstance(item, Mapping):
-            pending.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            pending.extend(item)
-        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
-            pending.extend(getattr(item, field.name) for field in dataclasses.fields(item))
-    return total
-
 
 logger = logging.getLogger(__name__)
 
@@ -64,13 +38,16 @@ START_TIMEOUT_S = 900.0
 _POLL_S = 0.5
 _MESSAGE_EVERY_S = 60.0
 _INSPECT_S = 5.0
+_ON_NODE_S = 15.0
 _EXIT_S = 3.0
+_MAX_STACKS = 4  # the other late workers mostly wait in the same collective
+_LOG_TAIL_LINES = 20
 
 
 class RayWorkerBuilder:
     """A worker class by its full name, and the arguments of its constructor, the same for every rank.
 
-    The class is imported in the worker's own environment alone. ObjectRefs among the arguments arrive as their values.
+    Only the worker's own environment imports the class. ObjectRefs among the arguments arrive as their values.
     """
 
     def __init__(self, worker_class_fqn: str, *args: Any, **kwargs: Any) -> None:
@@ -103,21 +80,21 @@ class _Call:
 
 
 class RayWorkerGroup:
-    """Workers of one class, one on each bundle of a cluster - or one on each group of bundles.
+    """Workers of one class, one on each bundle of a cluster, or one on each group of bundles.
 
-    `bundle_groups[r]` lists the bundles of rank r; the worker runs on the first and sees the GPUs of all. Default: one
-    bundle each, the first `num_workers` of the cluster. Several groups share a bundle up to the cluster's
-    `max_colocated_worker_groups`.
+    `bundle_groups[r]` lists the bundles of rank r. The worker runs on the first of them and sees the GPUs of all.
+    Default: one bundle each, the first `num_workers` of the cluster. Several worker groups share a bundle, up to the
+    cluster's `max_colocated_worker_groups`.
 
-    Each worker finds RANK, WORLD_SIZE, LOCAL_RANK (position among the group's workers on its node), NODE_RANK,
-    MASTER_ADDR and MASTER_PORT in its environment, and CUDA_VISIBLE_DEVICES with exactly the GPUs of its bundles, so
-    that its first device is always index 0. It joins its peers with
-    `nemo_rl.distributed.collectives.init_process_group`; the port is held by rank 0 and cannot be bound a second time.
+    Each worker finds RANK, WORLD_SIZE, LOCAL_RANK (its position among the group's workers on its node), NODE_RANK,
+    MASTER_ADDR and MASTER_PORT in its environment. CUDA_VISIBLE_DEVICES names exactly the GPUs of its bundles, so its
+    first device always has index 0. A worker joins its peers with
+    `nemo_rl.distributed.collectives.init_process_group`. Rank 0 holds the port, so no other process can bind it.
 
-    Of environment variables only `env_vars` are passed. `py_executable` is the path of the Python that runs the workers
-    (see `nemo_rl.utils.venvs`). `timeout_s` limits every wait that gives no limit of its own; None waits for ever.
+    Workers get only the environment variables in `env_vars`. `py_executable` is the Python that runs the workers (see
+    `nemo_rl.utils.venvs`). `timeout_s` limits every wait without a limit of its own; None: no limit.
 
-    When the start fails, every actor is ended and the error says which and why.
+    If the start fails, all actors end, and the error names the worker and the reason.
     """
 
     def __init__(
@@ -140,19 +117,17 @@ class RayWorkerGroup:
         self.controller_tensor_bytes = 0
         self._cluster = cluster
         self._members: list[Worker] = []
-        self._calls: dict[Any, _Call] = {}  # task id -> call, until it has been waited for
+        self._calls: dict[Any, _Call] = {}  # task id -> call that `wait` has not returned yet
         groups = _bundle_groups(cluster, num_workers, bundle_groups)
         if sharding is not None and sharding.size != len(groups):
             raise ValueError(f"{name_prefix}: the sharding has {sharding.size} ranks for {len(groups)} workers")
         self.sharding = sharding
         try:
-            nodes = [{index: node for node, members in enumerate(cluster.bundles_by_node()) for index in members}]
-            spanning = any(len({nodes[0][index] for index in group}) > 1 for group in groups)
-            bundles = cluster.bundles(spanning_nodes=spanning)
+            node_of = {index: node for node, members in enumerate(cluster.bundles_by_node()) for index in members}
+            spans_nodes = any(len({node_of[index] for index in group}) > 1 for group in groups)
+            bundles = cluster.bundles(spanning_nodes=spans_nodes)
             cluster.take_seats([index for group in groups for index in group], name_prefix)
-            self._spawn(
-                [[bundles[index] for index in group] for group in groups], builder, env_vars or {}, py_executable
-            )
+            self._spawn([[bundles[index] for index in group] for group in groups], builder, env_vars, py_executable)
             self._start(start_timeout_s)
         except BaseException:
             self._end(failed=True)
@@ -180,19 +155,13 @@ class RayWorkerGroup:
 
     def start_each(self, method: str, args_by_worker: Sequence[tuple[Any, ...]], **common: Any) -> list[ray.ObjectRef]:
         """Call `method` on worker i with the positional arguments `args_by_worker[i]` and the keywords `common`."""
-        if len(args_by_worker) != len(self._members):
-            raise ValueError(
-                f"{self.name_prefix}.{method}: {len(args_by_worker)} sets of arguments for {len(self._members)} workers"
-            )
-        for args in args_by_worker:
-            if not isinstance(args, tuple):
-                raise ValueError(
-                    f"{self.name_prefix}.{method}: give each worker a tuple of arguments, e.g. [(a,), (b,)]"
-                )
-        return [
-            self._submit(worker, method, args, common)
-            for worker, args in zip(self._members, args_by_worker, strict=True)
-        ]
+        name, given = f"{self.name_prefix}.{method}", len(args_by_worker)
+        if given != len(self._members):
+            raise ValueError(f"{name}: {given} sets of arguments for {len(self._members)} workers")
+        if not all(isinstance(args, tuple) for args in args_by_worker):
+            raise ValueError(f"{name}: give each worker a tuple of arguments, e.g. [(a,), (b,)]")
+        pairs = zip(self._members, args_by_worker, strict=True)
+        return [self._submit(worker, method, args, common) for worker, args in pairs]
 
     def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> ray.ObjectRef:
         """Call `method` on worker number `index`."""
@@ -213,11 +182,14 @@ class RayWorkerGroup:
         return self.wait([self.start_one(index, method, *args, **kwargs)], timeout_s)[0]
 
     def wait(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
-        """Results of calls started on this group, in the order of `refs`. `timeout_s` None means the group's own limit.
+        """Results of calls started on this group, in the order of `refs`. `timeout_s` None: the group's own limit.
 
-        The first worker that fails ends the wait; the others may be stuck in a collective with it. Raises WorkerError
-        when a worker raised, WorkerDied when its process is gone, WorkerHang, with the stacks of the late workers, when
-        the time is up.
+        The first worker that fails ends the wait, as the others may be stuck in a collective with it.
+
+        Raises:
+            WorkerError: if a worker raised.
+            WorkerDied: if its process is gone.
+            WorkerHang: if the time is up; the message holds the stacks of the late workers.
         """
         calls = {ref: self._calls.pop(ref.task_id()) for ref in refs}
         results = self._wait(calls, timeout_s if timeout_s is not None else self.timeout_s)
@@ -225,28 +197,27 @@ class RayWorkerGroup:
         return [results[ref] for ref in refs]
 
     def wait_any(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[ray.ObjectRef]:
-        """Those calls among `refs` that are done, one at least, for `wait`. Raises WorkerHang when none is in time."""
+        """The calls among `refs` that are done, at least one, for `wait`. Raises WorkerHang if none is in time."""
         limit = timeout_s if timeout_s is not None else self.timeout_s
         started = time.monotonic()
         while not (done := self.done(refs)):
             if limit is not None and time.monotonic() - started > limit:
-                raise self._hang([self._calls[ref.task_id()] for ref in refs], limit)
+                raise _hang([self._calls[ref.task_id()] for ref in refs], limit)
             ray.wait(list(refs), num_returns=1, timeout=_POLL_S)
         return done
 
     def done(self, refs: Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-        """Those calls among `refs` for which `wait` would return, or raise, at once."""
+        """The calls among `refs` for which `wait` would return, or raise, immediately."""
         return ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
 
     def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
-        """Whether `wait(refs)` would return, or raise, at once."""
-        return not ray.wait(list(refs), num_returns=len(refs), timeout=0)[1]
+        """Whether `wait(refs)` would return, or raise, immediately."""
+        return len(self.done(refs)) == len(refs)
 
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
-        """End every worker and free its bundle; `method`, if given, is called first and has `grace_s` seconds to
-        finish.
+        """End all workers and free their bundles. May be called again.
 
-        May be called again.
+        `method`, if given, is called first and has `grace_s` seconds to finish.
         """
         if method is not None and self._members and ray.is_initialized():
             try:
@@ -263,20 +234,23 @@ class RayWorkerGroup:
 
     def _spawn(
         self,
-        places: list[list[Bundle]],
+        bundles_by_rank: list[list[Bundle]],
         builder: RayWorkerBuilder,
-        env_vars: Mapping[str, str],
+        env_vars: Mapping[str, str] | None,
         py_executable: str | None,
     ) -> None:
-        runtime_env: dict[str, Any] = {"env_vars": dict(env_vars)}
+        runtime_env: dict[str, Any] = {"env_vars": dict(env_vars or {})}
         if py_executable is not None:
-            _check_python(py_executable, places)
+            # Without the file Ray would retry for ever. The files of other nodes cannot be checked from here.
+            here = ray.get_runtime_context().get_node_id()
+            if any(bundles[0].node_id == here for bundles in bundles_by_rank) and shutil.which(py_executable) is None:
+                raise ValueError(f"py_executable {py_executable} does not exist or cannot be run on this node")
             runtime_env["py_executable"] = py_executable
         remote = actor_class()
-        for rank, bundles in enumerate(places):
+        for rank, bundles in enumerate(bundles_by_rank):
             name = f"{self.name_prefix}-{rank}"
             handle = remote.options(
-                # One of the bundle's worker slots; its GPUs are booked by the placement group and named by `_start`.
+                # One of the bundle's worker slots. The placement group books its GPUs and `_start` names them.
                 num_cpus=1,
                 num_gpus=0,
                 runtime_env=runtime_env,
@@ -290,17 +264,17 @@ class RayWorkerGroup:
     def _start(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
 
-        def left() -> float:
-            return max(1.0, deadline - time.monotonic())
+        def wait(calls: dict[ray.ObjectRef, _Call]) -> dict[ray.ObjectRef, Any]:
+            return self._wait(calls, max(1.0, deadline - time.monotonic()))
 
         calls = {w.handle.identity.remote(): _Call(worker=w, method="start of its process") for w in self._members}
-        for ref, identity in self._wait(calls, left()).items():
+        for ref, identity in wait(calls).items():
             calls[ref].worker.identity = identity
-        one_node = len({worker.bundles[0].node_id for worker in self._members}) == 1
-        address = "127.0.0.1" if one_node else self._members[0].bundles[0].node_ip
         first = self._members[0]
+        one_node = len({worker.bundles[0].node_id for worker in self._members}) == 1
+        address = "127.0.0.1" if one_node else first.bundles[0].node_ip
         ref = first.handle.reserve_port.remote(address)
-        port = self._wait({ref: _Call(worker=first, method="reserve_port")}, left())[ref]
+        port = wait({ref: _Call(worker=first, method="reserve_port")})[ref]
         local_counts: dict[int, int] = {}
         starts = {}
         for worker in self._members:
@@ -317,7 +291,7 @@ class RayWorkerGroup:
                 "CUDA_VISIBLE_DEVICES": ",".join(b.gpu_id for b in worker.bundles if b.gpu_id is not None),
             }
             starts[worker.handle.start.remote(env)] = _Call(worker=worker, method="__init__")
-        self._wait(starts, left())
+        wait(starts)
 
     def _submit(self, worker: Worker, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ray.ObjectRef:
         self.controller_tensor_bytes += tensor_bytes((args, kwargs))
@@ -333,53 +307,22 @@ class RayWorkerGroup:
         while pending:
             now = time.monotonic()
             if timeout_s is not None and now - started > timeout_s:
-                raise self._hang([calls[ref] for ref in pending], timeout_s)
+                raise _hang([calls[ref] for ref in pending], timeout_s)
             if now > next_message:
                 late = ", ".join(calls[ref].worker.name for ref in pending[:8])
                 logger.info("Waiting %.0f s for %s of %s", now - started, calls[pending[0]].method, late)
                 next_message = now + _MESSAGE_EVERY_S
             if self.on_wait is not None:
                 self.on_wait()
-            # All at once and with a short limit: a wait for one after another would cost O(N^2).
+            # All at once and with a short limit: waiting for one after another would cost O(N^2).
             ready, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
-            for ref in ready:
-                results[ref] = self._get(ref, calls[ref])
+            results |= {ref: _get(ref, calls[ref]) for ref in ready}
         return results
 
-    def _get(self, ref: ray.ObjectRef, call: _Call) -> Any:
-        worker = call.worker
-        names = {"worker": worker.name, "rank": worker.rank, "method": call.method}
-        try:
-            return ray.get(ref)
-        except RayTaskError as error:
-            cause = error.cause
-            if not isinstance(cause, WorkerCallError):
-                raise WorkerError(f"{worker} failed in {call.method}: {error}", **names) from None
-            raise WorkerError(
-                f"{worker} failed in {call.method}: {cause.exception_type}: {cause.text}\n{cause.remote_traceback}",
-                exception_type=cause.exception_type,
-                remote_traceback=cause.remote_traceback,
-                **names,
-            ) from None
-        except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-            tail = log_tail(worker)
-            raise WorkerDied(f"{worker} died in {call.method}: {error}{tail}", **names) from None
-
     def hang(self, ref: ray.ObjectRef) -> WorkerHang:
-        """What to raise when a call has taken longer than the group's limit."""
+        """The error for a call that has taken longer than the group's limit."""
         assert self.timeout_s is not None
-        return self._hang([self._calls.pop(ref.task_id())], self.timeout_s)
-
-    def _hang(self, late: list[_Call], timeout_s: float) -> WorkerHang:
-        report = inspect_workers([call.worker for call in late], _INSPECT_S)
-        first = late[0]
-        names = ", ".join(str(call.worker) for call in late)
-        return WorkerHang(
-            f"no answer from {names} in {first.method} after {timeout_s:.3g} s\n{report}",
-            worker=first.worker.name,
-            rank=first.worker.rank,
-            method=first.method,
-        )
+        return _hang([self._calls.pop(ref.task_id())], self.timeout_s)
 
     def _end(self, *, failed: bool) -> None:
         members, self._members, self._calls = self._members, [], {}
@@ -391,7 +334,7 @@ class RayWorkerGroup:
 
 
 def start_groups(count: int, start: Callable[[int], RayWorkerGroup]) -> list[RayWorkerGroup]:
-    """`start(0)` to `start(count - 1)` side by side. When one fails, the others are ended and its error raised."""
+    """`start(0)` to `start(count - 1)` in parallel. If one fails, the others end and its error is raised."""
     with ThreadPoolExecutor(max_workers=count) as threads:
         starts = [threads.submit(start, index) for index in range(count)]
     failures = [error for future in starts if (error := future.exception()) is not None]
@@ -404,7 +347,7 @@ def start_groups(count: int, start: Callable[[int], RayWorkerGroup]) -> list[Ray
 
 
 def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef]) -> list[Any]:
-    """Results of one call on each group, in order. The first that fails ends the wait; raises what `wait` raises."""
+    """Results of one call on each group, in order. The first failure ends the wait, with the errors of `wait`."""
     pending = dict(zip(refs, groups, strict=True))
     started = time.monotonic()
     results: dict[ray.ObjectRef, Any] = {}
@@ -419,30 +362,6 @@ def wait_groups(groups: Sequence[RayWorkerGroup], refs: Sequence[ray.ObjectRef])
     return [results[ref] for ref in refs]
 
 
-def _check_python(py_executable: str, places: list[list[Bundle]]) -> None:
-    # Ray itself would try again for ever. On other nodes the file cannot be looked for from here.
-    here = ray.get_runtime_context().get_node_id()
-    if any(bundles[0].node_id == here for bundles in places) and shutil.which(py_executable) is None:
-        raise ValueError(f"py_executable {py_executable} does not exist or cannot be run on this node")
-
-
-def _wait_for_exit(members: list[Worker]) -> None:
-    """Until the processes on this node are gone: what they held on a GPU or a port is free when shutdown returns."""
-    here = ray.get_runtime_context().get_node_id()
-    pids = [w.identity.pid for w in members if w.identity is not None and w.identity.node_id == here]
-    # A stopped process does not hear Ray's request to end, and a busy one may take long.
-    for limit_s, sign in ((_EXIT_S, signal.SIGKILL), (_EXIT_S, None)):
-        deadline = time.monotonic() + limit_s
-        while (pids := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if sign is not None:
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, sign)
-    if pids:
-        logger.warning("processes %s still run after they were killed", pids)
-
-
 def _bundle_groups(
     cluster: RayVirtualCluster, num_workers: int | None, bundle_groups: Sequence[Sequence[int]] | None
 ) -> list[list[int]]:
@@ -454,10 +373,150 @@ def _bundle_groups(
         return [[index] for index in range(count)]
     groups = [list(group) for group in bundle_groups]
     flat = [index for group in groups for index in group]
-    if num_workers is not None and num_workers != len(groups):
-        raise ValueError(f"num_workers={num_workers} but {len(groups)} groups of bundles")
+    assert num_workers is None, "bundle_groups says how many workers there are"
     if not groups or not all(groups) or len(set(flat)) != len(flat):
         raise ValueError(f"every worker needs bundles of its own, got {groups}")
     if min(flat) < 0 or max(flat) >= available:
         raise ValueError(f"bundles {groups} asked for on a cluster of {available} bundles")
     return groups
+
+
+def tensor_bytes(value: Any) -> int:
+    """Bytes of the torch and numpy arrays in `value`, including nested dataclasses, mappings, lists, tuples and sets.
+
+    An ObjectRef counts as 0 bytes, since its value does not travel.
+    """
+    torch = sys.modules.get("torch")  # if the process has not imported torch, it holds no tensor
+    total = 0
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, np.ndarray):
+            total += item.nbytes
+        elif torch is not None and isinstance(item, torch.Tensor):
+            total += item.element_size() * item.nelement()
+        elif isinstance(item, Mapping):
+            pending.extend(item.values())
+        elif isinstance(item, list | tuple | set | frozenset):
+            pending.extend(item)
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            pending.extend(getattr(item, field.name) for field in dataclasses.fields(item))
+    return total
+
+
+# -- failures, and what a late or dead worker can still report; each question has its own time limit
+
+
+def _get(ref: ray.ObjectRef, call: _Call) -> Any:
+    worker = call.worker
+    names = {"worker": worker.name, "rank": worker.rank, "method": call.method}
+    try:
+        return ray.get(ref)
+    except RayTaskError as error:
+        cause = error.cause
+        if not isinstance(cause, WorkerCallError):
+            raise WorkerError(f"{worker} failed in {call.method}: {error}", **names) from None
+        raise WorkerError(
+            f"{worker} failed in {call.method}: {cause.exception_type}: {cause.text}\n{cause.remote_traceback}",
+            exception_type=cause.exception_type,
+            remote_traceback=cause.remote_traceback,
+            **names,
+        ) from None
+    except RayActorError as error:
+        raise WorkerDied(f"{worker} died in {call.method}: {error}{_log_tail(worker)}", **names) from None
+
+
+def _hang(late: list[_Call], timeout_s: float) -> WorkerHang:
+    first = late[0]
+    names = ", ".join(str(call.worker) for call in late)
+    report = _inspect([call.worker for call in late])
+    return WorkerHang(
+        f"no answer from {names} in {first.method} after {timeout_s:.3g} s\n{report}",
+        worker=first.worker.name,
+        rank=first.worker.rank,
+        method=first.method,
+    )
+
+
+def _inspect(workers: list[Worker]) -> str:
+    """Phase and Python stacks of workers, one paragraph each, or the state of a process that does not answer."""
+    phases = {worker.rank: worker.handle.phase.remote() for worker in workers}
+    stacks = {worker.rank: worker.handle.stack.remote() for worker in workers[:_MAX_STACKS]}
+    refs = [*phases.values(), *stacks.values()]
+    answered = set(ray.wait(refs, num_returns=len(refs), timeout=_INSPECT_S)[0])
+    parts = []
+    for worker in workers:
+        try:
+            if phases[worker.rank] not in answered:
+                parts.append(f"--- {worker}: {_process_report(worker)}")
+                continue
+            parts.append(f"--- {worker}: {ray.get(phases[worker.rank])}")
+            if stacks.get(worker.rank) in answered:
+                parts.append(ray.get(stacks[worker.rank]))
+        except RayError as error:
+            parts.append(f"--- {worker}: {error}")
+    return "\n".join(parts)
+
+
+def _process_report(worker: Worker) -> str:
+    if worker.identity is None:
+        return (
+            f"its process has not started (asked for {_INSPECT_S:g} s): its Python environment may be missing or "
+            "still be created, or its node may be out of reach"
+        )
+    state = _on_node(worker.identity, _process_state, worker.identity.pid)
+    return (
+        f"its process answers nothing within {_INSPECT_S:g} s, so there is no stack; "
+        f"state of process {worker.identity.pid}: {state or 'unknown, its node does not answer'}"
+    )
+
+
+def _log_tail(worker: Worker) -> str:
+    """The last lines that the worker wrote to stderr, ready to append to a message; "" if there are none."""
+    if worker.identity is None or worker.identity.log_path is None:
+        return ""
+    tail = _on_node(worker.identity, _read_tail, worker.identity.log_path)
+    return f"\nlast lines of {worker.identity.log_path}:\n{tail}" if tail else ""
+
+
+def _on_node(identity: HostIdentity, function: Callable[[Any], str], argument: Any) -> str:
+    """`function(argument)` on the worker's node; "" if that node does not answer either."""
+    if identity.node_id == ray.get_runtime_context().get_node_id():
+        return function(argument)
+    strategy = NodeAffinitySchedulingStrategy(identity.node_id, soft=False)
+    try:
+        remote: Any = ray.remote(num_cpus=0, max_retries=0)(function)
+        return ray.get(remote.options(scheduling_strategy=strategy).remote(argument), timeout=_ON_NODE_S)
+    except RayError:
+        return ""
+
+
+def _read_tail(path: str) -> str:
+    if not Path(path).is_file():
+        return ""
+    with open(path, errors="replace") as file:
+        return "".join(deque(file, maxlen=_LOG_TAIL_LINES)).rstrip()
+
+
+def _process_state(pid: int) -> str:
+    """The state as the kernel names it, e.g. "T (stopped)"."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.exists():
+        return "gone"
+    return next(line.split(":", 1)[1].strip() for line in status.read_text().splitlines() if line.startswith("State:"))
+
+
+def _wait_for_exit(members: list[Worker]) -> None:
+    """Wait until the processes on this node are gone, so that their GPU memory and ports are free."""
+    here = ray.get_runtime_context().get_node_id()
+    pids = [w.identity.pid for w in members if w.identity is not None and w.identity.node_id == here]
+    # A stopped process does not receive Ray's request to end, and a busy one may take long.
+    for last_resort in (True, False):
+        deadline = time.monotonic() + _EXIT_S
+        while (pids := [pid for pid in pids if os.path.exists(f"/proc/{pid}")]) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for pid in pids if last_resort else ():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    if pids:
+        logger.warning("processes %s still run after they were killed", pids)

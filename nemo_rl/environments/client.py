@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -23,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.types import LLMMessageLogType
+from nemo_rl.types import EnvironmentStep, LLMMessageLogType
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +45,6 @@ class StepRefused(Exception):
 
 class _ActorDied(Exception):
     """The actor's process is gone; Ray restarts it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentStep:
-    """One conversation's part of an EnvironmentReturn."""
-
-    observation: dict[str, str]
-    reward: float
-    terminated: bool
-    metadata: Any
-    next_stop_strings: Sequence[str] | None
-    answer: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 Outcome = EnvironmentStep | EnvironmentFailure
@@ -122,9 +110,8 @@ class EnvironmentClient:
             _, metrics = await asyncio.wait_for(ref, self.step_timeout_s)
         except (RayTaskError, RayActorError, TimeoutError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            raise EnvironmentFailure(
-                f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"
-            ) from error
+            problem = f"environment {self.name!r}: global_post_process_and_metrics failed: {cause!r}"
+            raise EnvironmentFailure(problem) from error
         return {**mean_metrics(batch.get("metrics", ())), **metrics}
 
     async def _send(self) -> None:
@@ -216,19 +203,18 @@ class EnvironmentPool:
         self.name = name
         self.clients = [EnvironmentClient(name, actor, step_timeout_s) for actor in actors]
         self._number_of: OrderedDict[str, int] = OrderedDict()  # group id -> actor
-        self._next_number = 0
+        self._turns = itertools.cycle(range(len(actors)))
 
-    def _client_of(self, group_id: str) -> int:
+    def _actor_of(self, group_id: str) -> int:
         if group_id not in self._number_of:
-            self._number_of[group_id] = self._next_number
-            self._next_number = (self._next_number + 1) % len(self.clients)
+            self._number_of[group_id] = next(self._turns)
             if len(self._number_of) > MAX_GROUPS_REMEMBERED:
                 self._number_of.popitem(last=False)
         return self._number_of[group_id]
 
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """As `EnvironmentClient.step`; `sample_id` is "<group id>/<index>"."""
-        client = self.clients[self._client_of(sample_id.rpartition("/")[0])]
+        client = self.clients[self._actor_of(sample_id.rpartition("/")[0])]
         return await client.step(message_log, metadata, sample_id=sample_id)
 
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
@@ -236,20 +222,21 @@ class EnvironmentPool:
 
         Their metrics are averaged, weighted by the number of samples of each; those called `num_...` are added up.
         """
-        numbers = [self._client_of(group_id) for group_id in batch["group_id"]]
+        numbers = [self._actor_of(group_id) for group_id in batch["group_id"]]
         rows = {number: [i for i, mine in enumerate(numbers) if mine == number] for number in sorted(set(numbers))}
         found = await asyncio.gather(
             *(self.clients[number].metrics(batch.select_indices(of_actor)) for number, of_actor in rows.items())
         )
-        joined: dict[str, float] = {}
-        for name in dict.fromkeys(name for metrics in found for name in metrics):
-            sizes = [(metrics, len(of_actor)) for metrics, of_actor in zip(found, rows.values(), strict=True)]
-            pairs = [(metrics[name], size) for metrics, size in sizes if name in metrics]
-            if name.startswith("num_"):
-                joined[name] = sum(value for value, _ in pairs)
-            else:
-                joined[name] = sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
-        return joined
+        told: dict[str, list[tuple[float, int]]] = {}  # metric -> (value, number of samples) of each actor
+        for metrics, of_actor in zip(found, rows.values(), strict=True):
+            for name, value in metrics.items():
+                told.setdefault(name, []).append((value, len(of_actor)))
+        return {
+            name: sum(value for value, _ in pairs)
+            if name.startswith("num_")
+            else sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
+            for name, pairs in told.items()
+        }
 
 
 def mean_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -312,21 +299,17 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
 
 
 def _numbers(values: Any, field_name: str, size: int, name: str) -> list[float]:
+    where = f"environment {name!r}: {field_name}"
     try:
         tensor = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise StepRefused(
-            f"environment {name!r}: {field_name} must be a tensor [{size}], got {_describe(values)}"
-        ) from error
+        raise StepRefused(f"{where} must be a tensor [{size}], got {_describe(values)}") from error
     if tensor.shape == (size, 1):
         tensor = tensor[:, 0]
     if tensor.shape != (size,):
-        several = tensor.dim() == 2 and tensor.shape[0] == size and field_name == "rewards"
-        raise StepRefused(
-            f"environment {name!r}: {field_name} must have shape [{size}], got {list(tensor.shape)}"
-            + (": add up the rewards of a conversation, or make each an environment of its own with type: composite")
-            * several
-        )
+        remedy = ": add up the rewards of a conversation, or make each an environment of its own with type: composite"
+        is_matrix = tensor.dim() == 2 and tensor.shape[0] == size and field_name == "rewards"
+        raise StepRefused(f"{where} must have shape [{size}], got {list(tensor.shape)}{remedy if is_matrix else ''}")
     return tensor.tolist()
 
 

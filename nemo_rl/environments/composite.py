@@ -14,7 +14,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt, step_each
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.registry import new_environment
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.types import LLMMessageLogType
@@ -79,7 +79,7 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         failures: list[str | None] = []
         answers: list[str | None] = []
         metrics: list[Mapping[str, float]] = []
-        observations = []
+        texts: list[str] = []
         for i, log in enumerate(message_log_batch):
             values: dict[str, float] = {}
             problems: list[str] = []
@@ -98,18 +98,15 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
                 else:
                     values[part.name] = value
             reward = 0.0 if problems else combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-            observations.append({"role": "environment", "content": f"Environment: {shown}"})
+            texts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
             rewards.append(reward)  # of a failed conversation 0.0, a placeholder
             failures.append("; ".join(problems) or None)
             answers.append(answer)
             metrics.append({**values, **own_metrics})
-        return EnvironmentReturn(
-            observations=observations,
-            metadata=metadata,
-            next_stop_strings=[None] * len(metadata),
-            rewards=torch.tensor(rewards, dtype=torch.float64),
-            terminateds=torch.ones(len(metadata)),
+        return one_turn(
+            texts,
+            metadata,
+            torch.tensor(rewards, dtype=torch.float64),
             answers=answers,
             failures=failures,
             metrics=metrics,

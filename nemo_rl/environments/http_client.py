@@ -19,17 +19,15 @@ BUSY = frozenset({408, 425, 429, 502, 503, 504})
 
 
 class HttpFailure(RuntimeError):
-    """No answer after all attempts, or an error that a retry cannot fix (`is_final`)."""
+    """No answer after all attempts."""
 
-    def __init__(self, problem: str, *, is_final: bool) -> None:
-        super().__init__(problem)
-        self.is_final = is_final
+
+class FinalHttpFailure(HttpFailure):
+    """An error that a retry cannot fix."""
 
 
 class _TryAgain(Exception):
-    def __init__(self, problem: str, wait_s: float = 0.0) -> None:
-        super().__init__(problem)
-        self.wait_s = wait_s
+    """(problem, seconds that the server wants to wait)"""
 
 
 def bearer(variable: str | None, key: str) -> dict[str, str]:
@@ -79,9 +77,9 @@ class JsonClient:
             except _TryAgain as error:
                 if attempt == self.max_retries:
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
-                    raise HttpFailure(f"{method} {url}: {error} (tried {times})", is_final=False) from error
+                    raise HttpFailure(f"{method} {url}: {error.args[0]} (tried {times})") from error
                 pause = min(MAX_BACKOFF_S, self.backoff_s * 2**attempt) * random.uniform(0.5, 1.5)
-                await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, error.wait_s)))
+                await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, error.args[1])))
             attempt += 1
 
     async def _attempt(self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None) -> Any:
@@ -95,25 +93,23 @@ class JsonClient:
                 async for part in response.content.iter_chunked(1 << 16):
                     raw += part
                     if len(raw) > MAX_ANSWER_BYTES:
-                        raise HttpFailure(
-                            f"{url}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB", is_final=True
-                        )
+                        raise FinalHttpFailure(f"{url}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
                 status, wait = response.status, response.headers.get("Retry-After", "")
         except TimeoutError:
-            raise _TryAgain(f"no answer within {self.timeout_s:g} s") from None
+            raise _TryAgain(f"no answer within {self.timeout_s:g} s", 0.0) from None
         except aiohttp.InvalidURL as error:
-            raise HttpFailure(f"{method} {url}: this is no URL", is_final=True) from error
+            raise FinalHttpFailure(f"{method} {url}: this is no URL") from error
         except aiohttp.ClientError as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+            raise _TryAgain(f"{type(error).__name__}: {error}", 0.0) from error
         if status == 200:
             try:
                 return json.loads(raw)
             except ValueError as error:
-                raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}") from error
+                raise _TryAgain(f"the answer is no JSON: {self._quoted(raw)}", 0.0) from error
         problem = f"status {status}: {self._quoted(raw)}"
         if status in self.retry_statuses:
             raise _TryAgain(problem, float(wait) if wait.isdecimal() else 0.0)
-        raise HttpFailure(f"{method} {url}: {problem}", is_final=True)
+        raise FinalHttpFailure(f"{method} {url}: {problem}")
 
     def _quoted(self, raw: bytearray) -> str:
         """The beginning of an answer for an error message, without the token, which some servers repeat."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     answers: list[str | None] | None = None  # extracted answers, for majority voting
     failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward
     # Numbers by name for each conversation. Those of its last turn are averaged over the finished samples of a step.
-    metrics: list[Mapping[str, float] | None] | None = None
+    metrics: Sequence[Mapping[str, float] | None] | None = None
 
 
 class EnvironmentInterface(ABC, Generic[MetadataT]):
@@ -48,3 +48,18 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""
+
+
+def one_turn(
+    texts: Sequence[str],
+    metadata: list[MetadataT],
+    rewards: torch.Tensor,
+    *,
+    answers: list[str | None] | None = None,
+    failures: list[str | None] | None = None,
+    metrics: Sequence[Mapping[str, float] | None] | None = None,
+) -> EnvironmentReturn[MetadataT]:
+    """The result of an environment whose episodes end after one turn; `texts` are for people."""
+    observations = [{"role": "environment", "content": f"Environment: {text}"} for text in texts]
+    ended, stop_strings = torch.ones(len(metadata)), [None] * len(metadata)
+    return EnvironmentReturn(observations, metadata, stop_strings, rewards, ended, answers, failures, metrics)

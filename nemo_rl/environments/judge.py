@@ -24,7 +24,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import excerpt
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.http_client import BUSY, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score
@@ -73,7 +73,6 @@ class Judge(Protocol):
 class _Vote:
     """One score of one answer. The question is repeated until there is one."""
 
-    sample: int
     prompt: str
     number: int
     score: float | None = None
@@ -113,7 +112,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
             except ValueError as error:
                 failures[i] = str(error)
             else:
-                votes[i] = [_Vote(i, prompt, number) for number in range(self.cfg.num_votes)]
+                votes[i] = [_Vote(prompt, number) for number in range(self.cfg.num_votes)]
         self._score([vote for of_sample in votes for vote in of_sample])
         rewards = [0.0] * len(metadata)  # of a failed answer 0.0 is a placeholder
         metrics: list[Mapping[str, float] | None] = [None] * len(metadata)
@@ -125,15 +124,8 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 metrics[i] = found = _metrics(of_sample)
                 rewards[i] = found["score"]
         self.counts["num_failed"] += sum(failure is not None for failure in failures)
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": f"Environment: score {reward:.4f}"} for reward in rewards],
-            metadata=metadata,
-            next_stop_strings=[None] * len(metadata),
-            rewards=torch.tensor(rewards, dtype=torch.float64),
-            terminateds=torch.ones(len(metadata)),
-            failures=failures,
-            metrics=metrics,
-        )
+        texts = [f"score {reward:.4f}" for reward in rewards]
+        return one_turn(texts, metadata, torch.tensor(rewards, dtype=torch.float64), failures=failures, metrics=metrics)
 
     def _prompt(self, log: LLMMessageLogType, metadata: Mapping[str, Any] | None) -> str:
         """The question to the judge about a conversation. ValueError if the row lacks a part of it."""
@@ -163,7 +155,15 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 for vote in waiting
             ]
             for vote, reply in zip(waiting, self.judge.ask(questions, deadline - time.monotonic()), strict=True):
-                self._read(vote, reply)
+                if isinstance(reply, JudgeFailure):
+                    vote.failure = reply.reason
+                    continue
+                vote.replies.append(reply)
+                self.counts["num_request_retries"] += reply.num_retries
+                vote.score = find_score(reply.text, self.cfg.score_pattern, self.cfg.min_score, self.cfg.max_score)
+                if vote.score is None:
+                    self.counts["num_replies_without_score"] += 1
+                    logger.info("a reply without a score: %.200r", reply.text)
             waiting = [vote for vote in waiting if vote.score is None and vote.failure is None]
             # A greedy judge would repeat the reply that has no score.
             temperature = max(self.cfg.temperature, self.cfg.retry_temperature)
@@ -172,17 +172,6 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 f"no score from {self.cfg.min_score:g} to {self.cfg.max_score:g} in {len(vote.replies)} replies of "
                 f"the judge, the last of them {vote.replies[-1].text[-200:]!r}"
             )
-
-    def _read(self, vote: _Vote, reply: Reply | JudgeFailure) -> None:
-        if isinstance(reply, JudgeFailure):
-            vote.failure = reply.reason
-            return
-        vote.replies.append(reply)
-        self.counts["num_request_retries"] += reply.num_retries
-        vote.score = find_score(reply.text, self.cfg.score_pattern, self.cfg.min_score, self.cfg.max_score)
-        if vote.score is None:
-            self.counts["num_replies_without_score"] += 1
-            logger.info("a reply without a score: %.200r", reply.text)
 
     def _seed(self, vote: _Vote, attempt: int) -> int | None:
         if self.cfg.seed is None:
@@ -193,8 +182,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """`num_replies_without_score`, `num_request_retries` and `num_failed` (answers without a reward) since the
-        last call."""
+        """Counts since the last call; `num_failed` are answers without a reward."""
         counts = {name: float(self.counts[name]) for name in COUNTS}
         self.counts.clear()
         return batch, counts
@@ -202,7 +190,6 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
 def _metrics(votes: Sequence[_Vote]) -> dict[str, float]:
     scores = [vote.score for vote in votes if vote.score is not None]
-    assert len(scores) == len(votes)
     replies = [reply for vote in votes for reply in vote.replies]
     found = {
         "score": sum(scores) / len(scores),
@@ -240,17 +227,12 @@ class ServerJudge:
         slots = asyncio.Semaphore(self.cfg.concurrency)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.cfg.concurrency)) as session:
             tasks = [asyncio.create_task(self._reply(session, slots, question)) for question in questions]
-            await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
-            for task in tasks:
+            _, late = await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
+            for task in late:
                 task.cancel()
-            replies = await asyncio.gather(*tasks, return_exceptions=True)
-        late = JudgeFailure(f"{self.url}: no reply in the time left for this step (time_limit_s)")
-        found: list[Reply | JudgeFailure] = []
-        for reply in replies:
-            if isinstance(reply, BaseException) and not isinstance(reply, asyncio.CancelledError):
-                raise reply
-            found.append(late if isinstance(reply, BaseException) else reply)
-        return found
+            await asyncio.wait(tasks)
+        no_time = JudgeFailure(f"{self.url}: no reply in the time left for this step (time_limit_s)")
+        return [no_time if task.cancelled() else task.result() for task in tasks]
 
     async def _reply(
         self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, question: Question
@@ -300,7 +282,7 @@ class ModelJudge:
         self.device = torch.device("cuda" if cfg.resources.gpus_per_node else "cpu")
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(cfg.model_name, padding_side="left")
-            model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=cfg.precision)
+            model: Any = AutoModelForCausalLM.from_pretrained(cfg.model_name, dtype=getattr(torch, cfg.precision))
         except (OSError, ValueError) as error:
             raise ValueError(f"model_name: the judge {cfg.model_name!r} cannot be loaded: {error}") from error
         if self.tokenizer.chat_template is None:

@@ -12,11 +12,10 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
-    OURS,
     ActorsConfig,
     AnyEnvironmentConfig,
     EnvironmentConfig,
@@ -30,34 +29,22 @@ MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; e
 
 
 def register_env(env_name: str, actor_class_fqn: str) -> None:
-    """Make a class (`package.module.Class` or `package.module:Class`) available as `env.<section>.type: <env_name>`.
-
-    Raises:
-        ValueError: when the name is taken.
-    """
+    """Make a class (`package.module.Class` or `package.module:Class`) available as `env.<section>.type: <env_name>`."""
     if env_name in ENV_REGISTRY:
         raise ValueError(f"an environment named {env_name!r} is registered already")
-    ENV_REGISTRY[env_name] = {"actor_class_fqn": actor_class_fqn}
+    ENV_REGISTRY[env_name] = actor_class_fqn
 
 
 def find_env_class(env_type: str) -> Any:
-    """The class (plain or a Ray actor class) behind a registry name or an import path.
-
-    Raises:
-        ValueError: when there is none.
-    """
-    path = ENV_REGISTRY[env_type]["actor_class_fqn"] if env_type in ENV_REGISTRY else env_type
+    """The class (plain or a Ray actor class) behind a registry name or an import path. ValueError without one."""
+    path = ENV_REGISTRY.get(env_type, env_type)
     if ":" not in path and "." not in path:
-        return find(ENV_REGISTRY, path, "environment")
+        path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name
     return import_object(path, "environment")
 
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
-    """The environment of a section in this process, without an actor; see `create_env`.
-
-    Raises:
-        ValueError: for an unknown environment.
-    """
+    """The environment of a section in this process, without an actor; see `create_env`."""
     env_type, options = _type_and_options(env_name, env_config)
     env_class: Any = find_env_class(env_type)
     if isinstance(env_class, ActorClass):
@@ -65,42 +52,32 @@ def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[st
     return env_class(options)
 
 
+def create_envs(
+    env: Mapping[str, AnyEnvironmentConfig | Mapping[str, Any]], cluster: RayVirtualCluster
+) -> dict[str, list[Any]]:
+    """Start the environments of a run: section of `env` -> its `num_actors` actors; see `create_env`.
+
+    Raises:
+        ValueError: for an unknown environment, or when `cluster` leaves fewer GPUs than all of them ask for together.
+    """
+    cluster.bundles()  # otherwise reserved at first use, and its GPUs would look free
+    _check_gpus(environment_gpus(env), ray.available_resources().get("GPU", 0.0))
+    actors: dict[str, list[Any]] = {}
+    for name, config in env.items():
+        num_actors = config.num_actors if isinstance(config, ActorsConfig | EnvironmentConfig) else 1
+        actors[name] = [create_env(name, config) for _ in range(num_actors)]
+    return actors
+
+
 def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     """Start the environment of section `env.<env_name>` as a Ray actor and return its handle.
 
     `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
-    as one dictionary. The actor imports from the driver's import paths and is restarted when its process dies.
-
-    Raises:
-        ValueError: for an unknown environment, and one that asks for a GPU when none is left.
+    as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
     """
-    _check_gpus(environment_gpus({env_name: env_config}), _free_gpus())
-    return _start(env_name, env_config)
-
-
-def create_envs(
-    env: Mapping[str, AnyEnvironmentConfig | Mapping[str, Any]], cluster: RayVirtualCluster
-) -> dict[str, list[Any]]:
-    """Start the environments of a run on what its own `cluster` leaves; see `create_env`.
-
-    Returns the `num_actors` actors of each section of `env`.
-
-    Raises:
-        ValueError: for an unknown environment, and when fewer GPUs are free than all of them ask for together.
-    """
-    cluster.bundles()  # booked at first use otherwise, and its GPUs would look free
-    _check_gpus(environment_gpus(env), _free_gpus())
-    return {name: [_start(name, config) for _ in range(_num_actors(config))] for name, config in env.items()}
-
-
-def _num_actors(config: AnyEnvironmentConfig | Mapping[str, Any]) -> int:
-    return config.num_actors if isinstance(config, ActorsConfig | EnvironmentConfig) else 1
-
-
-def _start(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> Any:
     env_type, options = _type_and_options(env_name, env_config)
     env_class = find_env_class(env_type)
-    # The worker process imports the class by name, so it needs the paths it was found on here.
+    # The worker process imports the class by name, so it needs the import paths of this process.
     runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
@@ -116,8 +93,8 @@ def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None
     """Return once the environments of `create_envs`, by section of `env`, are constructed.
 
     Raises:
-        ValueError: naming the environment whose constructor raised, and where, or which is not there after `timeout_s`
-            seconds, which are for all of them together.
+        ValueError: naming the environment whose constructor raised, and where, or one that has not started when
+            `timeout_s` seconds for all of them are over.
     """
     deadline = time.monotonic() + timeout_s
     ready = {name: [actor.__ray_ready__.remote() for actor in handles] for name, handles in actors.items()}
@@ -126,8 +103,8 @@ def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None
             ray.get(refs, timeout=max(0.0, deadline - time.monotonic()))
         except GetTimeoutError as error:
             raise ValueError(
-                f"environment {name!r} (env.{name}) has not started in {timeout_s:.4g} s. It may wait for a GPU that "
-                f"others hold (env.{name}.resources: lower gpus_per_node, there or in cluster), or for its model to be "
+                f"environment {name!r} (env.{name}) has not started in {timeout_s:.4g} s. It may wait for a GPU in "
+                f"use (env.{name}.resources: lower gpus_per_node, there or in cluster), or for its model to be "
                 "loaded (raise cluster.worker_timeout_s)"
             ) from error
         except RayActorError as error:
@@ -136,13 +113,9 @@ def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None
             raise ValueError(f"environment {name!r} (env.{name}) cannot be started: {lines[-1]} ({where})") from error
 
 
-def _free_gpus() -> float:
-    return ray.available_resources().get("GPU", 0.0)
-
-
 def _check_gpus(wanted: Mapping[str, int], free: float) -> None:
     total = sum(wanted.values())
-    if total > free:  # Ray would wait for it for ever
+    if total > free:  # Ray would wait forever
         asked = ", ".join(f"env.{name}.resources.gpus_per_node={number}" for name, number in wanted.items())
         first = next(iter(wanted))
         raise ValueError(
@@ -156,8 +129,5 @@ def _type_and_options(
 ) -> tuple[str, dict[str, Any]]:
     if isinstance(env_config, EnvironmentConfig):
         return env_config.type, env_config.options
-    if isinstance(env_config, StrictModel):
-        env_type = next(name for name, model in OURS.items() if isinstance(env_config, model))
-        return env_type, env_config.model_dump(exclude={"type"})
-    options = dict(env_config)
+    options = env_config.model_dump() if isinstance(env_config, StrictModel) else dict(env_config)
     return options.pop("type", env_name), options

@@ -1,4 +1,7 @@
-"""Questions answered after searching a corpus: the model asks for passages, reads them, and answers."""
+"""Questions answered after searching a corpus: the model asks for passages, reads them, and answers.
+
+The environment, the comparison of answers, and the corpus with its BM25 index.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import LLMMessageLogType
-from nemo_rl.utils import task_formats as retrieval_tags
 from nemo_rl.utils.files import cache_root, file_lock
 from nemo_rl.utils.registry import import_object
-from nemo_rl.utils.task_formats import STOP_STRINGS, find_action
-
-# -- A corpus of passages and its BM25 index, made once and read from disk by every process after that.
+from nemo_rl.utils.task_formats import STOP_STRINGS, find_action, passages
 
 logger = logging.getLogger(__name__)
 
@@ -36,157 +36,24 @@ WORD = r"(?u)\b\w+\b"
 BATCH = 1000  # rows that are read at a time
 
 
-class TableColumn(Sequence[str]):
-    """A column of a table of the package datasets, which stays on disk."""
-
-    def __init__(self, table: Any, column: str) -> None:
-        self.table = table
-        self.column = column
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: Any) -> Any:
-        return str(self.table[int(index)][self.column])
-
-    def __iter__(self) -> Iterator[str]:
-        for batch in self.table.iter(batch_size=BATCH):
-            yield from map(str, batch[self.column])
-
-
-def load_corpus(name: str, *, split: str, text_column: str, kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """The passages of a file, a Hugging Face path or a function (`package.module:function`).
-
-    Raises:
-        ValueError: for a corpus that cannot be found or read, without passages, or without the column.
-        FileNotFoundError: for a file that is not there.
-    """
-    rows = import_object(name, "corpus")(**kwargs) if ":" in name else _table(name, split)
-    if len(rows) == 0:
-        raise ValueError(f"the corpus {name!r} is empty: it has no row")
-    if text_column not in rows[0]:
-        raise ValueError(
-            f"the corpus {name!r} has no column {text_column!r} (text_column); its columns are: {', '.join(rows[0])}"
-        )
-    return [str(row[text_column]) for row in rows] if ":" in name else TableColumn(rows, text_column)
-
-
-def check_corpus(name: str) -> None:
-    """Whether the file or the function of a corpus is there, without reading it; nothing is asked of Hugging Face.
-
-    Raises:
-        ValueError: for a function that cannot be imported.
-        FileNotFoundError: for a file that is not there.
-    """
-    if ":" in name:
-        import_object(name, "corpus")
-    elif Path(name).suffix in FORMATS:
-        _check_file(name)
-
-
-def _check_file(name: str) -> None:
-    if not Path(name).is_file():
-        raise FileNotFoundError(f"the corpus {name!r} does not exist (looked in {Path.cwd()})")
-
-
-def _table(name: str, split: str) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
-    suffix = Path(name).suffix
-    if suffix in FORMATS:
-        _check_file(name)
-        return datasets.load_dataset(FORMATS[suffix], data_files=name)["train"]
-    try:
-        loaded = datasets.load_dataset(name)
-    except (DatasetNotFoundError, ConnectionError) as error:
-        raise ValueError(
-            f"the corpus {name!r} is no file ({', '.join(FORMATS)}), and on Hugging Face it cannot be had: {error}"
-        ) from error
-    if split not in loaded:
-        raise ValueError(f"the corpus {name!r} has no split {split!r}; it has {', '.join(map(str, loaded))}")
-    return loaded[split]
-
-
-class PassageIndex:
-    """BM25 over a corpus (Robertson and Zaragoza 2009, in the form of Lucene), from the package bm25s.
-
-    The index lies in a folder below `cache` that is named by the passages and settings; it is made by the first process
-    that needs it and mapped into memory by all, so that several actors share one copy.
-    """
-
-    def __init__(self, corpus: Sequence[str], *, k1: float, b: float, stopwords: str | None, cache: Path) -> None:
-        self.corpus = corpus
-        self.stopwords: str | list[str] = stopwords or []
-        settings = {"k1": k1, "b": b, "stopwords": stopwords, "words": WORD, "bm25s": bm25s.__version__}
-        self.folder = cache / _digest(corpus, settings)
-        if not self.folder.is_dir():
-            cache.mkdir(parents=True, exist_ok=True)
-            with file_lock(self.folder.with_name(self.folder.name + ".lock")):
-                if not self.folder.is_dir():
-                    self._make(k1, b)
-        self._index: Any = bm25s.BM25.load(self.folder, mmap=True, load_corpus=False, show_progress=False)
-
-    def _make(self, k1: float, b: float) -> None:
-        logger.info("making the index of %d passages in %s, once", len(self.corpus), self.folder)
-        work = Path(tempfile.mkdtemp(prefix=self.folder.name + ".tmp-", dir=self.folder.parent))
-        try:
-            words = bm25s.tokenize(list(self.corpus), token_pattern=WORD, stopwords=self.stopwords, show_progress=False)
-            index = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
-            index.index(words, show_progress=False)
-            index.save(work, show_progress=False)
-            work.rename(self.folder)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-    def search(self, query: str, num_results: int) -> list[int]:
-        """Numbers of the best passages that have a word of the query, best first; of equal ones, lower numbers first.
-
-        Repeated words of the query count once for each time.
-        """
-        words = bm25s.tokenize(
-            query, token_pattern=WORD, stopwords=self.stopwords, return_ids=False, show_progress=False
-        )
-        assert isinstance(words, list)
-        known = sorted(self._index.get_tokens_ids(words[0]))
-        if not known:
-            return []
-        scores = self._index.get_scores_from_ids(known)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > num_results:
-            threshold = np.partition(scores[found], -num_results)[-num_results]
-            found = found[scores[found] >= threshold]
-        order = np.lexsort((found, -scores[found]))[:num_results]
-        return found[order].tolist()
-
-
-def _digest(corpus: Sequence[str], settings: Mapping[str, Any]) -> str:
-    digest = xxhash.xxh128(json.dumps(settings, sort_keys=True).encode())
-    for text in corpus:
-        encoded = text.encode()
-        digest.update(len(encoded).to_bytes(8, "little"))
-        digest.update(encoded)
-    return digest.hexdigest()
-
-
 NOTHING_FOUND = "Nothing was found."
 NO_SEARCHES_LEFT = "No searches are left: give the answer in <answer> </answer>."
 NEITHER = "Search with <retrieve> </retrieve>, or give the answer in <answer> </answer>."
 
 
 class RetrievalMetadata(TypedDict):
-    """What a row gives, and what an episode carries from turn to turn."""
+    """A row has `ground_truth`; the rest is the state of an episode."""
 
-    ground_truth: str | list[str]  # the answer, or all that are right
+    ground_truth: str | list[str]  # the right answer, or all right answers
     searches: NotRequired[int]
-    hits: NotRequired[int]  # searches of which a shown passage has the answer
+    hits: NotRequired[int]  # searches that showed the answer
 
 
 class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
     """`<retrieve>words</retrieve>` is answered with numbered passages; `<answer>text</answer>` ends the episode.
 
-    The reward compares the answer with `metadata["ground_truth"]`; searches are not rewarded. A turn with neither is
-    told what there is.
+    The reward compares the answer with `metadata["ground_truth"]`. Metrics of a conversation: `searches_per_sample`,
+    and after a search `hit_rate`, the share of its searches that showed the answer.
 
     Raises:
         ValueError, FileNotFoundError: for a corpus that cannot be read.
@@ -243,10 +110,10 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
         shown = self._passages(action.query)
         hit = any(mentions(text, truth) for text in shown for truth in truths)
         state = {**state, "searches": searches + 1, "hits": state.get("hits", 0) + hit}
-        return retrieval_tags.passages(shown) or NOTHING_FOUND, state, None, 0.0
+        return passages(shown) or NOTHING_FOUND, state, None, 0.0
 
     def _passages(self, query: str) -> list[str]:
-        """What a search shows, within the limits."""
+        """The passages that a search shows, within the limits."""
         room = self.cfg.max_observation_characters
         shown: list[str] = []
         for number in self.index.search(query, self.cfg.num_results):
@@ -260,11 +127,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Metrics of a batch with `rewards` [B], `is_end` [B] (an answer was given) and `message_log`, a list.
-
-        searches_per_sample  mean number of searches
-        hit_rate             share of a sample's searches that showed the answer, mean over samples that searched
-        """
+        """Metrics of a batch with `rewards` [B] and `is_end` [B] (an answer was given)."""
         return batch, {
             "correct_rate": (batch["rewards"] >= 1).float().mean().item(),
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
@@ -272,7 +135,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
 
 
 def accepted_answers(truth: str | Sequence[str]) -> list[str]:
-    """The answers that are right, one at least."""
+    """The right answers, at least one."""
     answers = [truth] if isinstance(truth, str) else [str(one) for one in truth]
     if not answers:
         raise ValueError("the row has no right answer: its ground_truth is an empty list")
@@ -280,7 +143,7 @@ def accepted_answers(truth: str | Sequence[str]) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """Without case, punctuation, articles and further spaces, as SQuAD compares answers (Rajpurkar et al. 2016)."""
+    """Without case, punctuation, articles and extra spaces, as SQuAD compares answers (Rajpurkar et al. 2016)."""
     plain = "".join(character for character in text.lower() if character not in string.punctuation)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain).split())
 
@@ -296,5 +159,127 @@ def score(answer: str, truth: str, kind: str) -> float:
 
 
 def mentions(text: str, truth: str) -> bool:
-    """Whether a passage has the words of the answer, in their order."""
+    """Whether a passage has the words of the answer in order."""
     return f" {normalised(truth)} " in f" {normalised(text)} "
+
+
+class TableColumn(Sequence[str]):
+    """A column of a table of the package datasets, as text; it stays on disk."""
+
+    def __init__(self, table: Any, column: str) -> None:
+        self.table, self.column = table, column
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: Any) -> Any:
+        return str(self.table[int(index)][self.column])
+
+    def __iter__(self) -> Iterator[str]:
+        for batch in self.table.iter(batch_size=BATCH):
+            yield from map(str, batch[self.column])
+
+
+def load_corpus(name: str, *, split: str, text_column: str, kwargs: Mapping[str, Any]) -> Sequence[str]:
+    """The passages of a file, a Hugging Face path or a function (`package.module:function`).
+
+    Raises:
+        ValueError, FileNotFoundError: for a corpus that is missing, unreadable or empty, or lacks the column.
+    """
+    rows = import_object(name, "corpus")(**kwargs) if ":" in name else _table(name, split)
+    if len(rows) == 0:
+        raise ValueError(f"the corpus {name!r} is empty: it has no row")
+    if text_column not in rows[0]:
+        raise ValueError(
+            f"the corpus {name!r} has no column {text_column!r} (text_column); its columns are: {', '.join(rows[0])}"
+        )
+    return [str(row[text_column]) for row in rows] if ":" in name else TableColumn(rows, text_column)
+
+
+def check_corpus(name: str) -> None:
+    """Check that the file or the function of a corpus exists, without reading it or asking Hugging Face.
+
+    Raises:
+        ValueError: for a function that cannot be imported.
+        FileNotFoundError: for a file that does not exist.
+    """
+    if ":" in name:
+        import_object(name, "corpus")
+    elif Path(name).suffix in FORMATS and not Path(name).is_file():
+        raise FileNotFoundError(f"the corpus {name!r} does not exist (looked in {Path.cwd()})")
+
+
+def _table(name: str, split: str) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetNotFoundError
+
+    suffix = Path(name).suffix
+    if suffix in FORMATS:
+        check_corpus(name)
+        return datasets.load_dataset(FORMATS[suffix], data_files=name)["train"]
+    try:
+        loaded = datasets.load_dataset(name)
+    except (DatasetNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"the corpus {name!r} is no file ({', '.join(FORMATS)}), and Hugging Face does not give it: {error}"
+        ) from error
+    if split not in loaded:
+        raise ValueError(f"the corpus {name!r} has no split {split!r}; it has {', '.join(map(str, loaded))}")
+    return loaded[split]
+
+
+class PassageIndex:
+    """BM25 over a corpus (Robertson and Zaragoza 2009, in the form of Lucene), from the package bm25s.
+
+    The index is in a folder below `cache`, named by a digest of passages and settings. The first process makes it; all
+    map it into memory, so that several actors share one copy.
+    """
+
+    def __init__(self, corpus: Sequence[str], *, k1: float, b: float, stopwords: str | None, cache: Path) -> None:
+        self.corpus = corpus
+        self.stopwords: str | list[str] = stopwords or []
+        settings = {"k1": k1, "b": b, "stopwords": stopwords, "words": WORD, "bm25s": bm25s.__version__}
+        digest = xxhash.xxh128(json.dumps(settings, sort_keys=True).encode())
+        for text in corpus:
+            encoded = text.encode()
+            digest.update(len(encoded).to_bytes(8, "little"))
+            digest.update(encoded)
+        self.folder = cache / digest.hexdigest()
+        if not self.folder.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            with file_lock(self.folder.with_name(self.folder.name + ".lock")):
+                if not self.folder.is_dir():
+                    self._make(k1, b)
+        self._index: Any = bm25s.BM25.load(self.folder, mmap=True, load_corpus=False, show_progress=False)
+
+    def _make(self, k1: float, b: float) -> None:
+        logger.info("making the index of %d passages in %s", len(self.corpus), self.folder)
+        work = Path(tempfile.mkdtemp(prefix=self.folder.name + ".tmp-", dir=self.folder.parent))
+        try:
+            words = bm25s.tokenize(list(self.corpus), token_pattern=WORD, stopwords=self.stopwords, show_progress=False)
+            index = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
+            index.index(words, show_progress=False)
+            index.save(work, show_progress=False)
+            work.rename(self.folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+    def search(self, query: str, num_results: int) -> list[int]:
+        """The indices of the best passages that have a word of the query, best first, equal ones in corpus order.
+
+        A repeated word of the query counts each time.
+        """
+        words = bm25s.tokenize(
+            query, token_pattern=WORD, stopwords=self.stopwords, return_ids=False, show_progress=False
+        )
+        assert isinstance(words, list)
+        known = sorted(self._index.get_tokens_ids(words[0]))
+        if not known:
+            return []
+        scores = self._index.get_scores_from_ids(known)
+        found = np.flatnonzero(scores > 0)
+        if len(found) > num_results:
+            threshold = np.partition(scores[found], -num_results)[-num_results]
+            found = found[scores[found] >= threshold]
+        order = np.lexsort((found, -scores[found]))[:num_results]
+        return found[order].tolist()

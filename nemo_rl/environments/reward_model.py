@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,36 +12,28 @@ from jinja2.exceptions import TemplateError
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.rewards import conversation_and_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.tokenizer import get_tokenizer, strftime_now
 
-logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TEMPLATE_ROLE = {"environment": "user"}  # by which chat templates know whoever is no assistant
-
 
 class ConversationMetadata(TypedDict):
-    """What `conversation_processor` gives."""
+    """The metadata of `conversation_processor`."""
 
-    messages: list[dict[str, str]]  # what was said before the policy's first turn
-
-
-# -- where a model lies
+    messages: list[dict[str, str]]  # the conversation before the policy's first turn
 
 
 @dataclass(frozen=True)
 class RewardModelFiles:
-    """`model`: a Hugging Face directory or name. `weights`: where its tensors are; None: in `model` itself."""
+    """`model`: a Hugging Face directory or name. `weights`: the folder of its tensors; None: `model` itself."""
 
     model: str
     tokenizer: str
@@ -52,8 +43,7 @@ class RewardModelFiles:
 def find_reward_model(name: str) -> RewardModelFiles:
     """The files of a Hugging Face model, or of a checkpoint: `step_N`, or the `policy` in it.
 
-    Raises:
-        ValueError: for a checkpoint that holds adapters alone.
+    ValueError for a checkpoint that holds adapters only.
     """
     for policy in (Path(name) / "policy", Path(name)):
         weights = policy / "weights"
@@ -72,44 +62,34 @@ def find_reward_model(name: str) -> RewardModelFiles:
 def load_reward_model(files: RewardModelFiles, dtype: torch.dtype) -> PreTrainedModel:
     """A classifier of transformers with one label, in evaluation mode, on the CPU.
 
-    Raises:
-        ValueError: it is none, or its files are not all there.
+    ValueError for another model, or missing files or weights.
     """
     try:
         config = AutoConfig.from_pretrained(files.model)
     except (OSError, ValueError) as error:
         raise ValueError(f"model_name: the reward model {files.model!r} cannot be loaded: {error}") from error
-    _check(config, files.model)
-    if files.weights is None:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            files.model, dtype=dtype, output_loading_info=True
+    kind = (config.architectures or ["a model of unknown architecture"])[0]
+    is_classifier = kind.endswith("ForSequenceClassification")
+    if not is_classifier or config.num_labels != 1:
+        labels = f" with {config.num_labels} labels" if is_classifier else ""
+        raise ValueError(
+            f"model_name: {files.model!r} is no reward model but {kind}{labels}; wanted is a sequence classifier with "
+            "one label, as examples/run_rm.py trains them"
         )
-        model, loading = loaded
-        if loading["missing_keys"]:
-            raise ValueError(
-                f"model_name: {files.model!r} has no weights for {', '.join(sorted(loading['missing_keys'])[:4])}"
-            )
+    if files.weights is not None:
+        model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        load_tensors(model.state_dict(), files.weights)
         return model.eval()
-    model = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
-    load_tensors(model.state_dict(), files.weights)
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(files.model, dtype=dtype, output_loading_info=True)
+    model, loading = loaded
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:4])
+        raise ValueError(f"model_name: {files.model!r} has no weights for {missing}")
     return model.eval()
 
 
-def _check(config: PretrainedConfig, name: str) -> None:
-    kind = (config.architectures or ["a model of unknown architecture"])[0]
-    if not kind.endswith("ForSequenceClassification") or config.num_labels != 1:
-        raise ValueError(
-            f"model_name: {name!r} is no reward model but {kind}"
-            + (f" with {config.num_labels} labels" if kind.endswith("ForSequenceClassification") else "")
-            + "; wanted is a sequence classifier with one label, as examples/run_rm.py trains them"
-        )
-
-
-# -- scoring
-
-
 def _score_layer(model: PreTrainedModel) -> torch.nn.Linear:
-    """The layer from a state to the score: the linear one with one output outside the base model."""
+    """The layer from a state to the score: the linear layer with one output outside the base model."""
     beside = [child for name, child in model.named_children() if name != model.base_model_prefix]
     layers = [layer for child in beside for layer in child.modules() if isinstance(layer, torch.nn.Linear)]
     layers = [layer for layer in layers if layer.out_features == 1]
@@ -121,16 +101,11 @@ def _score_layer(model: PreTrainedModel) -> torch.nn.Linear:
     return layers[0]
 
 
-def _compute_in_float32(layer: torch.nn.Linear) -> None:
-    layer.float()
-    layer.register_forward_pre_hook(lambda _, states: tuple(state.float() for state in states))
-
-
 class RewardScorer:
-    """Scores of conversations, each from the state of its last token, found as transformers does.
+    """Scores of conversations, each from the state of its last token, as transformers finds it.
 
-    Whatever the precision of the model, its last layer computes in float32, as training of reward models does: bfloat16
-    has 2^-7 between two scores near 1, and the samples of a group would often tie.
+    The last layer always computes in float32, as training of reward models does: in bfloat16, scores near 1 are 2^-7
+    apart, and the samples of a group would often tie.
     """
 
     def __init__(self, cfg: RewardModelEnvironmentConfig, device: torch.device) -> None:
@@ -140,8 +115,9 @@ class RewardScorer:
             raise ValueError(f"checkpoint_path: {source!r} is no checkpoint; give a step_N directory")
         name = files.tokenizer if cfg.tokenizer.name == cfg.model_name else cfg.tokenizer.name
         self.tokenizer: PreTrainedTokenizerFast = get_tokenizer(cfg.tokenizer.model_copy(update={"name": name}))
-        self.model = load_reward_model(files, DTYPES[cfg.precision]).to(device)  # pyright: ignore[reportArgumentType]
-        _compute_in_float32(_score_layer(self.model))
+        self.model = load_reward_model(files, getattr(torch, cfg.precision)).to(device)  # pyright: ignore[reportArgumentType]
+        layer = _score_layer(self.model).float()
+        layer.register_forward_pre_hook(lambda _, states: tuple(state.float() for state in states))
         self.device = device
         self.cfg = cfg
         text = self.model.config.get_text_config()
@@ -152,13 +128,10 @@ class RewardScorer:
         self.max_length = cfg.max_total_sequence_length or text.to_dict().get("max_position_embeddings")
 
     def tokenize(self, conversation: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation.
-
-        Raises:
-            ValueError: the template refuses it, or it is too long.
-        """
+        """The tokens of a conversation. ValueError when the template refuses it, or it is too long."""
+        # Chat templates know the role `user` for the other side, and no role `environment`.
         messages = [
-            {"role": TEMPLATE_ROLE.get(message["role"], message["role"]), "content": message["content"]}
+            {"role": message["role"].replace("environment", "user"), "content": message["content"]}
             for message in conversation
         ]
         try:
@@ -196,13 +169,9 @@ class RewardScorer:
 
     def _score_rows(self, rows: list[list[int]]) -> torch.Tensor:
         width = max(len(row) for row in rows)
-        padded = [row + [self.pad_token_id] * (width - len(row)) for row in rows]
-        mask = [[1] * len(row) + [0] * (width - len(row)) for row in rows]
-        logits = self.model(
-            input_ids=torch.tensor(padded, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
-            use_cache=False,
-        ).logits
+        padded = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=self.device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.device)
+        logits = self.model(input_ids=padded, attention_mask=mask, use_cache=False).logits
         assert logits.dtype == torch.float32
         return logits[:, 0].cpu()
 
@@ -217,23 +186,13 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[ConversationMetadata]
     ) -> EnvironmentReturn[ConversationMetadata]:
-        """One turn, then the episode is over.
-
-        Raises:
-            ValueError: without the conversation in the metadata, or as `RewardScorer.tokenize`.
-        """
-        scores = self.scorer.score(
-            [_conversation(log, known) for log, known in zip(message_log_batch, metadata, strict=True)]
-        )
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: reward {score:.4f}"} for score in scores.tolist()
-            ],
-            metadata=metadata,
-            next_stop_strings=[None] * len(metadata),
-            rewards=scores,
-            terminateds=torch.ones(len(metadata)),
-        )
+        """One turn, then the episode is over. ValueError as `RewardScorer.tokenize`, or without the conversation."""
+        conversations = []
+        for log, known in zip(message_log_batch, metadata, strict=True):
+            said, turns = conversation_and_turns(log, known, reader="a reward model")
+            conversations.append([*said, *({"role": turn["role"], "content": str(turn["content"])} for turn in turns)])
+        scores = self.scorer.score(conversations)
+        return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)
 
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
@@ -248,16 +207,3 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
             "generation_lengths": batch["generation_lengths"].float().mean().item(),
         }
-
-
-def _conversation(log: LLMMessageLogType, metadata: ConversationMetadata) -> list[dict[str, str]]:
-    """What the row says, as it stands there, and the turns since: the log's prompt went through a template already."""
-    if not metadata or "messages" not in metadata:
-        raise ValueError(
-            "a reward model reads the conversation of the row, which this dataset's processor does not hand on; set "
-            "processor: conversation_processor for the dataset (or in data.default)"
-        )
-    said = metadata["messages"]
-    has_task_prompt = log[0]["role"] == "system" and said[0]["role"] != "system"
-    turns = log[len(said) + has_task_prompt :]
-    return [*said, *({"role": message["role"], "content": str(message["content"])} for message in turns)]

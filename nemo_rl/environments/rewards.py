@@ -11,30 +11,26 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.environments.math.verification import VERIFIERS, exact_integer
-from nemo_rl.environments.math.verifier_pool import Verification, VerifierPool, died
+from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died
 from nemo_rl.utils.registry import find
 
 RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]
 
 
-def _has_group(pattern: str) -> str:
-    if re.compile(_is_pattern(pattern)).groups == 0:
-        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
-    return pattern
-
-
-def _is_pattern(pattern: str) -> str:
+def _is_pattern(pattern: str, *, has_group: bool = False) -> str:
     try:
-        re.compile(pattern, re.DOTALL)
+        groups = re.compile(pattern, re.DOTALL).groups
     except re.error as error:
         raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    if has_group and groups == 0:
+        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
     return pattern
 
 
@@ -46,7 +42,7 @@ def _is_verifier(name: str) -> str:
 
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, AfterValidator(_is_pattern)]
-PatternWithGroup = Annotated[str, AfterValidator(_has_group)]
+PatternWithGroup = Annotated[str, AfterValidator(partial(_is_pattern, has_group=True))]
 Verifier = Annotated[str, AfterValidator(_is_verifier)]
 
 
@@ -56,12 +52,9 @@ def response_text(messages: Messages) -> str:
 
 
 def conversation_and_turns(log: Messages, metadata: Any, *, reader: str) -> tuple[list[dict[str, str]], Messages]:
-    """The conversation of the row as the row has it, `metadata["messages"]`, and the turns that follow it in `log`.
+    """The conversation of the row, `metadata["messages"]`, and the turns that follow it in `log`.
 
-    The prompt in `log` has gone through the policy's chat template already.
-
-    Raises:
-        ValueError: the processor gives no messages; `reader` names the environment.
+    In `log` the prompt has gone through the policy's chat template already. ValueError without messages.
     """
     if not metadata or "messages" not in metadata:
         raise ValueError(
@@ -89,7 +82,7 @@ def format_reward(
     think_tag: Text = "think",
     answer_tag: Text = "answer",
 ) -> float:
-    """1 where the response, without white space around it, is `pattern` from end to end; `.` matches line ends too.
+    """1 if the response, without white space around it, is `pattern` from end to end; `.` matches line ends too.
 
     Without a pattern: `<think>...</think>` and then `<answer>...</answer>`, each once.
     """
@@ -113,34 +106,32 @@ def exact_answer(
     ignore_case: bool = False,
     alphanumeric: bool = False,
 ) -> float:
-    """1 where the answer is `metadata[key]`, white space around both aside.
+    """1 if the answer is `metadata[key]`, apart from white space around both.
 
     The answer is the first group of the last match of `pattern`, or, without one, the whole response. `alphanumeric`
-    compares letters and digits alone.
+    compares letters and digits only.
     """
+
+    def plain(text: str) -> str:
+        text = "".join(filter(str.isalnum, text)) if alphanumeric else text.strip()
+        return text.casefold() if ignore_case else text
+
     answer = response_text(messages)
     if pattern is not None:
         found = list(re.finditer(pattern, answer, re.DOTALL))
         if not found:
             return 0.0
         answer = found[-1][1] or ""
-    return float(
-        _plain(answer, ignore_case, alphanumeric) == _plain(_expected(metadata, key), ignore_case, alphanumeric)
-    )
+    return float(plain(answer) == plain(_expected(metadata, key)))
 
 
 def exact_answer_alphanumeric(
     messages: Messages, metadata: Any, *, answer_tag: Text = "answer", key: Text = "ground_truth"
 ) -> float:
-    """1 where the last `<answer>...</answer>` has the letters and digits of `metadata[key]`, in any case."""
+    """1 if the last `<answer>...</answer>` has the letters and digits of `metadata[key]`, in any case."""
     tag = re.escape(answer_tag)
     pattern = f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
     return exact_answer(messages, metadata, pattern=pattern, key=key, ignore_case=True, alphanumeric=True)
-
-
-def _plain(text: str, ignore_case: bool, alphanumeric: bool) -> str:
-    text = "".join(filter(str.isalnum, text)) if alphanumeric else text.strip()
-    return text.casefold() if ignore_case else text
 
 
 _verifiers = threading.local()  # one process for each thread that verifies
@@ -154,24 +145,17 @@ def math_expression(
     math_verify_impl: Verifier = "hf_math_verify",
     verify_timeout_s: Annotated[float, Field(gt=0)] = 5.0,
 ) -> float:
-    """1 where the response gives a mathematical expression equal to `metadata[key]`, as the math environment checks it.
+    """1 if the response gives a mathematical expression equal to `metadata[key]`, as the math environment checks it.
 
-    A verification that takes longer than `verify_timeout_s` is ended with its process and counts as wrong.
-
-    Raises:
-        ValueError: for a `math_verify_impl` that is none.
-        RuntimeError: when the verification ended its process twice, so that there is no verdict.
+    A verification that takes longer than `verify_timeout_s` is ended and counts as wrong. RuntimeError when there is no
+    verdict.
     """
     _is_verifier(math_verify_impl)
-    response, truth = response_text(messages), _expected(metadata, key)
-    certain = exact_integer(response, truth) if math_verify_impl == "hf_math_verify" else None
-    if certain is not None:
-        return float(certain[0])
+    job = Verification(math_verify_impl, response_text(messages), _expected(metadata, key))
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:
         pools[verify_timeout_s] = VerifierPool(1, verify_timeout_s)
-    job = Verification(verifier=math_verify_impl, response=response, ground_truth=truth)
-    [result] = pools[verify_timeout_s].verify([job])
+    [result] = pools[verify_timeout_s].run([job])
     if result.failure == "died":
         raise RuntimeError(died(job))
     return float(result.correct)
@@ -212,11 +196,7 @@ REWARD_FUNCTIONS: dict[str, RewardFunction] = {
 
 
 def find_reward_function(name: str) -> RewardFunction:
-    """The function of a registry name or an import path (`package.module:function`).
-
-    Raises:
-        ValueError: when there is none.
-    """
+    """The function of a registry name or an import path (`package.module:function`). ValueError without one."""
     function = find(REWARD_FUNCTIONS, name, "reward function")
     if not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}, not a function")

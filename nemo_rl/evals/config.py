@@ -1,4 +1,4 @@
-"""Configuration of an evaluation: what is asked, how answers are sampled, which data and environments."""
+"""Configuration of an evaluation: metric, sampling, datasets and environments."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.errors import nearest_key
-from nemo_rl.config.rules import NotYet, anything, one_of
+from nemo_rl.config.errors import did_you_mean
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import TokenizerConfig
+from nemo_rl.utils.config import ClusterConfig
 
 WITHOUT_ANSWERS = ("reward_model", "llm_judge")  # environments that score and extract nothing
 
@@ -35,8 +34,8 @@ class EvalConfig(StrictModel):
     """Seed of everything random."""
 
     save_path: str | None = None
-    """Folder of samples and results; the same command continues what is there. null: results/eval/ and a name made of
-    model, datasets and settings."""
+    """Folder of samples and results; the same command continues an evaluation. null: results/eval/ and a name
+    made of model, datasets and settings."""
 
     max_rollout_turns: int = Field(default=1, ge=1)
     """Turns of a sample with its environment."""
@@ -47,14 +46,12 @@ class EvalConfig(StrictModel):
     env_step_timeout_s: float = Field(default=300.0, gt=0)
     """Time limit for one step of an environment; past it the sample counts as failed."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.k_value > self.num_tests_per_prompt:
-            yield (
-                "k_value",
-                f"{self.k_value} is more than num_tests_per_prompt={self.num_tests_per_prompt}; set "
-                f"num_tests_per_prompt to {self.k_value} or more (four times as many make a good estimate), or k_value "
-                f"to {self.num_tests_per_prompt} or less",
-            )
+    rules: ClassVar = {
+        "k_value > {num_tests_per_prompt}": (
+            "{k_value} is more than num_tests_per_prompt={num_tests_per_prompt}; set num_tests_per_prompt to {k_value} "
+            "or more (four times as many make a good estimate), or k_value to {num_tests_per_prompt} or less"
+        ),
+    }
 
 
 class EvalVllmConfig(VllmConfig):
@@ -89,26 +86,23 @@ class EvalGenerationConfig(GenerationConfig):
     vllm_cfg: EvalVllmConfig
     """The vLLM engine."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        if self.num_prompts_per_step == 0:
-            yield "num_prompts_per_step", "must be 1 or more, or -1 for as many as keep the engines busy"
-        if self.vllm_cfg.expose_http_server:
-            yield "vllm_cfg.expose_http_server", "an evaluation is over before anybody could ask: set it to false"
-        if self.backend != "vllm":
-            yield "backend", f"{self.backend} is for training, whose policy generates; here engines do: set vllm"
-        sampled = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-        asked = {"temperature": self.val_temperature, "top_p": self.val_top_p, "top_k": self.val_top_k}
-        for name, value in asked.items():
-            if value != sampled[name]:
-                yield f"val_{name}", f"is for validation during training; an evaluation samples with {name}: set that"
+    rules: ClassVar = {
+        "num_prompts_per_step=0": "must be 1 or more, or -1 to keep the engines busy; set one of these",
+        "vllm_cfg.expose_http_server": "an evaluation ends before anybody could ask; set it to false",
+        "backend != vllm": "{backend} is for training, whose policy generates; set it to vllm",
+        "colocated.enabled=false": "nothing trains here, so engines have all machines; set it to true",
+        **{
+            f"val_{name} != {{{name}}}": f"is for validation during training; set {name}, which an evaluation uses"
+            for name in ("temperature", "top_p", "top_k")
+        },
+    }
 
 
 class EvalTokenizerConfig(TokenizerConfig):
     """The tokenizer."""
 
     name: Annotated[str, Derived("${generation.model_name}")]
-    """Hugging Face name or folder; that of the model by default, with a checkpoint the one saved in it."""
+    """Hugging Face name or folder; by default the model's, or the tokenizer saved in a checkpoint."""
 
 
 class EvalDatasetConfig(StrictModel):
@@ -140,7 +134,7 @@ class EvalDatasetConfig(StrictModel):
     """Seed of what the dataset draws: the order of GPQA's options, generated problems."""
 
     download_dir: str | None = None
-    """Cache folder of downloads; null: that of Hugging Face."""
+    """Cache folder of downloads; null: Hugging Face's."""
 
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the dataset, e.g. `{num_samples: 1000}` of the generated `arithmetic` dataset."""
@@ -157,15 +151,20 @@ class EvalDatasetConfig(StrictModel):
     env_name: str | None = None
     """Section of `env` that judges the answers; null: the first math environment whose `verifier_type` is right."""
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        if self.dataset_name in EVAL_DATASETS:
-            for key in ("problem_key", "solution_key", "file_format"):
-                if self.model_dump()[key] is not None:
-                    yield key, f"{self.dataset_name} has columns of its own; remove it, or name the file: dataset_name"
+    rules: ClassVar = {
+        f"{key} and has_own_columns": (
+            "{dataset_name} has columns of its own; remove it, or name the file: dataset_name"
+        )
+        for key in ("problem_key", "solution_key", "file_format")
+    }
+
+    @property
+    def has_own_columns(self) -> bool:
+        return self.dataset_name in EVAL_DATASETS
 
 
 class EvalDataConfig(EvalDatasetConfig):
-    """What is asked: one dataset, or several under `datasets`, and the texts around each problem."""
+    """The problems: one dataset, or several under `datasets`, and the texts around each problem."""
 
     prompt_file: str | None = None
     """Text file with the prompt template, `{}` standing for the problem; null: the problem alone."""
@@ -177,7 +176,7 @@ class EvalDataConfig(EvalDatasetConfig):
     """Several datasets, in place of `dataset_name`."""
 
     max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
-    """Tokens of the longest prompt; a longer one is not asked, and counted."""
+    """Tokens of the longest prompt; longer ones are left out and counted."""
 
     not_yet: ClassVar = (NotYet("num_workers", anything),)
 
@@ -188,12 +187,16 @@ class EvalDataConfig(EvalDatasetConfig):
             return self.datasets
         return [EvalDatasetConfig(**{name: self.model_dump()[name] for name in EvalDatasetConfig.model_fields})]
 
+    rules: ClassVar = {
+        "datasets excludes dataset_name": (
+            "and dataset_name={dataset_name} are both set; set dataset_name=null, or move it in"
+        ),
+        "dataset_name=null requires datasets": (
+            "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl; or several datasets"
+        ),
+    }
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        if self.datasets and self.dataset_name is not None:
-            yield "datasets", f"and dataset_name={self.dataset_name} are both set; set dataset_name=null, or move it in"
-        if not self.datasets and self.dataset_name is None:
-            yield "dataset_name", "name a dataset, e.g. dataset_name: math500, or a file: dataset_name: my_rows.jsonl"
         for index, dataset in enumerate(self.datasets):
             if dataset.dataset_name is None:
                 yield f"datasets.{index}.dataset_name", "name a dataset, e.g. math500, or a file"
@@ -212,7 +215,7 @@ class EvalMasterConfig(StrictModel):
     """The tokenizer."""
 
     data: EvalDataConfig
-    """What is asked: one dataset, or several, and the texts around each problem."""
+    """The problems: one dataset, or several, and the texts around each problem."""
 
     env: EnvSection
     """Environments that judge the answers, by name."""
@@ -222,43 +225,30 @@ class EvalMasterConfig(StrictModel):
 
     not_yet: ClassVar = (NotYet("env.should_use_nemo_gym", one_of(False, None)),)
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        num, longest = self.eval.num_tests_per_prompt, self.generation.vllm_cfg.max_model_len
-        if num > 1 and self.generation.temperature == 0:
-            yield (
-                "generation.temperature",
-                f"0 gives {num} equal samples of each prompt (eval.num_tests_per_prompt={num}); set it above 0, for "
-                "instance 0.6, or eval.num_tests_per_prompt=1",
-            )
-        yield from check_sections(self.env, self.eval.env_step_timeout_s)
-        if self.data.max_input_seq_length > longest:
-            yield (
-                "data.max_input_seq_length",
-                f"{self.data.max_input_seq_length} is more than generation.vllm_cfg.max_model_len={longest}: such "
-                "prompts could never be answered; use at most that",
-            )
-        yield from self._check_engines()
-        for index, dataset in enumerate(self.data.chosen):
-            yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
+    rules: ClassVar = {
+        "generation.temperature=0 and eval.num_tests_per_prompt > 1": (
+            "0 gives {eval.num_tests_per_prompt} equal samples of each prompt (eval.num_tests_per_prompt="
+            "{eval.num_tests_per_prompt}); set it above 0, for instance 0.6, or eval.num_tests_per_prompt=1"
+        ),
+        "data.max_input_seq_length > {generation.vllm_cfg.max_model_len}": (
+            "{data.max_input_seq_length} is more than generation.vllm_cfg.max_model_len="
+            "{generation.vllm_cfg.max_model_len}: such prompts could never be answered; use at most that"
+        ),
+    }
 
-    def _check_engines(self) -> Iterator[tuple[str, str]]:
-        if not self.generation.colocated.enabled:
-            yield "generation.colocated.enabled", "nothing trains here, so engines have all machines; set it to true"
+    def cross_checks(self) -> Iterator[tuple[str, str]]:
+        yield from check_sections(self.env, self.eval.env_step_timeout_s)
         size, per_node = self.generation.vllm_cfg.engine_size, self.cluster.workers_per_node
         if per_node % size:
-            works = ", ".join(str(number) for number in range(1, per_node + 1) if per_node % number == 0)
-            kind = "GPUs" if self.cluster.use_gpus else "CPU workers"
-            yield (
-                "generation.vllm_cfg.tensor_parallel_size",
-                f"engines of {size} do not fill nodes of {per_node} {kind}; these would: {works}",
-            )
+            text = f"engines of {size} do not fill nodes of {per_node} {self.cluster.kind}"
+            yield "generation.vllm_cfg.tensor_parallel_size", f"{text}; these would: {divisors(per_node)}"
+        for index, dataset in enumerate(self.data.chosen):
+            yield from self._check_environment(dataset, f"data.datasets.{index}" if self.data.datasets else "data")
 
     def _check_environment(self, dataset: EvalDatasetConfig, key: str) -> Iterator[tuple[str, str]]:
         name = self.environment_of(dataset)
         if dataset.env_name is not None and dataset.env_name not in self.env:
-            near = nearest_key(dataset.env_name, self.env)
-            fix = f"did you mean {near}?" if near else f"there are: {', '.join(self.env) or 'none'}"
-            yield f"{key}.env_name", f"no section env.{dataset.env_name}; {fix}"
+            yield f"{key}.env_name", f"no section env.{dataset.env_name}; {did_you_mean(dataset.env_name, self.env)}"
         elif name is None:
             kind = answer_kind(dataset.dataset_name)
             yield (
@@ -281,6 +271,6 @@ class EvalMasterConfig(StrictModel):
         return next((n for n in fitting if self.env[n].model_dump()["verifier_type"] == kind), None)
 
     def processor_of(self, dataset: EvalDatasetConfig) -> str:
-        """The processor of a dataset: its own, or the one asked for."""
+        """The processor of a dataset: `processor`, or else the dataset's own."""
         is_math = answer_kind(dataset.dataset_name) == "math"
         return dataset.processor or ("math_hf_data_processor" if is_math else "multichoice_qa_processor")

@@ -1,19 +1,24 @@
-"""Numbers of an evaluation, from the rewards and answers of n samples of each prompt. Pure functions.
+"""Numbers of an evaluation, from the rewards and answers of n samples of each prompt, and the table that shows them.
 
-Samples that failed have no outcome: they count in `failed_rate` alone, and n is what is left.
+Samples that failed have no outcome: they count in `failed_rate` only, and n is the number of the others.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
 
 from nemo_rl.algorithms.trainers.metrics import pass_at_k
 from nemo_rl.types import SampleStatus
+from nemo_rl.utils.console import visible
 
 SUCCESS_REWARD = 1.0
 Z_95 = 1.959963984540054  # 0.975 quantile of the standard normal distribution
@@ -22,7 +27,7 @@ SCORED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What counts of one sample."""
+    """What the metrics need of one sample."""
 
     status: SampleStatus
     reward: float
@@ -37,9 +42,9 @@ def cons_at_k(answers: Sequence[str | None], correct: Sequence[float], k: int) -
     """Expected correctness of the answer that most of `k` samples give, drawn without replacement from n.
 
     Self-consistency (Wang et al. 2022, arXiv 2203.11171, sec. 2). `answers` [n] are compared as texts; a sample without
-    one abstains. `correct` [n] is 1 or 0; an answer counts as the mean of its samples. A tie is drawn by lot, a vote
-    without any answer is wrong. The expectation over all C(n, k) draws is exact: of the draws in which an answer has m
-    votes and no other more, those with t others at m count 1 / (t + 1).
+    an answer abstains. `correct` [n] is 1 or 0; an answer counts as the mean of its samples. A tie is broken at random,
+    and a vote without any answer is wrong. The expectation over all C(n, k) draws is exact: a draw in which an answer
+    has m votes, t other answers have m votes too and none has more counts 1 / (t + 1).
 
     Raises:
         ValueError: when there are fewer than `k` samples.
@@ -84,7 +89,7 @@ def _weight_of_wins(size: int, others: list[int], num_abstaining: int, k: int) -
 
 
 def clustered_interval(values: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """95% confidence interval of the mean of all values, those of one prompt being dependent; None for one prompt.
+    """95% confidence interval of the mean of all values, with dependent values of one prompt. None for one prompt.
 
     mean -+ 1.96 SE with SE^2 = C / (C - 1) * sum_c (sum_i (x_ci - mean))^2 / N^2 over the C prompts and N values: the
     cluster-robust standard error (Miller 2024, arXiv 2411.00640, sec. 2.2), with the small-sample factor of the number
@@ -159,18 +164,46 @@ def _pass_at(scored: Sequence[Sequence[Outcome]], k: int) -> dict[str, float | N
     }
 
 
-def by_dataset(
-    prompts: Mapping[str, Sequence[Sequence[Outcome]]], *, metric: str, k: int
-) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Over all prompts of all datasets, each prompt counting the same, and by dataset."""
-    everything = [prompt for group in prompts.values() for prompt in group]
-    each = {name: summarize(group, metric=metric, k=k) for name, group in prompts.items()}
-    return summarize(everything, metric=metric, k=k), each
-
-
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
 def _mean_or_none(values: Sequence[float]) -> float | None:
     return _mean(values) if values else None
+
+
+# -- the table
+
+
+def show_results(results: Mapping[str, Any], file: TextIO | None = None) -> None:
+    """Print a table: one line for each dataset and, if there are several, one over all prompts."""
+    num = results["config"]["eval"]["num_tests_per_prompt"]
+    table = Table(title=f"{visible(results['model'])}, {num} sample{'s' if num > 1 else ''} of each prompt")
+    headings = ("dataset", "prompts", results["metric"], "95%", "mean reward", "95%", "tokens", "truncated", "failed")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "dataset" else "right", no_wrap=True)
+    rows = dict(results["datasets"])
+    if len(rows) > 1:
+        rows["all"] = results["overall"]
+    for name, row in rows.items():
+        table.add_row(
+            visible(name),
+            f"{row['num_prompts']:,}",
+            _number(row["score"], ".4f"),
+            _interval(row["score_ci95"]),
+            _number(row["mean"], ".4f"),
+            _interval(row["mean_ci95"]),
+            _number(row["mean_length"], ",.1f"),
+            _number(row["truncated_rate"], ".1%"),
+            _number(row["failed_rate"], ".1%"),
+        )
+    out = file or sys.stdout
+    Console(file=out, highlight=False, width=None if out.isatty() else 160).print(table)  # a log file folds no line
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _interval(bounds: tuple[float, float] | None) -> str:
+    return "-" if bounds is None else f"{bounds[0]:.4f} - {bounds[1]:.4f}"

@@ -1,4 +1,4 @@
-"""What an evaluation would run where. Starts nothing, loads nothing."""
+"""The placement that `--dry-run` of an evaluation describes. Starts nothing and loads no heavy package."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU_CONFIG = "examples/configs/evals/eval_cpu.yaml"
 
 
 def describe_placement(cfg: EvalMasterConfig) -> str:
-    """Text for people: what is asked of which model, judged by whom, and where the engines are."""
+    """Describe the metric, the datasets with their environments, and the devices of the engines."""
     num, cluster = cfg.eval.num_tests_per_prompt, cfg.cluster
     size = cfg.generation.vllm_cfg.engine_size
     device = "GPU" if cluster.use_gpus else "CPU worker"
@@ -39,10 +39,7 @@ def describe_placement(cfg: EvalMasterConfig) -> str:
 def check_hardware(
     cfg: EvalMasterConfig, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
 ) -> None:
-    """ConfigError when there are too few GPUs for the engines and the environments that judge.
-
-    See `nemo_rl.algorithms.setup.placement.check_hardware`.
-    """
+    """Raise ConfigError if there are too few GPUs for engines and environments; see `placement.check_hardware`."""
     used = {cfg.environment_of(dataset) for dataset in cfg.data.chosen}
     apart = environment_gpus(sections_of(cfg.env, [name for name in used if name is not None]))
     placement.check_hardware(

@@ -1,33 +1,30 @@
-"""A whole evaluation: prepare, play what is not played yet, write, report."""
+"""A whole evaluation: prepare, sample what is missing, write, report."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-import xxhash
-
-from nemo_rl.algorithms.setup.launch import RUN_ERRORS, USER_ERRORS
-from nemo_rl.algorithms.setup.preflight import check_environment_inputs, check_prompts, sections_to_start
-from nemo_rl.algorithms.setup.rollout_parts import train_sampling, worker_settings
+from nemo_rl.algorithms.setup.launch import run_command, start_cluster, start_ray
+from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts
+from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
+from nemo_rl.algorithms.setup.rollouts import sections_to_start
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.data import EvalData, load_eval_data
-from nemo_rl.evals.model import EvalModel, in_eval_keys, prepare_model
-from nemo_rl.evals.report import make_results, show_results
+from nemo_rl.evals.inputs import EvalData, EvalModel, in_eval_keys, load_eval_data, prepare_model
+from nemo_rl.evals.metrics import Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -36,6 +33,7 @@ from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.console import RunConsole, format_duration
+from nemo_rl.utils.files import digest
 from nemo_rl.utils.seeds import sample_seed, seed_everything
 
 COLOCATED_GROUPS = 2  # generation and the rollout worker share each bundle
@@ -59,46 +57,42 @@ class Inputs:
 
 
 def run_eval(config: EvalMasterConfig) -> int:
-    """Prepare, sample, judge, report. Returns the exit status: 2 for what the user has to change, 1 for what broke."""
-    console = RunConsole(num_steps=1)
-    console.configure_logging()
-    folder: Path | None = None
-    try:
-        inputs = prepare(config)
-        folder = inputs.folder
-        num_samples = config.eval.num_tests_per_prompt
-        with open_folder(folder, inputs.identity, dump_config(config), num_samples) as samples:
-            _say_what_is_there(samples, inputs.data, console)
-            play(config, inputs, samples, console)
-            results = make_results(config, inputs.model, outcomes_by_dataset(inputs.data, samples))
-            path = samples.write_results(results)
-        show_results(results)
-    except RUN_ERRORS as error:
-        console.error(in_eval_keys(f"{error}\nthe samples so far are in {folder}; the same command continues"))
-        return 1
-    except USER_ERRORS as error:
-        console.error(in_eval_keys(str(error)))
-        return 2
-    except KeyboardInterrupt:
-        console.warn("interrupted; the same command continues")
-        return 130
-    console.info(f"done; the numbers are in {path}, the samples in {samples.path}")
-    return 0
+    """Prepare, sample, score, report. Returns the exit status (see `run_command`)."""
+    return run_command(
+        lambda: prepare(config),
+        partial(evaluate, config),
+        folder=lambda inputs: inputs.folder,
+        num_steps=1,
+        files="the samples so far are",
+        again="continues",
+        spell=in_eval_keys,
+    )
+
+
+def evaluate(config: EvalMasterConfig, inputs: Inputs, folder: Path, console: RunConsole) -> str:
+    """Sample what is not in the folder yet, and write and show the results. Returns the last message."""
+    with open_folder(folder, inputs.identity, dump_config(config), config.eval.num_tests_per_prompt) as samples:
+        _report_start(samples, inputs.data, console)
+        play(config, inputs, samples, console)
+        results = make_results(config, inputs.model, outcomes_by_dataset(inputs.data, samples))
+        path = samples.write_results(results)
+    show_results(results)
+    return f"done; the numbers are in {path}, the samples in {samples.path}"
 
 
 def prepare(config: EvalMasterConfig) -> Inputs:
-    """Load what needs no worker, and find what is wrong with it.
+    """Load and check what needs no worker.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
     """
     seed_everything(config.eval.seed)
     data = load_eval_data(config)
-    check_environment_inputs(config.env, data.environments)
+    check_environments(config.env, data.environments)
     model = prepare_model(config)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_prompts(process, data.prompts, "evaluation")
-    sampling = train_sampling(config.generation, model.tokenizer)
+    sampling = sampling_params(config.generation, model.tokenizer)
     identity = {
         **model.identity,
         **data.identity(config),
@@ -125,24 +119,35 @@ def prepare(config: EvalMasterConfig) -> Inputs:
 def _folder(config: EvalMasterConfig, data: EvalData, identity: dict[str, Any]) -> Path:
     if config.eval.save_path is not None:
         return Path(config.eval.save_path).expanduser()
-    digest = xxhash.xxh3_64_hexdigest(strict_json.dumps(identity).encode())[:8]
-    names = [config.generation.model_name, *data.tasks]
-    return Path("results/eval") / "_".join([*(re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in names), digest])
+    names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in (config.generation.model_name, *data.tasks)]
+    return Path("results/eval") / "_".join([*names, digest(strict_json.dumps(identity))[:8]])
 
 
-def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Any]]]:
+def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Outcome]]]:
     """The samples of each prompt, in the order of the data."""
-    found: dict[str, list[list[Any]]] = {part.name: [] for part in data.prompts.parts}
-    for prompt in _prompts(data):
+    found: dict[str, list[list[Outcome]]] = {part.name: [] for part in data.prompts.parts}
+    for prompt in data.all_prompts():
         found[prompt.task_name].append(samples.outcomes[prompt.prompt_id])
     return found
 
 
-def _prompts(data: EvalData) -> Iterator[Prompt]:
-    return (data.prompts[index] for index in range(len(data.prompts)))
+def make_results(
+    config: EvalMasterConfig, model: EvalModel, prompts: Mapping[str, list[list[Outcome]]]
+) -> dict[str, Any]:
+    """The content of results.json. `prompts`: dataset -> samples of each of its prompts."""
+    metric, k = config.eval.metric, config.eval.k_value
+    return {
+        "metric": metric.replace("@k", f"@{k}"),
+        "model": model.name,
+        # Every prompt counts the same, whichever dataset it is from.
+        "overall": summarize([prompt for group in prompts.values() for prompt in group], metric=metric, k=k),
+        "datasets": {name: summarize(group, metric=metric, k=k) for name, group in prompts.items()},
+        "identity": model.identity,
+        "config": config.model_dump(),
+    }
 
 
-def _say_what_is_there(samples: SampleFolder, data: EvalData, console: RunConsole) -> None:
+def _report_start(samples: SampleFolder, data: EvalData, console: RunConsole) -> None:
     if samples.num_bytes_dropped:
         console.warn(f"{samples.path}: {samples.num_bytes_dropped} bytes of unfinished samples are dropped")
     num, total = len(samples.outcomes), len(data.prompts)
@@ -158,25 +163,24 @@ def _say_what_is_there(samples: SampleFolder, data: EvalData, console: RunConsol
 
 
 def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, console: RunConsole) -> None:
-    """Sample and judge every prompt that is not in the folder yet, and write each as it is finished.
+    """Sample and score every prompt that is not in the folder yet, and write each one when it is finished.
 
     Raises:
-        TooManyFailures: when more samples have no outcome than `eval.max_failed_sample_fraction` allows. Prompts with
-            such samples are not written then: the same command asks them again.
+        TooManyFailures: if more samples failed than `eval.max_failed_sample_fraction` allows. Prompts with failed
+            samples are then not written, so the same command samples them again.
     """
-    left = [prompt for prompt in _prompts(inputs.data) if prompt.prompt_id not in samples.outcomes]
+    left = [prompt for prompt in inputs.data.all_prompts() if prompt.prompt_id not in samples.outcomes]
     if not left:
         return
     with ExitStack() as stack:
-        init_ray(str(samples.folder))
-        stack.callback(ray.shutdown)
+        start_ray(stack, samples.folder)
         collector, num_engines = _start(config, stack, inputs)
         num = config.eval.num_tests_per_prompt
         in_flight = config.generation.num_prompts_per_step
         if in_flight == -1:
             in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // num)
         writer = _Writer(config, inputs, samples, console, collector, {prompt.prompt_id: prompt for prompt in left})
-        _ask(left, num, train_sampling(config.generation, inputs.model.tokenizer), in_flight, collector, writer)
+        _ask(left, num, sampling_params(config.generation, inputs.model.tokenizer), in_flight, collector, writer)
 
 
 def _ask(
@@ -187,7 +191,7 @@ def _ask(
     collector: RolloutCollector,
     writer: _Writer,
 ) -> None:
-    """Play and write every prompt; again those whose groups were lost with the rollout worker that held them."""
+    """Sample and write every prompt, and repeat the prompts whose groups were lost with the rollout worker."""
     while prompts:
         requests = (
             GroupRequest(
@@ -207,19 +211,11 @@ def _ask(
 
 
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
-    """The running collector and the number of engines; everything ends with the stack."""
+    """The running collector and the number of engines. Everything ends with the stack."""
     machines = config.cluster
-    cluster = stack.enter_context(
-        RayVirtualCluster(
-            [machines.workers_per_node] * machines.num_nodes,
-            use_gpus=machines.use_gpus,
-            max_colocated_worker_groups=COLOCATED_GROUPS,
-            num_gpus_per_node=machines.gpus_per_node,
-            name="eval",
-        )
-    )
+    cluster = start_cluster(machines, stack, COLOCATED_GROUPS, "eval")
     accelerator = Accelerator(exclusive=machines.use_gpus)
-    # Begun here, so that they start while the model loads.
+    # Created first, so that they start while the model loads.
     environments = create_envs(sections_to_start(config.env, inputs.data.environments), cluster)
     generation = VllmGeneration(
         cluster,
@@ -260,9 +256,9 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
 
 
 class _Writer:
-    """Finished groups -> lines on disk, every few seconds; what went wrong is counted and said.
+    """Writes finished groups to disk every few seconds, and counts and reports failures.
 
-    What was said is fetched at once: a group lies in the memory of the rollout worker, and is gone when that dies.
+    It fetches conversations immediately, because a group is lost if the rollout worker that holds it dies.
     """
 
     def __init__(
@@ -281,19 +277,18 @@ class _Writer:
         self.collector = collector
         self.prompts = prompts
         self.pending: list[list[SampleRecord]] = []
-        self.num_losses = 0  # of groups, since some were last fetched
-        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or asked again
+        self.num_losses = 0  # failed fetches in a row
+        self.held_back: list[list[SampleRecord]] = []  # with failed samples: written at the end, or sampled again
         self.reasons: dict[str, int] = {}
         self.num_tokens = 0
         self.num_played = 0
         self.started = self.written_at = self.shown_at = time.monotonic()
 
     def take(self, handles: Sequence[GroupHandle]) -> list[Prompt]:
-        """Note finished groups; write and show when it is time.
+        """Add finished groups; write and report from time to time.
 
-        Returns the prompts to be asked again: their groups ended with the rollout worker before they were fetched.
-
-        Raises WorkerError when that happens again and again, and when the worker raised.
+        Returns the prompts to repeat: their groups were lost with the rollout worker before they were fetched. Raises
+        WorkerError if that happens too often in a row, or if the worker raised.
         """
         lost: list[Prompt] = []
         try:
@@ -320,7 +315,7 @@ class _Writer:
         return lost
 
     def finish(self) -> None:
-        """Write everything that is left."""
+        """Write the remaining groups."""
         self._write()
         self.samples.append(self.held_back)
         too_long = [p for p, group in self.samples.outcomes.items() if group[0].status is SampleStatus.PROMPT_TOO_LONG]
@@ -367,10 +362,7 @@ class _Writer:
         )
 
     def _check_answers(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        """cons@k needs an environment that finds answers; of one that is not ours this shows with its first verdicts.
-
-        Raises ValueError.
-        """
+        """Raise ValueError if cons@k is to be computed and an environment of the user returns no answers."""
         if self.config.eval.metric != "cons@k":
             return
         for name, task in self.inputs.data.tasks.items():

@@ -1,8 +1,8 @@
-"""The folder of an evaluation: samples as they are finished, so that the same command goes on where it stopped.
+"""The folder of an evaluation, from which the same command continues.
 
 identity.json    what decides the samples: model, tokenizer, data, prompts, environments, sampling, seed
 config.yaml      the resolved configuration
-samples.jsonl    one line per sample; the samples of a prompt stand together, in order
+samples.jsonl    one line per sample; the samples of a prompt follow one another, in order
 results.json     numbers, once all samples are there
 """
 
@@ -73,10 +73,7 @@ class SampleFolder:
         return self.folder / SAMPLES
 
     def append(self, groups: Sequence[Sequence[SampleRecord]]) -> None:
-        """Write all samples of some prompts; they are on stable storage when this returns.
-
-        Raises LogError when they cannot be written: the disk is full.
-        """
+        """Write all samples of some prompts to stable storage. Raises LogError if the disk is full."""
         lines = [strict_json.dumps(asdict(record)) + "\n" for group in groups for record in group]
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -102,9 +99,9 @@ class SampleFolder:
         return path
 
     def _read(self) -> int:
-        """Take in what a process before this one wrote. Returns the bytes that it left unfinished, which are cut off.
+        """Read what an earlier process wrote, and cut off the groups that it left unfinished. Returns their bytes.
 
-        Raises ValueError for a line in the middle that cannot be read.
+        Raises ValueError for a damaged line before the last one.
         """
         if not self.path.is_file():
             return 0
@@ -134,7 +131,7 @@ class SampleFolder:
 
 
 def _follows(record: SampleRecord, group: Sequence[SampleRecord]) -> bool:
-    """Whether a sample is the next one of a prompt of which `group` came before it."""
+    """Whether a sample is the next one after `group`, the samples of the same prompt."""
     return record.sample_index == len(group) and all(record.prompt_id == before.prompt_id for before in group[:1])
 
 
@@ -153,11 +150,11 @@ def _parse(line: bytes) -> SampleRecord | None:
 def open_folder(
     folder: Path, identity: Mapping[str, Any], config_yaml: str, num_samples: int
 ) -> Iterator[SampleFolder]:
-    """The evaluation in `folder`, begun now or continued.
+    """The evaluation in `folder`, new or continued.
 
     Raises:
-        CheckpointError: when another evaluation is there, with every difference, or another process writes to it.
-        ValueError: when the folder cannot be written to, or its samples are damaged.
+        CheckpointError: if the folder holds another evaluation, listing every difference, or another process uses it.
+        ValueError: if the folder cannot be written to, or its samples are damaged.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +193,7 @@ def _check_identity(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file that is whole at every moment."""
+    """Replace a file atomically."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         write_synced(partial, text)

@@ -185,13 +185,6 @@ def device_key(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-_IPC_FIELDS = (
-    ("storage_handle", 7), ("storage_bytes", 8), ("storage_offset", 9),
-    ("counter", 11), ("counter_offset", 12), ("event", 13), ("event_sync", 14),
-)  # fmt: skip
-"""Arguments of `rebuild_cuda_tensor` that the reader does not know, by position. They travel without a pickle."""
-
-
 class CudaIpcBuffer(TransferBuffer):
     """Device memory exported once through CUDA IPC; the reader must be on the same physical GPU."""
 
@@ -208,9 +201,10 @@ class CudaIpcBuffer(TransferBuffer):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         reduced: tuple[Any, tuple[Any, ...]] = reduce_tensor(buffer)
         arguments = reduced[1]
-        handle = {name: arguments[position] for name, position in _IPC_FIELDS}
-        handle = {name: value.hex() if isinstance(value, bytes) else value for name, value in handle.items()}
-        return cls(buffer, {**handle, "tensor_offset": arguments[3], "nbytes": nbytes})
+        # Of the arguments of `rebuild_cuda_tensor`, only these are unknown to the reader. They travel without a pickle.
+        shared = (*arguments[7:10], *arguments[11:15])  # handles of storage, counter and event, sizes and offsets
+        shared = [value.hex() if isinstance(value, bytes) else value for value in shared]
+        return cls(buffer, {"shared": shared, "tensor_offset": arguments[3], "nbytes": nbytes})
 
     @classmethod
     def attach(cls, endpoint: dict[str, Any], device: torch.device) -> CudaIpcBuffer:
@@ -220,13 +214,9 @@ class CudaIpcBuffer(TransferBuffer):
         index = torch.cuda.current_device() if device.index is None else device.index
         size = torch.Size([endpoint["nbytes"]])
         tensor = (torch.Tensor, size, (1,), endpoint["tensor_offset"], torch.storage.TypedStorage, torch.uint8, index)
-        found = {
-            name: bytes.fromhex(endpoint[name]) if isinstance(endpoint[name], str) else endpoint[name]
-            for name, _ in _IPC_FIELDS
-        }
-        values = list(found.values())
+        shared = [bytes.fromhex(value) if isinstance(value, str) else value for value in endpoint["shared"]]
         requires_grad = False
-        return cls(rebuild_cuda_tensor(*tensor, *values[:3], requires_grad, *values[3:]), endpoint)
+        return cls(rebuild_cuda_tensor(*tensor, *shared[:3], requires_grad, *shared[3:]), endpoint)
 
     def endpoint(self) -> dict[str, Any]:
         """The exported handle, as hexadecimal text and numbers."""

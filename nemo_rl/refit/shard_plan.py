@@ -1,9 +1,8 @@
 """Plans which bytes of which rank's shards travel where, so that every receiver gets the tensors it wants.
 
 Sources hold shards: a tensor is split along one dimension, and each shard is held by one rank or by several (replicas).
-Different tensors may be split differently or live on few ranks only (experts, pipeline stages). Receivers want tensors
-or slices of them, in an order of their own. The tensors of each receiver lie in buckets as `PackLayout` places them;
-for every bucket a source sends it one message or none.
+Different tensors may be split differently or live on few ranks only (experts, pipeline stages). Receivers want whole
+tensors, in an order of their own, in the buckets of a `PackLayout`. A source sends at most one message per bucket.
 
     plan = build_plan(metas, sources, wants, nodes=nodes, bucket_bytes=...)   # once, equal on every rank
     local = plan.for_rank(rank)                                               # what this rank sends and receives
@@ -13,12 +12,12 @@ Everything that grows with the number of tensors is done on numpy arrays, all in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from nemo_rl.refit.layout import ALIGNMENT, PackLayout, TensorMeta
+from nemo_rl.refit.layout import PackLayout, TensorMeta
 
 TRAILER_BYTES = 16  # at the end of a message: the fingerprint of the rest, and room to stay aligned
 _MOVE_ALIGNMENT = 16
@@ -28,10 +27,10 @@ Ints = np.ndarray  # int64
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards and who holds (or wants) them: row i is lo[i] to hi[i] of dimension dim[i] of tensor[i], on rank[i].
+    """Shards and who holds them: row i is lo[i] to hi[i] of dimension dim[i] of tensor[i], on rank[i].
 
     All columns are int64 [N]; `tensor` numbers the list of tensors, `rank` the members of the group. A scalar counts as
-    one row with one element. For wanted shards, the order of a rank's rows is the order in its buckets.
+    one row with one element.
     """
 
     rank: Ints
@@ -39,14 +38,6 @@ class Shards:
     dim: Ints
     lo: Ints
     hi: Ints
-
-    @classmethod
-    def whole(cls, tensors: Sequence[TensorMeta], rank: Ints, tensor: Ints) -> Shards:
-        """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
-        first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
-        tensor = np.asarray(tensor, dtype=np.int64)
-        zeros = np.zeros(len(tensor), dtype=np.int64)
-        return cls(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
 
     @classmethod
     def concatenate(cls, parts: Sequence[Shards]) -> Shards:
@@ -141,49 +132,17 @@ class ShardPlan(_Messages):
     """The whole plan: messages and the moves in them."""
 
     tensors: tuple[TensorMeta, ...]
-    wants: Shards
-    bucket_bytes: int
-    world_size: int
+    layouts: tuple[PackLayout, ...]  # of each rank's buckets; empty if it receives nothing
     tensor: Ints  # of each move, like the following
     local: Ints  # [moves, dimensions]
     size: Ints  # [moves, dimensions]
     strides: Ints  # [moves, dimensions]
     offset: Ints
-    payload: Ints
 
-    def messages_per_bucket(self) -> Ints:
-        """[ranks, buckets]: number of messages that each receiver gets for each of its buckets."""
-        leaves = self.source != self.receiver
-        key = self.receiver[leaves] * len(self.num_rounds) + self.bucket[leaves]
-        counts = np.bincount(key, minlength=self.world_size * len(self.num_rounds))
-        return counts.reshape(self.world_size, len(self.num_rounds))
-
-    def received_bytes(self) -> Ints:
-        """[ranks]: bytes of weights in each receiver's buckets, including those from itself."""
-        of_message = np.repeat(self.receiver, np.diff(self.first))
-        return _sums_by(of_message, self.payload, self.world_size)
-
-    def transferred_bytes(self) -> Ints:
-        """[ranks, ranks]: bytes in messages from source to receiver, with trailers and alignment."""
-        key = self.source * self.world_size + self.receiver
-        return _sums_by(key, self.nbytes, self.world_size**2).reshape(self.world_size, self.world_size)
-
-    def peak_send_bytes(self) -> int:
-        """Maximum number of bytes that one rank sends in one exchange."""
-        rounds = int(self.num_rounds.max(initial=1))
-        key = (self.bucket * rounds + self.round) * self.world_size + self.source
-        return int(_sums_by(key, self.nbytes, len(self.num_rounds) * rounds * self.world_size).max(initial=0))
-
-    def layout(self, rank: int) -> PackLayout:
-        """The layout of the buckets of `rank`; shapes are those of the slices it wants."""
-        metas = []
-        for row in np.flatnonzero(self.wants.rank == rank).tolist():
-            meta, dim = self.tensors[self.wants.tensor[row]], int(self.wants.dim[row])
-            shape = list(meta.shape)
-            if shape:
-                shape[dim] = int(self.wants.hi[row] - self.wants.lo[row])
-            metas.append(TensorMeta(meta.name, meta.dtype, tuple(shape)))
-        return PackLayout.build(metas, self.bucket_bytes)
+    @property
+    def world_size(self) -> int:
+        """Number of members of the group."""
+        return len(self.layouts)
 
     def for_rank(self, rank: int) -> LocalShardPlan:
         """What `rank` sends, receives, and copies within itself."""
@@ -201,7 +160,7 @@ class ShardPlan(_Messages):
                 peer, messages = (receiver, sends) if source == rank else (source, receives)
                 messages.append(Message(peer, int(self.nbytes[index]), moves))
         fixed = tuple(tuple(Round(tuple(sends), tuple(into)) for sends, into in bucket) for bucket in rounds)
-        return LocalShardPlan(self.tensors, rank, self.world_size, self.layout(rank), fixed, tuple(within))
+        return LocalShardPlan(self.tensors, rank, self.world_size, self.layouts[rank], fixed, tuple(within))
 
     def _moves(self, first: int, stop: int) -> tuple[Move, ...]:
         rows = slice(first, stop)
@@ -216,7 +175,7 @@ class ShardPlan(_Messages):
 def build_plan(
     tensors: Sequence[TensorMeta],
     sources: Shards,
-    wants: Shards,
+    wants: Mapping[int, Sequence[int]],
     *,
     nodes: Sequence[int],
     bucket_bytes: int,
@@ -224,43 +183,40 @@ def build_plan(
 ) -> ShardPlan:
     """The plan. The same arguments give the same plan on every rank.
 
-    `nodes[rank]` is the node of each member of the group. Among replicas, a receiver prefers itself, then ranks on its
+    `wants[rank]`: numbers of the tensors that a receiver wants, in the order of its buckets. `nodes[rank]` is the node
+    of each member of the group. Among replicas, a receiver prefers itself, then ranks on its
     node, then the rank that has least to send. It takes all shards with the same set of holders from one of them, so
     that the choice adds no messages. A bucket of all receivers is sent in one round, or in several if a source would
     otherwise need more than `send_bytes` of memory for its messages (None: two buckets).
 
     Raises:
-        ValueError: the shards of a tensor do not tile it, ranks split it differently, a wanted shard does not exist, a
-            rank holds or wants two shards of a tensor, or a tensor is an adapter, which is not sent this way.
+        ValueError: the shards of a tensor do not tile it, ranks split it differently, a rank holds two shards of it, no
+            rank holds a wanted tensor, or a tensor is an adapter, which is not sent this way.
     """
     table = _TensorTable.of(tensors)
-    held = _HeldShards.of(table, table.checked(sources, "held"))
-    wants = table.checked(wants, "wanted")
-    wants = wants.take(np.argsort(wants.rank, kind="stable"))
-    _refuse_repeats(table, wants, "wants")
-    capacity = -(-bucket_bytes // ALIGNMENT) * ALIGNMENT
-    units = _place_wanted(table, wants, capacity)
-    pairs = _intersect(table, held, wants, units)
-    receiver = wants.rank[units.want[pairs.unit]]
+    held = _HeldShards.of(table, table.checked(sources))
+    lists = [tuple(wants.get(rank, ())) for rank in range(len(nodes))]
+    # Receivers often want the same tensors: each distinct list is placed once.
+    placed = {w: PackLayout.build([tensors[number] for number in w], bucket_bytes) for w in set(lists)}
+    layouts = tuple(placed[wanted] for wanted in lists)
+    units = _units(table, layouts, wants)
+    pairs = _intersect(table, held, units)
+    receiver = units.receiver[pairs.unit]
     chosen = _choose_sources(held, pairs, receiver, np.asarray(nodes, dtype=np.int64))
-    limit = 2 * capacity if send_bytes is None else send_bytes
+    limit = 2 * layouts[0].bucket_bytes if send_bytes is None else send_bytes
     messages, rows = _group(pairs, units, chosen, receiver, world=len(nodes), limit=limit)
     pairs = pairs.take(rows)
-    unit, want = pairs.unit, units.want[pairs.unit]
-    strides = table.strides_of(wants)[want]
-    relative = pairs.lo - table.offsets_of(wants)[want]
+    tensor = units.tensor[pairs.unit]
+    strides = table.strides[tensor]
     return ShardPlan(
         **vars(messages),
         tensors=tuple(tensors),
-        wants=wants,
-        bucket_bytes=bucket_bytes,
-        world_size=len(nodes),
-        tensor=wants.tensor[want],
+        layouts=layouts,
+        tensor=tensor,
         local=pairs.lo - held.origin[pairs.shard],
         size=pairs.hi - pairs.lo,
         strides=strides,
-        offset=units.base[unit] + (relative * strides).sum(axis=1) * table.itemsize[wants.tensor[want]],
-        payload=pairs.nbytes,
+        offset=units.base[pairs.unit] + (pairs.lo * strides).sum(axis=1) * table.itemsize[tensor],
     )
 
 
@@ -269,8 +225,9 @@ def build_plan(
 
 @dataclass(frozen=True)
 class _TensorTable:
-    names: Sequence[TensorMeta]
+    metas: Sequence[TensorMeta]
     shape: Ints  # [T, D], padded with ones
+    strides: Ints  # [T, D], of contiguous tensors
     itemsize: Ints  # [T]
 
     @classmethod
@@ -279,47 +236,27 @@ class _TensorTable:
             raise ValueError("adapters do not travel by a plan of shards; merge them into their weights")
         width = max((len(meta.shape) for meta in metas), default=0) or 1
         shape = np.array([(*m.shape, *(1,) * (width - len(m.shape))) for m in metas], dtype=np.int64)
+        shape = shape.reshape(len(metas), width)
+        ones = np.ones((len(metas), 1), dtype=np.int64)
+        strides = np.concatenate([np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
         sizes = {meta.dtype: meta.torch_dtype.itemsize for meta in {m.dtype: m for m in metas}.values()}
-        itemsize = np.array([sizes[meta.dtype] for meta in metas], dtype=np.int64)
-        return cls(metas, shape.reshape(len(metas), width), itemsize)
+        return cls(metas, shape, strides, np.array([sizes[meta.dtype] for meta in metas], dtype=np.int64))
 
-    def checked(self, shards: Shards, what: str) -> Shards:
+    def checked(self, shards: Shards) -> Shards:
         """The rows; those of whole tensors get dimension 0. ValueError for shards outside their tensor."""
-        bad_tensor = (shards.tensor < 0) | (shards.tensor >= len(self.names))
-        if bad_tensor.any():
-            raise ValueError(f"tensor number {shards.tensor[bad_tensor][0]} is {what}; there are {len(self.names)}")
-        if ((shards.dim < 0) | (shards.dim >= self.shape.shape[1])).any():
-            raise ValueError(f"a shard is {what} of a dimension that no tensor has")
+        assert ((shards.dim >= 0) & (shards.dim < self.shape.shape[1])).all()
         full = self.shape[shards.tensor, shards.dim]
         bad = (shards.lo < 0) | (shards.lo > shards.hi) | (shards.hi > full)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             raise ValueError(
-                f"{self.names[shards.tensor[row]].name}: {shards.lo[row]} to {shards.hi[row]} of dimension "
-                f"{shards.dim[row]} is {what}, which has {full[row]}"
+                f"{self.metas[shards.tensor[row]].name}: {shards.lo[row]} to {shards.hi[row]} of dimension "
+                f"{shards.dim[row]} is held, which has {full[row]}"
             )
         is_whole = (shards.lo == 0) & (shards.hi == full)
         first = self.shape[shards.tensor, 0]
         dim, hi = np.where(is_whole, 0, shards.dim), np.where(is_whole, first, shards.hi)
         return Shards(shards.rank, shards.tensor, dim, shards.lo, hi)
-
-    def offsets_of(self, shards: Shards) -> Ints:
-        """[N, D]: first index of each shard."""
-        offsets = np.zeros((len(shards.tensor), self.shape.shape[1]), dtype=np.int64)
-        offsets[np.arange(len(shards.tensor)), shards.dim] = shards.lo
-        return offsets
-
-    def shapes_of(self, shards: Shards) -> Ints:
-        """[N, D]: shape of each shard."""
-        shape = self.shape[shards.tensor].copy()
-        shape[np.arange(len(shards.tensor)), shards.dim] = shards.hi - shards.lo
-        return shape
-
-    def strides_of(self, shards: Shards) -> Ints:
-        """[N, D]: strides of each shard if it is contiguous."""
-        shape = self.shapes_of(shards)
-        ones = np.ones((len(shape), 1), dtype=np.int64)
-        return np.concatenate([np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
 
 
 @dataclass(frozen=True)
@@ -334,12 +271,12 @@ class _HeldShards:
 
     @classmethod
     def of(cls, table: _TensorTable, sources: Shards) -> _HeldShards:
-        _refuse_repeats(table, sources, "holds")
+        _refuse_repeats(table, sources)
         order = np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor))
         rows = sources.take(order)
         starts = _run_starts(rows.tensor, rows.dim, rows.lo, rows.hi)
         parts = rows.take(starts)
-        counts = np.bincount(parts.tensor, minlength=len(table.names))
+        counts = np.bincount(parts.tensor, minlength=len(table.metas))
         of_tensor = np.append(0, np.cumsum(counts))
         _check_tiling(table, parts)
         holders = np.zeros((len(starts), int(rows.rank.max(initial=0)) + 1), dtype=bool)
@@ -348,18 +285,20 @@ class _HeldShards:
         keys = np.ascontiguousarray(packed).view(np.dtype((np.void, packed.shape[1]))).reshape(-1)
         _, example, set_of = np.unique(keys, return_index=True, return_inverse=True)
         sets = [np.flatnonzero(holders[index]) for index in example.tolist()]
-        origin = table.offsets_of(parts)
-        return cls(origin, origin + table.shapes_of(parts), of_tensor, set_of.reshape(-1), sets)
+        numbers = np.arange(len(starts))
+        origin, end = np.zeros((len(starts), table.shape.shape[1]), dtype=np.int64), table.shape[parts.tensor]
+        origin[numbers, parts.dim], end[numbers, parts.dim] = parts.lo, parts.hi
+        return cls(origin, end, of_tensor, set_of.reshape(-1), sets)
 
 
-def _refuse_repeats(table: _TensorTable, shards: Shards, verb: str) -> None:
+def _refuse_repeats(table: _TensorTable, shards: Shards) -> None:
     """ValueError if a rank has two shards of a tensor."""
     order = np.lexsort((shards.tensor, shards.rank))
     rank, tensor = shards.rank[order], shards.tensor[order]
     twice = np.flatnonzero((rank[1:] == rank[:-1]) & (tensor[1:] == tensor[:-1]))
     if len(twice):
         row = int(twice[0])
-        raise ValueError(f"rank {rank[row]} {verb} two shards of {table.names[tensor[row]].name}; one is possible")
+        raise ValueError(f"rank {rank[row]} holds two shards of {table.metas[tensor[row]].name}; one is possible")
 
 
 def _check_tiling(table: _TensorTable, parts: Shards) -> None:
@@ -375,7 +314,7 @@ def _check_tiling(table: _TensorTable, parts: Shards) -> None:
         of_same = np.flatnonzero(parts.tensor == parts.tensor[row])
         listed = ", ".join(f"{parts.lo[i]} to {parts.hi[i]} of dimension {parts.dim[i]}" for i in of_same[:8].tolist())
         raise ValueError(
-            f"{table.names[parts.tensor[row]].name} {list(table.names[parts.tensor[row]].shape)}: the shards of the "
+            f"{table.metas[parts.tensor[row]].name} {list(table.metas[parts.tensor[row]].shape)}: the shards of the "
             f"ranks do not tile it from begin to end: {listed}"
         )
 
@@ -385,72 +324,52 @@ def _check_tiling(table: _TensorTable, parts: Shards) -> None:
 
 @dataclass(frozen=True)
 class _Units:
-    """Slices of wanted shards that lie in one bucket: nearly always the whole shard.
+    """Slices of wanted tensors that lie in one bucket: nearly always the whole tensor.
 
-    Element x of the shard is at byte `base` + (flat index of x in the shard) x itemsize of the bucket.
+    Element x of the tensor is at byte `base` + (flat index of x) x itemsize of the bucket.
     """
 
-    want: Ints
+    receiver: Ints
+    tensor: Ints
     bucket: Ints
     base: Ints
-    lo: Ints  # [U, D], within the whole tensor
+    lo: Ints  # [U, D]
     hi: Ints
 
 
-def _place_wanted(table: _TensorTable, wants: Shards, capacity: int) -> _Units:
-    """`PackLayout.build` for all receivers, with a Python step per bucket instead of per tensor."""
-    shapes = table.shapes_of(wants)
-    nbytes = shapes.prod(axis=1) * table.itemsize[wants.tensor]
-    bucket, base = np.empty(len(nbytes), dtype=np.int64), np.empty(len(nbytes), dtype=np.int64)
-    split: list[tuple[int, int, int, int, int]] = []  # want, bucket, offset, first byte, number of bytes
-    starts = _run_starts(wants.rank)
-    for begin, end in zip(starts.tolist(), np.append(starts[1:], len(nbytes)).tolist(), strict=True):
-        after = np.cumsum(_round_up(nbytes[begin:end], ALIGNMENT))
-        row, number, used = begin, 0, 0
-        while row < end:
-            before = int(after[row - begin - 1]) if row > begin else 0
-            fitting = begin + int(np.searchsorted(after, before + capacity - used, side="right"))
-            if fitting > row:
-                bucket[row:fitting] = number
-                base[row:fitting] = used + np.append(before, after[row - begin : fitting - begin - 1]) - before
-                row, used = fitting, used + int(after[fitting - begin - 1]) - before
-                continue
-            if used:
-                number, used = number + 1, 0
-            if int(nbytes[row]) <= capacity:
-                continue
-            start, bucket[row] = 0, -1
-            while int(nbytes[row]) - start > capacity:
-                split.append((row, number, 0, start, capacity))
-                number, start = number + 1, start + capacity
-            split.append((row, number, 0, start, int(nbytes[row]) - start))
-            row, used = row + 1, int(_round_up(nbytes[row] - start, ALIGNMENT))
-    whole = np.flatnonzero(bucket >= 0)
-    origin = table.offsets_of(wants)
-    columns = [(whole, bucket[whole], base[whole], origin[whole], origin[whole] + shapes[whole])]
-    columns += [_split_units(table, wants, shapes, origin, *piece) for piece in split]
-    units = _Units(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-    order = np.argsort(units.want, kind="stable")
-    return _Units(units.want[order], units.bucket[order], units.base[order], units.lo[order], units.hi[order])
+def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[int, Sequence[int]]) -> _Units:
+    """The units of all receivers, in the order of their buckets."""
+    known: dict[int, tuple[Ints, ...]] = {}  # by layout, which receivers share
+    columns: list[tuple[Ints, ...]] = []
+    for receiver, numbers in wants.items():
+        layout = layouts[receiver]
+        if id(layout) not in known:
+            known[id(layout)] = _units_of(table, layout, np.asarray(numbers, dtype=np.int64))
+        columns.append((np.full(len(known[id(layout)][0]), receiver), *known[id(layout)]))
+    return _Units(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-def _split_units(
-    table: _TensorTable,
-    wants: Shards,
-    shapes: Ints,
-    origin: Ints,
-    want: int,
-    bucket: int,
-    offset: int,
-    start: int,
-    count: int,
-) -> tuple[Ints, Ints, Ints, Ints, Ints]:
-    itemsize = int(table.itemsize[wants.tensor[want]])
-    slices = _slices_of_range(shapes[want].tolist(), start // itemsize, (start + count) // itemsize)
-    lo = np.array([low for low, _ in slices], dtype=np.int64) + origin[want]
-    hi = np.array([high for _, high in slices], dtype=np.int64) + origin[want]
-    same = np.ones(len(slices), dtype=np.int64)
-    return same * want, same * bucket, same * (offset - start), lo, hi
+def _units_of(table: _TensorTable, layout: PackLayout, numbers: Ints) -> tuple[Ints, ...]:
+    """Tensor, bucket, base, lo and hi of every unit of a layout whose tensors are `numbers`."""
+    pieces = [(p.tensor, at, p.offset - p.start) for at, bucket in enumerate(layout.buckets) for p in bucket]
+    index, bucket, base = np.array(pieces, dtype=np.int64).reshape(len(pieces), 3).T
+    tensor = numbers[index]
+    order = np.arange(len(pieces))
+    lo, hi = np.zeros((len(pieces), table.shape.shape[1]), dtype=np.int64), table.shape[tensor]
+    is_whole = np.bincount(index, minlength=len(numbers))[index] == 1
+    all_orders, all_lo, all_hi = [order[is_whole]], [lo[is_whole]], [hi[is_whole]]
+    flat = [piece for pieces_of in layout.buckets for piece in pieces_of]
+    for row in np.flatnonzero(~is_whole).tolist():
+        piece, itemsize = flat[row], int(table.itemsize[tensor[row]])
+        first, stop = piece.start // itemsize, (piece.start + piece.nbytes) // itemsize
+        slices = np.array(_slices_of_range(hi[row].tolist(), first, stop), dtype=np.int64)  # [slices, 2, D]
+        all_orders.append(np.full(len(slices), row))
+        all_lo.append(slices[:, 0])
+        all_hi.append(slices[:, 1])
+    order = np.concatenate(all_orders)
+    in_order = np.argsort(order, kind="stable")
+    order, lo, hi = order[in_order], np.concatenate(all_lo)[in_order], np.concatenate(all_hi)[in_order]
+    return tensor[order], bucket[order], base[order], lo, hi
 
 
 def _slices_of_range(shape: list[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
@@ -490,12 +409,12 @@ class _Pairs:
         return _Pairs(self.unit[rows], self.shard[rows], self.lo[rows], self.hi[rows], self.nbytes[rows])
 
 
-def _intersect(table: _TensorTable, held: _HeldShards, wants: Shards, units: _Units) -> _Pairs:
-    tensor = wants.tensor[units.want]
+def _intersect(table: _TensorTable, held: _HeldShards, units: _Units) -> _Pairs:
+    tensor = units.tensor
     counts = held.of_tensor[tensor + 1] - held.of_tensor[tensor]
     if (counts == 0).any():
         missing = int(tensor[counts == 0][0])
-        raise ValueError(f"no rank holds {table.names[missing].name}, which is wanted")
+        raise ValueError(f"no rank holds {table.metas[missing].name}, which is wanted")
     unit = np.repeat(np.arange(len(tensor)), counts)
     within = np.arange(len(unit)) - np.repeat(np.cumsum(counts) - counts, counts)
     shard = np.repeat(held.of_tensor[tensor], counts) + within
@@ -535,7 +454,7 @@ def _group(
     bucket, source, receiver = bucket[order], source[order], receiver[order]
     starts = _run_starts(bucket, source, receiver)
     first = np.append(starts, len(bucket))
-    aligned = _round_up(pairs.nbytes[order], _MOVE_ALIGNMENT)
+    aligned = -(-pairs.nbytes[order] // _MOVE_ALIGNMENT) * _MOVE_ALIGNMENT
     before = np.cumsum(aligned) - aligned
     at = before - np.repeat(before[starts], np.diff(first))
     bucket, source, receiver = bucket[starts], source[starts], receiver[starts]
@@ -602,7 +521,3 @@ def _sums_by(key: Ints, values: Ints, size: int) -> Ints:
     sums = np.zeros(size, dtype=np.int64)
     np.add.at(sums, key, values)
     return sums
-
-
-def _round_up(nbytes: Ints, alignment: int) -> Ints:
-    return -(-nbytes // alignment) * alignment

@@ -24,15 +24,11 @@ from nemo_rl.refit.buffers import host_key
 from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint, word_values
 from nemo_rl.refit.layout import (
     NUM_HALVES,
-    PackLayout,
     RefitError,
-    Rendezvous,
     TensorMeta,
-    Transport,
-    choose_bucket_bytes,
 )
 from nemo_rl.refit.shard_plan import TRAILER_BYTES, LocalShardPlan, Message, Move, Round, Shards, build_plan
-from nemo_rl.refit.transfer import Sender, has_buffer
+from nemo_rl.refit.transfer import Sender
 
 _WORD = 1 << 64
 
@@ -58,7 +54,7 @@ class ShardSender(Sender):
     """One policy rank's part in sending weights. Construction and `pack` are collectives over all ranks.
 
     `tensors`: names and full shapes of all tensors, equal on every rank, in the order they are sent in. `shards`: what
-    this rank holds of them; together the ranks hold everything. The other arguments are those of `WeightSender`.
+    this rank holds of them; together the ranks hold everything. For `settings` see `Sender`.
 
     Raises:
         ValueError: the shards of all ranks do not make up the tensors.
@@ -70,51 +66,45 @@ class ShardSender(Sender):
         shards: Sequence[ExportedShard],
         *,
         device: torch.device,
-        rank: int,
-        local_rank: int,
-        transport: Transport,
-        wire_dtype: str,
-        bucket_bytes: int | None = None,
-        rendezvous: Rendezvous | None = None,
+        **settings: Any,
     ) -> None:
-        numbers = {name: number for number, (name, _) in enumerate(tensors)}
-        wire = TensorMeta("", wire_dtype, ()).torch_dtype
-        offers: list[Any] = [None] * dist.get_world_size()
-        own = _Offer(
-            node=host_key(),
-            shards=Shards(
-                np.full(len(shards), rank),
-                np.array([numbers[s.name] for s in shards], dtype=np.int64),
-                np.array([s.dim for s in shards], dtype=np.int64),
-                np.array([s.start for s in shards], dtype=np.int64),
-                np.array([s.stop for s in shards], dtype=np.int64),
-            ),
-            dtypes=[str(_wire_dtype(s, wire)).removeprefix("torch.") for s in shards],
-            has_buffer=has_buffer(transport, rank=rank, local_rank=local_rank),
-        )
-        dist.all_gather_object(offers, own)
-        metas = _agreed_metas(tensors, offers)
-        super().__init__(
-            PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes)),
-            device=device,
-            rank=rank,
-            local_rank=local_rank,
-            transport=transport,
-            rendezvous=rendezvous,
-        )
-        nodes = sorted({offer.node for offer in offers})
-        everything = np.arange(len(metas))
-        receivers = [number for number, offer in enumerate(offers) if offer.has_buffer]
+        self._tensors, self._shards = tensors, shards
+        self._numbers = {name: number for number, (name, _) in enumerate(tensors)}
+        self._offers: list[Any] = [None] * dist.get_world_size()
+        super().__init__(device=device, **settings)
+        nodes = sorted({offer.node for offer in self._offers})
         plan = build_plan(
-            metas,
-            Shards.concatenate([offer.shards for offer in offers]),
-            Shards.concatenate([Shards.whole(metas, np.full(len(metas), to), everything) for to in receivers]),
-            nodes=[nodes.index(offer.node) for offer in offers],
+            self.layout.tensors,
+            Shards.concatenate([offer.shards for offer in self._offers]),
+            {number: range(len(tensors)) for number, offer in enumerate(self._offers) if offer.has_buffer},
+            nodes=[nodes.index(offer.node) for offer in self._offers],
             bucket_bytes=self.layout.bucket_bytes,
         )
-        local = {numbers[shard.name]: shard.local for shard in shards}
-        self._exchange = ShardExchange(plan.for_rank(rank), lambda number: local[number](), device)
+        local = {self._numbers[shard.name]: shard.local for shard in shards}
+        self._exchange = ShardExchange(plan.for_rank(self._rank), lambda number: local[number](), device)
         self._no_half = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
+        """Exchange offers with all ranks. The holders of a tensor must agree on its dtype."""
+        shards = self._shards
+        dtypes = [wire if s.dtype.is_floating_point and not s.keeps_dtype else s.dtype for s in shards]
+        rows = [(self._rank, self._numbers[s.name], s.dim, s.start, s.stop) for s in shards]
+        own = _Offer(
+            node=host_key(),
+            shards=Shards(*np.array(rows, dtype=np.int64).reshape(len(rows), 5).T),
+            dtypes=[str(dtype).removeprefix("torch.") for dtype in dtypes],
+            has_buffer=self._has_buffer,
+        )
+        dist.all_gather_object(self._offers, own)
+        agreed: dict[int, str] = {}
+        for offer in self._offers:
+            for number, dtype in zip(offer.shards.tensor.tolist(), offer.dtypes, strict=True):
+                if agreed.setdefault(number, dtype) != dtype:
+                    raise ValueError(f"{self._tensors[number][0]}: ranks hold it as {agreed[number]} and as {dtype}")
+        missing = [name for number, (name, _) in enumerate(self._tensors) if number not in agreed]
+        if missing:
+            raise ValueError(f"no rank holds {len(missing)} of the tensors: {', '.join(missing[:10])}")
+        return [TensorMeta(name, agreed[number], shape) for number, (name, shape) in enumerate(self._tensors)]
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
@@ -131,17 +121,15 @@ class ShardSender(Sender):
             gather_s = time.perf_counter() - before
             fingerprints = None
             if self._buffer is not None:
-                fingerprints = self._fingerprints(bucket, data)
+                parts = [data[p.offset : p.offset + p.nbytes] for p in self.layout.buckets[bucket]]
+                if data.is_cpu:
+                    fingerprints = [host_fingerprint(part.data_ptr(), part.numel()) for part in parts]
+                else:
+                    fingerprints = word_values([word_fingerprint(part) for part in parts])
                 self._buffer.filled(half, self.layout.used_bytes(bucket))
         except (ConnectionError, ShardDamaged) as error:
             raise RefitError(f"{self._transport}, bucket {bucket}: {error}") from error
         return self._packed(bucket, started, gather_s, fingerprints)
-
-    def _fingerprints(self, bucket: int, data: torch.Tensor) -> list[int]:
-        pieces = self.layout.buckets[bucket]
-        if data.is_cpu:
-            return [host_fingerprint(data.data_ptr() + piece.offset, piece.nbytes) for piece in pieces]
-        return word_values([word_fingerprint(data[piece.offset : piece.offset + piece.nbytes]) for piece in pieces])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,23 +140,6 @@ class _Offer:
     shards: Shards
     dtypes: list[str]
     has_buffer: bool
-
-
-def _wire_dtype(shard: ExportedShard, wire: torch.dtype) -> torch.dtype:
-    return wire if shard.dtype.is_floating_point and not shard.keeps_dtype else shard.dtype
-
-
-def _agreed_metas(tensors: Sequence[tuple[str, tuple[int, ...]]], offers: Sequence[_Offer]) -> list[TensorMeta]:
-    """The tensors with the dtypes that their holders agree on."""
-    dtypes: dict[int, str] = {}
-    for offer in offers:
-        for number, dtype in zip(offer.shards.tensor.tolist(), offer.dtypes, strict=True):
-            if dtypes.setdefault(number, dtype) != dtype:
-                raise ValueError(f"{tensors[number][0]}: ranks hold it as {dtypes[number]} and as {dtype}")
-    missing = [name for number, (name, _) in enumerate(tensors) if number not in dtypes]
-    if missing:
-        raise ValueError(f"no rank holds {len(missing)} of the tensors: {', '.join(missing[:10])}")
-    return [TensorMeta(name, dtypes[number], shape) for number, (name, shape) in enumerate(tensors)]
 
 
 class ShardDamaged(RuntimeError):

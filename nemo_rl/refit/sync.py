@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol
 
 from nemo_rl.distributed.accelerator import Accelerator
@@ -20,7 +21,7 @@ from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous,
 
 logger = logging.getLogger(__name__)
 
-TENANT = "refit"
+REFIT = "refit"
 OPEN_BUCKETS: dict[Transport, int] = {
     "packed_shm": NUM_HALVES,  # a half is free when the engines have emptied it
     "packed_ipc": NUM_HALVES,
@@ -46,6 +47,7 @@ class WeightSync(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Refit(WeightSync):
     """Sends the policy's weights to generation and verifies them.
 
@@ -54,36 +56,24 @@ class Refit(WeightSync):
     `bucket_bytes`: upper limit for one half of a buffer; small models use less. `recompute_kv_cache`: samples in
     progress during a sync do not reuse what they computed with the old weights.
 
-    A sync takes the devices as the tenant `refit`, which the setup registers with the accelerator: both weights are on
+    A sync takes the devices as the group `refit`, which the setup registers with the accelerator: both weights are on
     the device, neither the optimizer state nor the KV cache is. `generation_accelerator`: for generation on its own
     devices.
     """
 
-    def __init__(
-        self,
-        policy: PolicyInterface,
-        generation: GenerationInterface,
-        accelerator: Accelerator,
-        *,
-        transport: Transport,
-        wire_dtype: str,
-        bucket_bytes: int | None = None,
-        rendezvous: Rendezvous | None = None,
-        recompute_kv_cache: bool = True,
-        generation_accelerator: Accelerator | None = None,
-    ) -> None:
-        self.policy = policy
-        self.generation = generation
-        self.accelerator = accelerator
-        self.transport: Transport = transport
-        self.wire_dtype = wire_dtype
-        self.bucket_bytes = bucket_bytes
-        self.rendezvous = rendezvous
-        self.recompute_kv_cache = recompute_kv_cache
-        self.generation_accelerator = generation_accelerator or accelerator
-        self.layout: PackLayout | None = None
-        self._attached: list[Any] = []  # the engines that know the policy's buffers
-        self._hold_base: list[Any] = []  # the engines that have received the weights under the adapters
+    policy: PolicyInterface
+    generation: GenerationInterface
+    accelerator: Accelerator
+    _: KW_ONLY
+    transport: Transport
+    wire_dtype: str
+    bucket_bytes: int | None = None
+    rendezvous: Rendezvous | None = None
+    recompute_kv_cache: bool = True
+    generation_accelerator: Accelerator | None = None
+    layout: PackLayout | None = field(default=None, init=False)
+    _attached: list[Any] = field(default_factory=list, init=False)  # the engines that know the policy's buffers
+    _hold_base: list[Any] = field(default_factory=list, init=False)  # those that have the weights under the adapters
 
     def prepare(self) -> None:
         """Agree on the layout and hand out the buffers.
@@ -143,10 +133,10 @@ class Refit(WeightSync):
         if self._hold_base == self.generation.workers:
             buckets = buckets[self.layout.num_base_buckets :]
         started = time.perf_counter()
-        with self.accelerator.hold(TENANT):
+        with self.accelerator.hold(REFIT):
             packed = self._transfer(self.layout, buckets, version)
-        # The next tenant then takes the device from generation as a whole.
-        self.generation_accelerator.acquire(GENERATION)
+        # The next group then takes the device from generation as a whole.
+        (self.generation_accelerator or self.accelerator).acquire(GENERATION)
         return {
             "sync_s": time.perf_counter() - started,
             "gather_s": sum(max(result["gather_s"] for result in results) for results in packed),

@@ -45,34 +45,41 @@ from nemo_rl.refit.layout import (
 )
 
 
-def has_buffer(transport: Transport, *, rank: int, local_rank: int) -> bool:
-    """Whether a policy rank fills a buffer: the first of each node, every rank for its own GPU, or rank 0 alone."""
-    return {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}[transport]
-
-
 class Sender(ABC):
-    """One policy rank's part in sending weights in the buckets of `layout`.
+    """One policy rank's part in sending weights.
 
     Every rank must call `pack` for every bucket, because packing gathers over ranks. Ranks without a buffer only take
-    part in that.
+    part in that. The first rank of each node has a buffer (`packed_shm`), every rank for its own GPU (`packed_ipc`), or
+    rank 0 alone (`packed_collective`, which meets at `rendezvous`).
+
+    Floating-point tensors are cast to `wire_dtype` (torch's name) unless they keep their dtype. `bucket_bytes` is an
+    upper limit: small models get smaller buckets.
     """
 
     def __init__(
         self,
-        layout: PackLayout,
         *,
         device: torch.device,
         rank: int,
         local_rank: int,
         transport: Transport,
-        rendezvous: Rendezvous | None,
+        wire_dtype: str,
+        bucket_bytes: int | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
-        self.layout = layout
         self._rank = rank
         self._transport: Transport = transport
+        has_buffer = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}
+        self._has_buffer = has_buffer[transport]
+        metas = self._describe_tensors(TensorMeta("", wire_dtype, ()).torch_dtype)
+        self.layout = PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes))
         self._buffer: TransferBuffer | None = None
-        if has_buffer(transport, rank=rank, local_rank=local_rank):
-            self._buffer = create_buffer(transport, layout.buffer_bytes, device, rendezvous)
+        if self._has_buffer:
+            self._buffer = create_buffer(transport, self.layout.buffer_bytes, device, rendezvous)
+
+    @abstractmethod
+    def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
+        """The tensors to send, in order, with the dtypes they travel in."""
 
     def describe(self) -> dict[str, Any]:
         """For the controller: a digest of the layout, from rank 0 the layout itself, and the buffer if there is one."""
@@ -115,38 +122,22 @@ class Sender(ABC):
 class WeightSender(Sender):
     """Sends weights that every rank gathers: one tensor at a time, and a tensor that spans buckets once.
 
-    `weights` are the same on every rank, in the same order. Floating-point tensors are cast to `wire_dtype` (torch's
-    name) unless they keep their dtype; a shard is cast before its gather. `bucket_bytes` is an upper limit: small
-    models get smaller buckets.
+    `weights` are the same on every rank, in the same order. A shard is cast before its gather. For `settings` see
+    `Sender`.
     """
 
-    def __init__(
-        self,
-        weights: Sequence[ExportedTensor],
-        *,
-        device: torch.device,
-        rank: int,
-        local_rank: int,
-        transport: Transport,
-        wire_dtype: str,
-        bucket_bytes: int | None = None,
-        rendezvous: Rendezvous | None = None,
-    ) -> None:
+    def __init__(self, weights: Sequence[ExportedTensor], **settings: Any) -> None:
         self._weights = weights
-        wire = TensorMeta("", wire_dtype, ()).torch_dtype
-        metas = [TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts) for w in weights]
-        super().__init__(
-            PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes)),
-            device=device,
-            rank=rank,
-            local_rank=local_rank,
-            transport=transport,
-            rendezvous=rendezvous,
-        )
+        super().__init__(**settings)
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
         self._current = torch.empty(0)  # the gathered tensor that is being packed
         self._gather_s = 0.0
+
+    def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
+        return [
+            TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts) for w in self._weights
+        ]
 
     @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:

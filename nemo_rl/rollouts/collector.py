@@ -102,11 +102,8 @@ class RolloutCollector:
 
     def collect(self, requests: Sequence[GroupRequest]) -> list[GroupHandle]:
         """Play all requests concurrently. Returns handles in the order of the requests."""
-        with self._accelerator.hold(GENERATION):
-            self._play(requests)
-            while not all(request.group_id in self._finished for request in requests):
-                self._advance()
-        return [self._finished.pop(request.group_id) for request in requests]
+        found = {handle.group_id: handle for handles in self.stream(requests, len(requests)) for handle in handles}
+        return [found[request.group_id] for request in requests]
 
     def stream(self, requests: Iterable[GroupRequest], max_in_flight: int) -> Iterator[list[GroupHandle]]:
         """Play the requests, at most `max_in_flight` at a time, and yield groups as soon as they finish."""

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from nemo_rl.distributed.errors import WorkerCallError
 from nemo_rl.models.generation.interfaces import EngineDied
-from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Engines:
         """Use these actor handles from now on, and send all unanswered requests again."""
         known = {client.replica: client for client in self._clients if not client.is_dead}
         for client in self._clients:
-            client.resend()
+            client.fail_all(_RequestDropped())  # the replica was told to drop its requests
         self._clients = [
             known.get(replica) or EngineClient(number, replica, self._timeout_s, self._client_id)
             for number, replica in enumerate(replicas)
@@ -161,11 +161,7 @@ class EngineClient:
                 self._sent.discard(request.request_id)
                 self._cancel(request.request_id)
 
-    def resend(self) -> None:
-        """Have all callers send their requests again: the replica was told to drop them."""
-        self._fail_all(_RequestDropped())
-
-    def _fail_all(self, error: Exception) -> None:
+    def fail_all(self, error: Exception) -> None:
         for result in self._results.values():
             if not result.done():
                 result.set_exception(error)
@@ -181,7 +177,7 @@ class EngineClient:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("generation worker %d: a call failed", self.number, exc_info=error)
-            self._fail_all(RequestFailed(f"generation worker {self.number}: {error!r}"))
+            self.fail_all(RequestFailed(f"generation worker {self.number}: {error!r}"))
 
     async def _submit(self) -> None:
         await asyncio.sleep(0)  # let other episodes that are ready add their requests
@@ -205,24 +201,23 @@ class EngineClient:
         try:
             while self._results:
                 for answer in await self._call("drain", *self._client_id):
-                    self._settle(answer)
+                    self._sent.discard(answer.request_id)
+                    result = self._results.get(answer.request_id)
+                    if result is None or result.done():  # the caller was cancelled
+                        continue
+                    if answer.completion is not None:
+                        result.set_result(answer.completion)
+                        continue
+                    text = f"generation worker {self.number}: {answer.failure}"
+                    if answer.failure_type == EngineDied.__name__:
+                        self._die(EngineDied(text))
+                    else:
+                        result.set_exception(RequestFailed(text))
                 await asyncio.sleep(0)  # callers remove their entry, or send the next request
         except EngineDied as death:
             self._die(death)
         finally:
             self._is_draining = False
-
-    def _settle(self, answer: GenerationAnswer) -> None:
-        self._sent.discard(answer.request_id)
-        result = self._results.get(answer.request_id)
-        if result is None or result.done():  # the caller was cancelled
-            return
-        if answer.completion is not None:
-            result.set_result(answer.completion)
-        elif answer.failure_type == EngineDied.__name__:
-            self._die(EngineDied(f"generation worker {self.number}: {answer.failure}"))
-        else:
-            result.set_exception(RequestFailed(f"generation worker {self.number}: {answer.failure}"))
 
     def _cancel(self, request_id: str) -> None:
         """Have the replica abort a request, together with others that are cancelled at the same time."""
@@ -265,7 +260,7 @@ class EngineClient:
     def _die(self, death: EngineDied) -> None:
         self.is_dead = True
         self._cancelled = []
-        self._fail_all(death)
+        self.fail_all(death)
 
 
 async def _value(ref: Any) -> Any:

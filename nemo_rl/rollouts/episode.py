@@ -17,6 +17,7 @@ import numpy as np
 
 from nemo_rl.types import (
     DatumSpec,
+    EnvironmentStep,
     GenerateFn,
     Message,
     Sample,
@@ -27,27 +28,7 @@ from nemo_rl.types import (
     TurnMeta,
 )
 
-
-class StepResult(Protocol):
-    """The result of one environment step for one sample."""
-
-    @property
-    def observation(self) -> dict[str, str]: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def terminated(self) -> bool: ...
-    @property
-    def metadata(self) -> Any: ...
-    @property
-    def next_stop_strings(self) -> Sequence[str] | None: ...
-    @property
-    def answer(self) -> str | None: ...
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
-
-
-EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[StepResult]]
+EnvStepFn = Callable[[list[dict[str, str]], Any], Awaitable[EnvironmentStep]]
 """One environment step: messages and metadata -> result."""
 
 

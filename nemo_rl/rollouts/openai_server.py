@@ -85,41 +85,6 @@ class OpenAIServerSettings:
         return f"OpenAIServerSettings(host={self.host!r}, port={self.port})"  # without the token
 
 
-class OpenAIServer:
-    """The server's process: answers external requests with the engines that also play the run's episodes.
-
-    Requests wait during a weight update, and for new engines after the death of an engine.
-    """
-
-    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
-        self.settings = settings
-        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
-        self.engines.replace(generation_workers)
-        self._app: OpenAIApp | None = None
-        self._runner: web.AppRunner | None = None
-
-    async def listen(self) -> int:
-        """Start to answer. Returns the port. Raises OSError if the address is not available."""
-        self._app = OpenAIApp(self.settings, self.engines.generate)
-        # With handler_cancellation, sampling stops when the client disconnects.
-        self._runner = web.AppRunner(
-            self._app.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
-        )
-        await self._runner.setup()
-        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
-        return int(self._runner.addresses[0][1])
-
-    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
-        """Set the actor handles of the engine replicas, after a replica was restarted."""
-        self.engines.replace(workers)
-
-    async def stop(self) -> None:
-        """Answer requests in flight with status 503 and stop listening."""
-        if self._app is not None and self._runner is not None:
-            self._app.close()
-            await self._runner.cleanup()
-
-
 # -- requests
 
 
@@ -144,6 +109,9 @@ def _checked_tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
+# Parameters without effect here: they describe the client, or ask for what every answer has.
+_IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options"}
+
 NonEmpty = Annotated[str, Field(min_length=1)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
@@ -154,6 +122,7 @@ class SamplingRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: Any = None
+    logprobs: Any = False
     n: int = Field(default=1, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1, le=2**31)
     temperature: float | None = Field(default=None, ge=0, le=100)
@@ -162,15 +131,6 @@ class SamplingRequest(BaseModel):
     stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=16)] | None = None
     seed: int = Field(default_factory=lambda: secrets.randbits(62), ge=0, le=2**62)  # of the first choice
     stream: bool = False
-
-    # Parameters without effect here: they describe the client, or ask for what every answer has.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    stream_options: Any = None
 
     # Parameters that are supported only with the value that changes nothing.
     frequency_penalty: Zero = 0
@@ -185,8 +145,10 @@ class SamplingRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, body: Any) -> Any:
-        return {key: value for key, value in body.items() if value is not None} if isinstance(body, dict) else body
+    def _without_ignored(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {key: value for key, value in body.items() if value is not None and key not in _IGNORED}
 
     def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
         """Sampling parameters; `room` is the number of tokens that fit after the prompt."""
@@ -249,18 +211,43 @@ def parse_request(kind: type[R], body: bytes) -> R:
 # -- answers
 
 
-class OpenAIApp:
-    """`app` answers until `close`. Then requests in flight and later ones are answered with status 503."""
+class OpenAIServer:
+    """The server's process: answers external requests with the engines that also play the run's episodes.
 
-    def __init__(self, settings: OpenAIServerSettings, generate: GenerateFn) -> None:
+    Requests wait during a weight update, and for new engines after the death of an engine. After `close`, requests in
+    flight and later ones are answered with status 503.
+    """
+
+    def __init__(self, settings: OpenAIServerSettings, generation_workers: Sequence[Any]) -> None:
         self.settings = settings
+        self.engines = Engines(settings.engine_timeout_s, client_id=CLIENT_ID)
+        self.engines.replace(generation_workers)
+        self.generate: GenerateFn = self.engines.generate
         self.chat = settings.make_chat()
-        self._generate = generate
         self._closed = asyncio.Event()
         self.app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/completions", self._completions)
         self.app.router.add_post("/v1/chat/completions", self._chat)
+        # With handler_cancellation, sampling stops when the client disconnects.
+        self._runner = web.AppRunner(
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=_SHUTDOWN_TIMEOUT_S
+        )
+
+    async def listen(self) -> int:
+        """Start to answer. Returns the port. Raises OSError if the address is not available."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.settings.host, self.settings.port).start()
+        return int(self._runner.addresses[0][1])
+
+    async def set_generation_workers(self, workers: Sequence[Any]) -> None:
+        """Set the actor handles of the engine replicas, after a replica was restarted."""
+        self.engines.replace(workers)
+
+    async def stop(self) -> None:
+        """Close and stop listening."""
+        self.close()
+        await self._runner.cleanup()
 
     def close(self) -> None:
         self._closed.set()
@@ -296,22 +283,15 @@ class OpenAIApp:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
-        token_ids = self._prompt(wanted.prompt)
-        sampling, completions = await self._sample(token_ids, wanted)
-        choices = [
-            {
-                "index": index,
-                "text": self._text(completion, sampling),
+
+        def choice(completion: Completion, text: str) -> dict[str, Any]:
+            return {
+                "text": text,
                 "finish_reason": completion.stop_reason.value,
-                "logprobs": completion_logprobs(completion, self.settings.decode)
-                if wanted.logprobs is not False
-                else None,
-                "token_ids": completion.token_ids,
-                "token_logprobs": completion.logprobs,
+                "logprobs": completion_logprobs(completion, self.settings.decode),
             }
-            for index, completion in enumerate(completions)
-        ]
-        return await self._respond(request, wanted, "text_completion", token_ids, completions, choices)
+
+        return await self._respond(request, wanted, "text_completion", self._prompt(wanted.prompt), choice)
 
     def _prompt(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str) and prompt:
@@ -329,38 +309,31 @@ class OpenAIApp:
             prompt = self.chat.prompt(wanted.messages, tools)
         except ValueError as error:
             raise RequestError(str(error)) from error
-        sampling, completions = await self._sample(prompt.token_ids, wanted)
         calls_of = self.settings.calls_of if tools and wanted.tool_choice != "none" else None
-        choices = []
-        for index, completion in enumerate(completions):
-            text = self._text(completion, sampling)
+
+        def choice(completion: Completion, text: str) -> dict[str, Any]:
             message = answer_message(text, calls_of(text) if calls_of is not None else [])
             token_ids = [*prompt.token_ids, *completion.token_ids]
             self.chat.remember(wanted.messages, tools, message, token_ids, prompt.retokenized)
-            choices.append(
-                {
-                    "index": index,
-                    "message": message,
-                    "finish_reason": "tool_calls" if "tool_calls" in message else completion.stop_reason.value,
-                    "logprobs": chat_logprobs(completion, self.settings.decode)
-                    if wanted.logprobs is not False
-                    else None,
-                    "token_ids": completion.token_ids,
-                    "token_logprobs": completion.logprobs,
-                }
-            )
-        return await self._respond(
-            request, wanted, "chat.completion", prompt.token_ids, completions, choices, retokenized=prompt.retokenized
-        )
+            return {
+                "message": message,
+                "finish_reason": "tool_calls" if "tool_calls" in message else completion.stop_reason.value,
+                "logprobs": chat_logprobs(completion, self.settings.decode),
+            }
 
-    def _text(self, completion: Completion, sampling: SamplingParams) -> str:
-        """The text before the stop string. The tokens keep it."""
-        text = self.settings.decode(completion.token_ids)
-        if completion.stop_reason is not StopReason.STOP:
-            return text
-        return text[: min((at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
+        more = {"retokenized_turns": prompt.retokenized}
+        return await self._respond(request, wanted, "chat.completion", prompt.token_ids, choice, more)
 
-    async def _sample(self, token_ids: list[int], wanted: SamplingRequest) -> tuple[SamplingParams, list[Completion]]:
+    async def _respond(
+        self,
+        request: web.Request,
+        wanted: SamplingRequest,
+        kind: str,
+        token_ids: list[int],
+        choice: Callable[[Completion, str], dict[str, Any]],
+        more: Mapping[str, Any] | None = None,
+    ) -> web.StreamResponse:
+        """Sample and answer. `choice` makes a choice from a completion and its text; `more` extends the answer."""
         room = self.settings.max_model_len - len(token_ids)
         if room < 1:
             raise RequestError(
@@ -368,31 +341,15 @@ class OpenAIApp:
                 f"{self.settings.max_model_len}"
             )
         sampling = wanted.sampling(self.settings.sampling, room)
-        tasks = [asyncio.ensure_future(self._generate(token_ids, sampling, wanted.seed + i)) for i in range(wanted.n)]
-        sampled = asyncio.gather(*tasks)
-        closed = asyncio.create_task(self._closed.wait())
-        try:
-            await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
-            if not sampled.done():
-                raise RequestError("the run has ended", 503)
-            return sampling, sampled.result()
-        finally:  # also if the client disconnected: the engine stops sampling
-            closed.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(sampled, *tasks, return_exceptions=True)
-
-    async def _respond(
-        self,
-        request: web.Request,
-        wanted: SamplingRequest,
-        kind: str,
-        token_ids: Sequence[int],
-        completions: Sequence[Completion],
-        choices: list[dict[str, Any]],
-        *,
-        retokenized: int | None = None,
-    ) -> web.StreamResponse:
+        completions = await self._sample(token_ids, sampling, wanted.seed, wanted.n)
+        choices = []
+        for index, completion in enumerate(completions):
+            own = choice(completion, self._text(completion, sampling))
+            if wanted.logprobs is False:
+                own["logprobs"] = None
+            choices.append(
+                {"index": index, **own, "token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
+            )
         num_sampled = sum(len(completion.token_ids) for completion in completions)
         answer = {
             "id": f"{kind}-{secrets.token_hex(8)}",
@@ -405,12 +362,33 @@ class OpenAIApp:
                 "completion_tokens": num_sampled,
                 "total_tokens": len(token_ids) + num_sampled,
             },
-            "prompt_token_ids": list(token_ids),
+            "prompt_token_ids": token_ids,
             "weight_version": min(completion.weight_version for completion in completions),
+            **(more or {}),
         }
-        if retokenized is not None:
-            answer["retokenized_turns"] = retokenized
         return await _streamed(request, answer) if wanted.stream else web.json_response(answer)
+
+    def _text(self, completion: Completion, sampling: SamplingParams) -> str:
+        """The text before the stop string. The tokens keep it."""
+        text = self.settings.decode(completion.token_ids)
+        if completion.stop_reason is not StopReason.STOP:
+            return text
+        return text[: min((at for stop in sampling.stop_strings if (at := text.find(stop)) >= 0), default=len(text))]
+
+    async def _sample(self, token_ids: list[int], sampling: SamplingParams, seed: int, num: int) -> list[Completion]:
+        tasks = [asyncio.ensure_future(self.generate(token_ids, sampling, seed + i)) for i in range(num)]
+        sampled = asyncio.gather(*tasks)
+        closed = asyncio.create_task(self._closed.wait())
+        try:
+            await asyncio.wait([sampled, closed], return_when=asyncio.FIRST_COMPLETED)
+            if not sampled.done():
+                raise RequestError("the run has ended", 503)
+            return sampled.result()
+        finally:  # also if the client disconnected: the engine stops sampling
+            closed.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(sampled, *tasks, return_exceptions=True)
 
 
 def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:

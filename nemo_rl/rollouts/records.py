@@ -82,8 +82,8 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
             count = meta.routed_experts_bytes // bytes_per_token
             own_experts = experts[experts_start : experts_start + count] if count else None
             experts_start += count
-            said = {"messages": stored["messages"], "metrics": stored.get("metrics", {})}
-            samples.append(Sample(meta=meta, routed_experts=own_experts, **said, **tokens))
+            text, metrics = stored["messages"], stored.get("metrics", {})
+            samples.append(Sample(meta=meta, messages=text, metrics=metrics, routed_experts=own_experts, **tokens))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     for what, expected, found in (
         ("tokens", start, len(columns["token_ids"])),

@@ -20,9 +20,19 @@ from ray.exceptions import RayActorError
 
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.engine_client import Engines, RequestFailed
-from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, StepResult, run_episode, without_reward
+from nemo_rl.rollouts.episode import EpisodeLimits, RenderFn, run_episode, without_reward
 from nemo_rl.rollouts.records import StepIndex, read_groups, write_groups, write_step
-from nemo_rl.types import Completion, DatumSpec, GroupHandle, Prompt, RolloutGroup, Sample, SampleStatus, SamplingParams
+from nemo_rl.types import (
+    Completion,
+    DatumSpec,
+    EnvironmentStep,
+    GroupHandle,
+    Prompt,
+    RolloutGroup,
+    Sample,
+    SampleStatus,
+    SamplingParams,
+)
 from nemo_rl.utils.seeds import sample_seed
 
 
@@ -49,11 +59,9 @@ class Environment(Protocol):
     """An environment as the rollout worker uses it."""
 
     @property
-    def name(self) -> str:
-        """Section of `env`."""
-        ...
+    def name(self) -> str: ...  # section of `env`
 
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> StepResult:
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """Answer one turn of the episode `sample_id`. Raises EpisodeFailure, which names the sample, if it cannot."""
         ...
 
@@ -92,12 +100,9 @@ class RolloutWorker:
         self.engines.replace(workers)
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Complete one prompt. Raises EpisodeFailure if a living engine does not answer."""
-        try:
-            with self.busy.request():
-                completion = await self.engines.generate(prompt_token_ids, sampling, seed)
-        except RequestFailed as failure:
-            raise EpisodeFailure(str(failure)) from failure
+        """Complete one prompt. Raises RequestFailed if a living engine does not answer."""
+        with self.busy.request():
+            completion = await self.engines.generate(prompt_token_ids, sampling, seed)
         self.busy.num_tokens += len(completion.token_ids)
         return completion
 
@@ -178,7 +183,7 @@ class RolloutWorker:
                         sample_seed, self.settings.run_seed, request.seed_step, prompt.prompt_id, index
                     ),
                 )
-        except EpisodeFailure as error:
+        except (EpisodeFailure, RequestFailed) as error:
             return without_reward(datum, sample_id=sample_id, status=SampleStatus.FAILED, failure=str(error))
         except TimeoutError:
             if limit is None or not limit.expired():

@@ -18,11 +18,13 @@ from rich.text import Text
 
 from nemo_rl.rollouts.records import read_groups, read_index, recorded_steps, step_folder
 from nemo_rl.types import RolloutGroup, Sample, SampleStatus
-from nemo_rl.utils.console import ROLE_STYLES, visible
+from nemo_rl.utils.console import message_text, visible
 
 Decode = Callable[[Sequence[int]], str]
 LIKELY, UNLIKELY = 0.5, 0.05
 """Probabilities at which the colour of a sampled token changes."""
+
+FILTER_FIELDS = ("status", "stop_reason", "task", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,35 +45,26 @@ class RecordedGroup:
         return statistics.fmean(self.rewards) if self.rewards else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Condition:
-    """`field=value`, a condition on samples; `FIELDS` are the fields."""
-
-    field: str
-    value: str
-
-    FIELDS = ("status", "stop_reason", "task", "step")
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        """From the command line. Raises ValueError, which lists the fields, for an unknown field."""
-        field, equals, value = text.partition("=")
-        if field not in cls.FIELDS or not equals:
-            raise ValueError(f"--filter {text}: write one of {', '.join(f'{name}=...' for name in cls.FIELDS)}")
-        return cls(field=field, value=value)
-
-    def holds(self, group: RecordedGroup, sample: Sample) -> bool:
-        found = {
-            "status": {sample.meta.status.value},
-            "stop_reason": {turn.stop_reason.value for turn in sample.meta.turns},
-            "task": {group.task_name},
-            "step": {str(group.step)},
-        }
-        return self.value in found[self.field]
+def parse_filter(text: str) -> tuple[str, str]:
+    """`field=value` from the command line. Raises ValueError, which lists the fields, for an unknown field."""
+    field, equals, value = text.partition("=")
+    if field not in FILTER_FIELDS or not equals:
+        raise ValueError(f"--filter {text}: write one of {', '.join(f'{name}=...' for name in FILTER_FIELDS)}")
+    return field, value
 
 
-def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterator[RecordedGroup]:
-    """The groups below `root`, step by step, with at least one sample that meets all conditions.
+def _meets(group: RecordedGroup, sample: Sample, filters: Sequence[tuple[str, str]]) -> bool:
+    found = {
+        "status": {sample.meta.status.value},
+        "stop_reason": {turn.stop_reason.value for turn in sample.meta.turns},
+        "task": {group.task_name},
+        "step": {str(group.step)},
+    }
+    return all(value in found[field] for field, value in filters)
+
+
+def recorded_groups(root: Path, filters: Sequence[tuple[str, str]] = ()) -> Iterator[RecordedGroup]:
+    """The groups below `root`, step by step, with at least one sample that meets all filters (field, value).
 
     Raises:
         FileNotFoundError: there is no record.
@@ -86,7 +79,7 @@ def recorded_groups(root: Path, conditions: Sequence[Condition] = ()) -> Iterato
             found = RecordedGroup(
                 step=step, task_name=task_name, group=group, advantages=index.trained.get(group.group_id)
             )
-            if any(all(condition.holds(found, sample) for condition in conditions) for sample in group.samples):
+            if any(_meets(found, sample, filters) for sample in group.samples):
                 yield found
 
 
@@ -162,9 +155,7 @@ def _conversation(sample: Sample) -> Text:
     # Assistant messages of the prompt come first and were not sampled.
     num_given = sum(message["role"] == "assistant" for message in sample.messages) - len(sample.meta.turns)
     for message in sample.messages:
-        style = ROLE_STYLES.get(message["role"], "white")
-        text.append(f"{message['role']}: ", style=f"bold {style}")
-        text.append(visible(message["content"]) + "\n", style=style)
+        text.append_text(message_text(message))
         if message["role"] != "assistant":
             continue
         num_given -= 1

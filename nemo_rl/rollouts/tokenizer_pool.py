@@ -32,10 +32,7 @@ MadeRow = tuple[list[Example], ExampleMeta]
 class RowCache(Protocol):
     """A cache of tokenised rows."""
 
-    def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]:
-        """The tokenised rows; None for rows that are not in the cache."""
-        ...
-
+    def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]: ...  # None for rows that are not in the cache
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None: ...
 
 
@@ -72,21 +69,14 @@ class TokenizerWorker:
 
 
 @dataclass(kw_only=True)
-class _Chunk:
-    """The rows of one group, and the call that makes the group."""
+class PendingGroup:
+    """Rows that become one group, and the call that makes it."""
 
     prompts: Sequence[Prompt]
     worker: int
-    num_restarts: int  # of the worker at the call: a group is lost with the process that made it
+    process: RayWorkerGroup  # the process of the worker at the call; the group is lost with it
     ref: Any  # ray.ObjectRef of the handle
     handle: ExampleHandle | None = None
-
-
-@dataclass(kw_only=True)
-class PendingExamples:
-    """A batch that `TokenizerPool.start` began. `TokenizerPool.finish` may be called several times for it."""
-
-    chunks: list[_Chunk]
 
 
 class TokenizerPool:
@@ -106,7 +96,6 @@ class TokenizerPool:
         self._timeout_s = timeout_s
         self._builder = RayWorkerBuilder(WORKER, make, open_cache)
         self._bytes_of_stopped = 0
-        self._num_restarts = [0] * num_workers
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
         try:
             self._cluster.bundles()
@@ -120,17 +109,22 @@ class TokenizerPool:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
         return self._bytes_of_stopped + sum(worker.controller_tensor_bytes for worker in self._workers)
 
-    def start(self, prompts: Sequence[Prompt]) -> PendingExamples:
+    def start(self, prompts: Sequence[Prompt]) -> list[PendingGroup]:
         """Begin to tokenise a batch, distributed over the workers in groups of at most `MAX_GROUP_ROWS` rows."""
         num_workers = len(self._workers)
         size = max(1, min(MAX_GROUP_ROWS, -(-len(prompts) // num_workers)))
-        starts = range(0, len(prompts), size)
-        return PendingExamples(
-            chunks=[self._begin(prompts[at : at + size], number % num_workers) for number, at in enumerate(starts)]
-        )
+        pending = []
+        for number, start in enumerate(range(0, len(prompts), size)):
+            worker, rows = number % num_workers, prompts[start : start + size]
+            process = self._workers[worker]
+            ref = process.start_one(0, "make_group", rows)
+            pending.append(PendingGroup(prompts=rows, worker=worker, process=process, ref=ref))
+        return pending
 
-    def finish(self, pending: PendingExamples) -> list[ExampleHandle]:
+    def finish(self, pending: list[PendingGroup]) -> list[ExampleHandle]:
         """Wait for a batch. Its groups hold the rows in the order of the prompts; lost groups are made again.
+
+        May be called several times for a batch.
 
         Raises:
             ValueError: the error of a row.
@@ -138,14 +132,20 @@ class TokenizerPool:
         """
         num_restarts = 0
         for worker in range(len(self._workers)):
-            while (error := self._collect(pending, worker)) is not None:
-                num_restarts += 1
-                if num_restarts > MAX_RESTARTS:
-                    raise error
-                logger.warning("%s; restarting it and tokenising its rows again", first_line(error))
-                self._restart(worker)
-        handles = [chunk.handle for chunk in pending.chunks]
-        return [handle for handle in handles if handle is not None]
+            own = [group for group in pending if group.worker == worker]
+            while own:
+                try:
+                    self._collect(own, self._workers[worker])
+                    break
+                except WorkerDied as error:
+                    num_restarts += 1
+                    if num_restarts > MAX_RESTARTS:
+                        raise
+                    logger.warning("%s; restarting it and tokenising its rows again", first_line(error))
+                    self._bytes_of_stopped += self._workers[worker].controller_tensor_bytes
+                    self._workers[worker].shutdown()
+                    self._workers[worker] = self._start(worker)
+        return [group.handle for group in pending if group.handle is not None]
 
     def shutdown(self) -> None:
         """Stop the workers. Their groups are lost."""
@@ -153,37 +153,22 @@ class TokenizerPool:
             worker.shutdown()
         self._cluster.shutdown()
 
-    def _begin(self, prompts: Sequence[Prompt], worker: int) -> _Chunk:
-        ref = self._workers[worker].start_one(0, "make_group", prompts)
-        return _Chunk(prompts=prompts, worker=worker, num_restarts=self._num_restarts[worker], ref=ref)
-
-    def _collect(self, pending: PendingExamples, worker: int) -> WorkerDied | None:
-        """Fill in the handles of one worker's groups. Returns the error if the worker died."""
-        own = [i for i, chunk in enumerate(pending.chunks) if chunk.worker == worker]
-        for i in own:
-            if pending.chunks[i].num_restarts != self._num_restarts[worker]:
-                pending.chunks[i] = self._begin(pending.chunks[i].prompts, worker)
-        chunks = [pending.chunks[i] for i in own if pending.chunks[i].handle is None]
+    def _collect(self, pending: list[PendingGroup], process: RayWorkerGroup) -> None:
+        """Fill in the handles of one worker's groups. Raises WorkerDied if it has died since it made one of them."""
+        for group in pending:
+            if group.process is not process:
+                group.process, group.handle = process, None
+                group.ref = process.start_one(0, "make_group", group.prompts)
+        waiting = [group for group in pending if group.handle is None]
         try:
-            for chunk, handle in zip(chunks, self._workers[worker].wait([chunk.ref for chunk in chunks]), strict=True):
-                chunk.handle = handle
-            if own:
-                self._workers[worker].call_one(0, "is_alive")  # it may have died after its last answer
-        except WorkerDied as error:
-            return error
+            for group, handle in zip(waiting, process.wait([group.ref for group in waiting]), strict=True):
+                group.handle = handle
+            process.call_one(0, "is_alive")  # it may have died after its last answer
         except WorkerError as error:
             if error.exception_type != ValueError.__name__:
                 raise
             text = str(error).removesuffix(f"\n{error.remote_traceback}").partition(f"{ValueError.__name__}: ")[2]
             raise ValueError(text) from error
-        return None
-
-    def _restart(self, worker: int) -> None:
-        old = self._workers[worker]
-        self._bytes_of_stopped += old.controller_tensor_bytes
-        old.shutdown()
-        self._workers[worker] = self._start(worker)
-        self._num_restarts[worker] += 1
 
     def _start(self, worker: int) -> RayWorkerGroup:
         # Each worker has its own group, so that it can be restarted alone.

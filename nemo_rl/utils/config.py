@@ -1,17 +1,61 @@
-"""Configuration of what a run writes: logs and checkpoints."""
+"""Configuration that every run has: its machines, logs and checkpoints."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from nemo_rl.config.base import StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of
+from nemo_rl.config.rules import NotYet, StrictModel, anything, not_yet, one_of
 
-_DURATION = re.compile(r"\d+:\d{2}:\d{2}:\d{2}")
+
+class MachinesConfig(StrictModel):
+    """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    gpus_per_node: int = Field(default=1, ge=0)
+    """GPUs used on each node; 0: everything runs on CPU."""
+
+    num_nodes: int = Field(default=1, ge=1)
+    """Number of nodes."""
+
+    cpu_workers_per_node: int = Field(default=1, ge=1)
+    """Training ranks on each node when `gpus_per_node` is 0."""
+
+
+class ClusterConfig(MachinesConfig):
+    """Machines of the run."""
+
+    worker_timeout_s: float = Field(1800.0, gt=0)
+    """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
+
+    not_yet: ClassVar = (
+        NotYet("segment_size", one_of(None)),
+        *not_yet("master_port_range_low", "master_port_range_high", neutral=one_of(None), harmless=True),
+    )
+
+    @property
+    def use_gpus(self) -> bool:
+        return self.gpus_per_node > 0
+
+    @property
+    def unit(self) -> str:
+        """The key that counts the workers of a node."""
+        return "gpus_per_node" if self.use_gpus else "cpu_workers_per_node"
+
+    @property
+    def kind(self) -> str:
+        """`GPUs` or `CPU workers`, for messages."""
+        return "GPUs" if self.use_gpus else "CPU workers"
+
+    @property
+    def workers_per_node(self) -> int:
+        """Workers of one group on each node: one per GPU, or `cpu_workers_per_node`."""
+        return self.gpus_per_node if self.use_gpus else self.cpu_workers_per_node
+
+    @property
+    def num_workers(self) -> int:
+        return self.workers_per_node * self.num_nodes
 
 
 class WandbConfig(StrictModel):
@@ -49,14 +93,35 @@ class LoggerConfig(StrictModel):
     """Used when `wandb_enabled`."""
 
     not_yet: ClassVar = (
-        NotYet("mlflow_enabled", one_of(False, None)),
-        NotYet("swanlab_enabled", one_of(False, None)),
-        NotYet("mlflow", anything),
-        NotYet("swanlab", anything),
+        *not_yet("mlflow_enabled", "swanlab_enabled", neutral=one_of(False, None)),
+        *not_yet("mlflow", "swanlab", "gpu_monitoring", neutral=anything),
         NotYet("tensorboard", one_of({}, None), harmless=True),
         NotYet("monitor_gpus", one_of(False, None), harmless=True),
-        NotYet("gpu_monitoring", anything),
     )
+
+
+METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
+"""First part of a metric's name in the configuration -> prefix of its name in the logs."""
+
+
+def logged_metric(name: str) -> str:
+    """The name in the logs of `val:<metric>` or `train:<metric>`. ValueError for another name."""
+    prefix, _, metric = name.partition(":")
+    if prefix not in METRIC_PREFIXES or not metric:
+        raise ValueError(f'must be "val:<metric>", "train:<metric>" or null, e.g. "val:accuracy" (got {name!r})')
+    return METRIC_PREFIXES[prefix] + metric
+
+
+def _metric_name(name: str | None) -> str | None:
+    if name is not None:
+        logged_metric(name)
+    return name
+
+
+def _duration(limit: str | None) -> str | None:
+    if limit is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", limit):
+        raise ValueError(f'must be days:hours:minutes:seconds such as "00:03:45:00" (got {limit!r})')
+    return limit
 
 
 class CheckpointingConfig(StrictModel):
@@ -68,19 +133,19 @@ class CheckpointingConfig(StrictModel):
     checkpoint_dir: str = "results/grpo"
     """Folder of `step_N`."""
 
-    metric_name: str | None = "val:accuracy"
+    metric_name: Annotated[str | None, AfterValidator(_metric_name)] = "val:accuracy"
     """Metric that ranks checkpoints: `val:<metric>`, `train:<metric>`, or null to rank by age."""
 
     higher_is_better: bool = True
     """Whether a larger `metric_name` is the better one."""
 
     keep_top_k: int | None = Field(default=3, ge=1)
-    """Checkpoints kept besides the latest; null keeps all."""
+    """Number of checkpoints kept in addition to the latest; null: all."""
 
     save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
 
-    checkpoint_must_save_by: str | None = None
+    checkpoint_must_save_by: Annotated[str | None, AfterValidator(_duration)] = None
     """Time after the start, as DD:HH:MM:SS, by which the run saves and ends; null: no limit."""
 
     save_optimizer: bool = True
@@ -94,22 +159,9 @@ class CheckpointingConfig(StrictModel):
     """Also write the weights as one Hugging Face model directory."""
 
     async_save: bool = False
-    """Train on while a checkpoint is written. Takes host memory for one more copy of what is saved."""
+    """Train while a checkpoint is written. Needs host memory for one more copy of the saved state."""
 
     not_yet: ClassVar = (
-        NotYet("model_cache_dir", one_of(None)),
-        NotYet("model_repo_id", one_of(None)),
-        NotYet("is_peft", one_of(False, None)),
-        NotYet("peft_config", one_of(None)),
-        NotYet("is_async", one_of(False, None)),
+        *not_yet("model_cache_dir", "model_repo_id", "peft_config", neutral=one_of(None)),
+        *not_yet("is_peft", "is_async", neutral=one_of(False, None)),
     )
-
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        limit = self.checkpoint_must_save_by
-        if limit is not None and not _DURATION.fullmatch(limit):
-            yield "checkpoint_must_save_by", f'must be days:hours:minutes:seconds such as "00:03:45:00" (got {limit!r})'
-        if self.metric_name is not None and not re.fullmatch(r"(val|train):.+", self.metric_name):
-            yield (
-                "metric_name",
-                f'must be "val:<metric>", "train:<metric>" or null, e.g. "val:accuracy" (got {self.metric_name!r})',
-            )

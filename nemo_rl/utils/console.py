@@ -161,9 +161,7 @@ class RunConsole:
             heading = f"{title}, sample {index + 1}, reward {reward:.4f}"
             body = Text()
             for message in messages:
-                style = ROLE_STYLES.get(message["role"], "white")
-                body.append(f"{message['role']}: ", style=f"bold {style}")
-                body.append(visible(str(message["content"])) + "\n", style=style)
+                body.append_text(message_text(message))
             body.rstrip()
             if self.is_live:
                 self._console.print(Panel(body, title=Text(heading), title_align="left"))
@@ -187,6 +185,13 @@ class RunConsole:
         # With soft_wrap, lines of a log file are not folded.
         self._console.print(text, soft_wrap=not self.is_live)
         self._console.file.flush()
+
+
+def message_text(message: Mapping[str, Any]) -> Text:
+    """A message ("role", "content") and a line break, coloured by role."""
+    style = ROLE_STYLES.get(message["role"], "white")
+    text = Text().append(f"{message['role']}: ", style=f"bold {style}")
+    return text.append(visible(str(message["content"])) + "\n", style=style)
 
 
 def summary_line(metrics: Mapping[str, float]) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 logger = logging.getLogger(__name__)
 
@@ -116,3 +117,8 @@ def size_text(num_bytes: int) -> str:
         if num_bytes >= factor:
             return f"{num_bytes / factor:.1f} {unit}"
     return f"{num_bytes} bytes"
+
+
+def digest(text: str) -> str:
+    """16 hexadecimal digits that tell a text from others."""
+    return xxhash.xxh3_64_hexdigest(text.encode())

@@ -7,16 +7,12 @@ import json
 import os
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
-if TYPE_CHECKING:
-    import torch
-
 _SEED_MASK = 2**63 - 1  # engines take a signed 64-bit seed
-_REQUIRED = {"python/words", "python/gauss", "numpy/words", "numpy/position", "numpy/gauss", "torch/cpu"}
 _FORMAT = "nemo_rl rng state 1"
 
 
@@ -52,13 +48,14 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
-    """State of every generator of this process, as CPU tensors. Without `devices`, CUDA is not touched.
+def save_rng_state(path: Path, *, devices: bool = True) -> None:
+    """Write the state of every generator of this process as safetensors. Without `devices`, CUDA is not touched.
 
     python/words int64 [625], python/gauss and numpy/gauss float64 [2] (whether a normal draw is kept, and its value),
     numpy/words int64 [624], numpy/position int64 [1], torch/cpu uint8 [N], torch/cuda/<device> uint8 [N].
     """
     import torch
+    from safetensors.torch import save_file
 
     _, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
@@ -72,16 +69,23 @@ def rng_state_dict(*, devices: bool = True) -> "dict[str, torch.Tensor]":
     }
     if devices and torch.cuda.is_available():
         state |= {f"torch/cuda/{device}": of_device for device, of_device in enumerate(torch.cuda.get_rng_state_all())}
-    return state
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, path, {"format": _FORMAT})
 
 
-def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = True) -> None:
-    """Restore every generator; without `devices`, those of CUDA are left out.
+def load_rng_state(path: Path, *, devices: bool = True) -> None:
+    """Restore every generator from a file of `save_rng_state`. Without `devices`, CUDA is not touched.
 
-    Raises ValueError if the state is incomplete or has another number of CUDA devices.
+    Raises FileNotFoundError, or ValueError for another file or another number of CUDA devices.
     """
     import torch
+    from safetensors import safe_open
 
+    if not path.is_file():
+        raise FileNotFoundError(f"no random state at {path}: the checkpoint was saved by another number of processes")
+    with safe_open(path, framework="pt") as file:
+        if (file.metadata() or {}).get("format") != _FORMAT:
+            raise ValueError(f"{path} holds no random state of this library")
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     num_saved = sum(name.startswith("torch/cuda/") for name in state)
     num_here = torch.cuda.device_count() if devices and torch.cuda.is_available() else 0
     if num_saved != num_here:
@@ -89,9 +93,6 @@ def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = Tru
             f"the random state was saved by a process that saw {num_saved} CUDA devices, this one sees {num_here}; "
             "resume with the same devices per process, or start anew with another checkpointing.checkpoint_dir"
         )
-    missing = _REQUIRED - state.keys()
-    if missing:
-        raise ValueError(f"the random state lacks {', '.join(sorted(missing))}")
     kept, gauss = state["python/gauss"].tolist()
     random.setstate((3, tuple(state["python/words"].tolist()), gauss if kept else None))
     kept, gauss = state["numpy/gauss"].tolist()
@@ -100,23 +101,3 @@ def load_rng_state_dict(state: "dict[str, torch.Tensor]", *, devices: bool = Tru
     torch.set_rng_state(state["torch/cpu"])
     for device in range(num_saved):
         torch.cuda.set_rng_state(state[f"torch/cuda/{device}"], device)
-
-
-def save_rng_state(path: Path, *, devices: bool = True) -> None:
-    """Write `rng_state_dict()` as safetensors, which can be read without executing anything."""
-    from safetensors.torch import save_file
-
-    state = {name: tensor.contiguous() for name, tensor in rng_state_dict(devices=devices).items()}
-    save_file(state, path, {"format": _FORMAT})
-
-
-def load_rng_state(path: Path, *, devices: bool = True) -> None:
-    """Restore the state that `save_rng_state` wrote. Raises FileNotFoundError or ValueError with the file's name."""
-    from safetensors import safe_open
-
-    if not path.is_file():
-        raise FileNotFoundError(f"no random state at {path}: the checkpoint was saved by another number of processes")
-    with safe_open(path, framework="pt") as file:
-        if (file.metadata() or {}).get("format") != _FORMAT:
-            raise ValueError(f"{path} holds no random state of this library")
-        load_rng_state_dict({name: file.get_tensor(name) for name in file.keys()}, devices=devices)  # noqa: SIM118 (no iterator)

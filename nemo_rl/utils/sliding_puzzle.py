@@ -1,15 +1,9 @@
-"""The sliding puzzle: boards, moves, what a player writes and reads, and shortest solutions of small boards.
+"""The sliding puzzle: boards, moves, the text of a player, and shortest solutions of small boards.
 
 A board of R rows and C columns holds the tiles 1 to R*C-1 and one empty square, written 0 here and `_` for players. It
-is solved when the tiles stand in reading order with the empty square last. Pure functions: the data set that makes
-boards and the environment that plays on them share them.
-
-A direction is the one in which the *tile* moves. On the board
-
-    1 2
-    _ 3
-
-`left` moves tile 3 into the empty square, `down` moves tile 1, `up` and `right` move nothing. `slide 3` is `left`.
+is solved when the tiles are in reading order with the empty square last. A direction is that of the *tile*: on the
+board of rows `1 2` and `_ 3`, `left` moves tile 3 into the empty square, `down` moves tile 1, `up` and `right` move
+nothing. `slide 3` is `left`.
 """
 
 from __future__ import annotations
@@ -28,17 +22,13 @@ OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 ACTION_END = "</action>"
 ACTION = re.compile(r"<action>((?:(?!<action>).)*?)</action>", re.DOTALL)
 SLIDE = re.compile(r"slide\s+(\d{1,9})")
-MAX_SIDE = 20  # a board of 20x20 is written in some 1,600 characters, every turn
+MAX_SIDE = 20  # a board of 20x20 takes about 1,600 characters in every turn
 MAX_SHUFFLE_MOVES = 10_000  # for each board that the dataset makes
-MAX_SOLVED_SQUARES = 9  # 181,440 boards of 3x3; the next size has more than are ever enumerated
+MAX_SOLVED_SQUARES = 9  # 181,440 boards of 3x3; the next size has too many to enumerate
 
 
 def rows_and_columns(size: int | Sequence[int]) -> tuple[int, int]:
-    """`5` is a square board, `[2, 3]` one of two rows and three columns.
-
-    Raises:
-        ValueError: for anything else, and for a side below 2 or above MAX_SIDE.
-    """
+    """`5` is a square board, `[2, 3]` one of two rows and three columns. ValueError for other sizes."""
     sides = [size, size] if isinstance(size, int) else list(size)
     if len(sides) != 2 or min(sides) < 2 or max(sides) > MAX_SIDE:
         raise ValueError(
@@ -48,11 +38,7 @@ def rows_and_columns(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def shuffle_range(shuffle_moves: int | Sequence[int]) -> tuple[int, int]:
-    """(fewest, most) random moves: `10` is `[10, 10]`.
-
-    Raises:
-        ValueError: for anything but a number from 1 to MAX_SHUFFLE_MOVES, or two in order.
-    """
+    """(fewest, most) random moves: `10` is `[10, 10]`. ValueError for other numbers."""
     ends = [shuffle_moves, shuffle_moves] if isinstance(shuffle_moves, int) else list(shuffle_moves)
     if len(ends) != 2 or not 1 <= ends[0] <= ends[1] <= MAX_SHUFFLE_MOVES:
         raise ValueError(
@@ -72,11 +58,7 @@ def is_solved(board: Board) -> bool:
 
 
 def parse_grid(grid: Sequence[Sequence[int]]) -> Board:
-    """A board from lists of rows.
-
-    Raises:
-        ValueError: when it is no board, or one that no moves solve.
-    """
+    """A board from lists of rows. ValueError when it is no board, or no moves solve it."""
     board = tuple(tuple(row) for row in grid)
     squares = [tile for row in board for tile in row]
     is_rectangle = len(board) >= 2 and len(board[0]) >= 2 and len({len(row) for row in board}) == 1
@@ -93,9 +75,9 @@ def parse_grid(grid: Sequence[Sequence[int]]) -> Board:
 def is_solvable(board: Board) -> bool:
     """Whether some moves lead to the solved board.
 
-    A move exchanges the empty square with a neighbour: one transposition, and one step of the empty square. So the
-    parity of the permutation and that of the empty square's way to its corner agree on all boards that can be reached,
-    and these are all such boards (Johnson and Story, 1879).
+    A move exchanges the empty square with a neighbour: one transposition, and one step of the empty square. So on every
+    reachable board the parity of the permutation equals the parity of the empty square's distance to its corner. The
+    converse holds as well (Johnson and Story, 1879).
     """
     squares = [tile for row in board for tile in row]
     order = [tile - 1 if tile else len(squares) - 1 for tile in squares]
@@ -124,38 +106,37 @@ def moves(board: Board) -> dict[str, Board]:
 
 
 def shuffled(rows: int, columns: int, num_moves: int, rng: random.Random) -> Board:
-    """The solved board after `num_moves` random moves, none of which takes the one before back; never solved.
+    """The solved board after `num_moves` random moves, none of which reverses the previous one.
 
-    Where these moves come round to the solved board, one more is made.
+    If they end at the solved board again, further moves follow until it is not solved.
     """
     board, last = solved_board(rows, columns), ""
-    made = 0
-    while made < num_moves or is_solved(board):
+    while num_moves > 0 or is_solved(board):
         options = moves(board)
         options.pop(OPPOSITE.get(last, ""), None)
         last = rng.choice(sorted(options))
         board = options[last]
-        made += 1
+        num_moves -= 1
     return board
 
 
 def render(board: Board) -> str:
-    """One line of text for each row, the columns below each other, `_` for the empty square."""
+    """One line of text per row, columns aligned, `_` for the empty square."""
     width = len(str(len(board) * len(board[0]) - 1))
     return "\n".join(" ".join((str(tile) if tile else "_").rjust(width) for tile in row) for row in board)
 
 
 def read_action(text: str) -> str | None:
-    """What stands between `<action>` and the first `</action>` behind it, lower case; None when there is no such."""
+    """The text between `<action>` and `</action>` in lower case; None without one."""
     found = ACTION.search(text)
     return None if found is None else " ".join(found[1].lower().split())
 
 
 def play(board: Board, text: str) -> tuple[Board, str | None]:
-    """The board after the action in a player's text, and None, or what was wrong with the action, to tell the player.
+    """The board after the first action in a player's text, and the problem of the action, or None.
 
-    Actions are `up`, `down`, `left`, `right` (the way the tile moves) and `slide N` (tile N moves into the empty
-    square). The board stays as it is where the action is none or cannot be done.
+    An action is written `<action>...</action>`: `up`, `down`, `left`, `right` (the direction of the tile) or `slide N`
+    (tile N moves into the empty square). An invalid action leaves the board as it is.
     """
     action = read_action(text)
     options = moves(board)
@@ -174,21 +155,17 @@ def play(board: Board, text: str) -> tuple[Board, str | None]:
     return board, f"Tile {tile} is not beside the empty square. {known}"
 
 
-def describe(board: Board, wrong: str | None) -> str:
-    """What a player reads after an action: what was wrong with it, if anything was, and the board."""
-    return render(board) if wrong is None else f"{wrong}\n{render(board)}"
+def describe(board: Board, problem: str | None) -> str:
+    """The observation after an action: its problem, if any, and the board."""
+    return render(board) if problem is None else f"{problem}\n{render(board)}"
 
 
 def solve(board: Board) -> list[str]:
-    """A shortest way to the solved board, as directions; always the same one. Empty when it is solved.
+    """The directions of a shortest solution, always the same one; empty for the solved board.
 
-    Raises:
-        ValueError: for a board of more than nine squares, or one that no moves solve.
+    ValueError for a board of more than nine squares, or one that no moves solve.
     """
-    rows, columns = len(board), len(board[0])
-    if rows * columns > MAX_SOLVED_SQUARES:
-        raise ValueError(f"boards of up to {MAX_SOLVED_SQUARES} squares are solved, this one has {rows * columns}")
-    first_moves = _first_moves(rows, columns)
+    first_moves = _first_moves(len(board), len(board[0]))
     if board not in first_moves:
         raise ValueError(f"no moves solve {board}")
     way: list[str] = []
@@ -199,19 +176,15 @@ def solve(board: Board) -> list[str]:
 
 
 def reachable(rows: int, columns: int) -> list[Board]:
-    """Every board that moves lead to, the solved one first, then by the length of a shortest solution.
-
-    Raises:
-        ValueError: for more than nine squares.
-    """
-    if rows * columns > MAX_SOLVED_SQUARES:
-        raise ValueError(f"boards of up to {MAX_SOLVED_SQUARES} squares are listed, not {rows}x{columns}")
+    """Every reachable board, the solved one first, then by the length of a shortest solution; nine squares at most."""
     return list(_first_moves(rows, columns))
 
 
 @functools.cache
 def _first_moves(rows: int, columns: int) -> dict[Board, str]:
     """Every reachable board -> the first move of a shortest solution ("" for the solved board), breadth first."""
+    if rows * columns > MAX_SOLVED_SQUARES:
+        raise ValueError(f"only boards of up to {MAX_SOLVED_SQUARES} squares are enumerated, not {rows}x{columns}")
     goal = solved_board(rows, columns)
     found = {goal: ""}
     queue = deque([goal])

@@ -1,4 +1,4 @@
-"""The built-in tools as models are told of them: the `tools` of a chat template, in OpenAI's format."""
+"""Text formats that datasets, environments and models share: judge prompts, search tags, specifications of tools."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-# -- What a judge is asked, and the score in what it replies. Pure functions on text.
+# Judge: the prompt, and the score in the reply
 
 DEFAULT_TEMPLATE = """\
 You grade the answer of an assistant.
@@ -29,33 +29,27 @@ where N is a number from 0 (useless) to 10 (cannot be better).
 _PLACEHOLDER = re.compile(r"\{(question|answer|reference)\}")
 
 
-def asks_for(template: str, name: str) -> bool:
-    """Whether `{name}` stands in the template."""
-    return f"{{{name}}}" in template
-
-
 def fill(template: str, *, question: str, answer: str, reference: str | None) -> str:
-    """The template with its placeholders replaced, in one pass: braces within the values stay as they are.
+    """The template with its placeholders replaced in one pass, so that braces within the values stay.
 
-    Raises:
-        ValueError: the template has `{reference}` and there is none.
+    ValueError when the template has `{reference}` and there is none.
     """
-    if reference is None and asks_for(template, "reference"):
-        raise ValueError("the prompt of the judge has {reference}, and the row has no answer to stand there")
+    if reference is None and "{reference}" in template:
+        raise ValueError("the prompt of the judge has {reference}, and the row has no answer for it")
     values = {"question": question, "answer": fence(answer), "reference": reference or ""}
     return _PLACEHOLDER.sub(lambda found: values[found[1]], template)
 
 
 def fence(answer: str) -> str:
-    """The answer between two lines that it cannot contain itself: they carry a number derived from its whole text."""
+    """The answer between two lines that it cannot contain: they carry a number derived from its whole text."""
     number = hashlib.blake2b(answer.encode(errors="surrogatepass"), digest_size=4).hexdigest()
     return f"===== {number}\n{answer}\n===== {number}"
 
 
 def find_score(reply: str, pattern: str, low: float, high: float) -> float | None:
-    """The first group of the last match of `pattern`, mapped from [low, high] to [0, 1]; None without a number there.
+    """The first group of the last match of `pattern`, mapped from [low, high] to [0, 1].
 
-    A number outside of the range is none either.
+    None without a number there, or with a number outside the range.
     """
     found = [match[1] for match in re.finditer(pattern, reply)]
     try:
@@ -65,7 +59,7 @@ def find_score(reply: str, pattern: str, low: float, high: float) -> float | Non
     return (score - low) / (high - low) if score is not None and low <= score <= high else None
 
 
-# -- How a model that looks things up writes its searches and answers: shared by prompts, demonstrations and rewards.
+# Retrieval: searches, passages and answers
 
 SEARCH_END = "</retrieve>"
 ANSWER_END = "</answer>"
@@ -77,7 +71,7 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 @dataclass(frozen=True)
 class Action:
-    """What a turn asks for or says; both None where it does neither."""
+    """The search or the answer of a turn; both None if it has neither."""
 
     query: str | None = None
     answer: str | None = None
@@ -94,12 +88,12 @@ def answer(text: str) -> str:
 
 
 def passages(texts: list[str]) -> str:
-    """What a search found, as the model sees it."""
+    """The results of a search, as the model sees them."""
     return "\n".join(f"[{number}] {text}" for number, text in enumerate(texts, start=1))
 
 
 def find_action(turn: str) -> Action:
-    """The first search or answer of a turn; without one, what it has in \\boxed{} last is its answer."""
+    """The first search or answer of a turn; without one, its last \\boxed{} is its answer."""
     found = _ACTION.search(turn)
     if found is not None and found["query"] is not None:
         return Action(query=found["query"].strip())
@@ -107,6 +101,9 @@ def find_action(turn: str) -> Action:
         return Action(answer=found["answer"].strip())
     boxed = _BOXED.findall(turn)
     return Action(answer=boxed[-1].strip()) if boxed else Action()
+
+
+# Tools: the `tools` of a chat template, in OpenAI's format
 
 
 def function_spec(name: str, description: str, arguments: dict[str, str]) -> dict[str, Any]:

@@ -2,21 +2,10 @@
 
 import math
 import re
-import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "mean": statistics.fmean,
-    "median": statistics.median,
-    "min": min,
-    "max": max,
-    "std": lambda values: statistics.stdev(values) if len(values) > 1 else 0.0,
-    "sum": sum,
-    "count": lambda values: float(len(values)),
-}
 
 
 class Timer:
@@ -24,63 +13,34 @@ class Timer:
 
         with timer.time("generation"):
             ...
-        timer.get_timing_metrics("sum")   # {"generation": 1.25}
+        timer.get_timing_metrics()   # {"generation": 1.25}
 
     `clock` returns seconds and never decreases.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._started: dict[str, float] = {}
         self._elapsed_s: defaultdict[str, list[float]] = defaultdict(list)
-
-    def start(self, label: str) -> None:
-        """Start `label`. Raises ValueError if it is running."""
-        if label in self._started:
-            raise ValueError(f"timer {label!r} is running already; stop it before it is started again")
-        self._started[label] = self._clock()
-
-    def stop(self, label: str) -> float:
-        """Stop `label` and return the seconds since `start`. Raises ValueError if it is not running."""
-        if label not in self._started:
-            raise ValueError(f"timer {label!r} is not running; start it before it is stopped")
-        elapsed_s = self._clock() - self._started.pop(label)
-        self._elapsed_s[label].append(elapsed_s)
-        return elapsed_s
 
     @contextmanager
     def time(self, label: str) -> Iterator[None]:
-        self.start(label)
+        started = self._clock()
         try:
             yield
         finally:
-            self.stop(label)
-
-    def get_elapsed(self, label: str) -> list[float]:
-        """All measurements of `label`, oldest first. Raises KeyError if there are none."""
-        if label not in self._elapsed_s:
-            raise KeyError(f"timer {label!r} has no measurement; there are: {', '.join(self._elapsed_s) or 'none'}")
-        return list(self._elapsed_s[label])
+            self._elapsed_s[label].append(self._clock() - started)
 
     def get_latest_elapsed(self, label: str) -> float:
-        return self.get_elapsed(label)[-1]
+        """The latest measurement of `label`."""
+        return self._elapsed_s[label][-1]
 
-    def reduce(self, label: str, op: str = "mean") -> float:
-        """One number for `label`; `op` is a key of `REDUCTIONS`."""
-        if op not in REDUCTIONS:
-            raise ValueError(f"unknown reduction {op!r}; there are: {', '.join(REDUCTIONS)}")
-        return REDUCTIONS[op](self.get_elapsed(label))
+    def get_timing_metrics(self) -> dict[str, float]:
+        """The sum of the measurements of each label."""
+        return {label: sum(elapsed_s) for label, elapsed_s in self._elapsed_s.items()}
 
-    def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
-        """One number for each label with measurements. A mapping gives the reduction by label, "mean" by default."""
-        ops = dict.fromkeys(self._elapsed_s, reduction_op) if isinstance(reduction_op, str) else reduction_op
-        return {label: self.reduce(label, ops.get(label, "mean")) for label in self._elapsed_s}
-
-    def reset(self, label: str | None = None) -> None:
-        """Drop the measurements of `label`, or of all labels, including a running one."""
-        for name in [label] if label is not None else [*self._started, *self._elapsed_s]:
-            self._started.pop(name, None)
-            self._elapsed_s.pop(name, None)
+    def reset(self) -> None:
+        """Drop all measurements."""
+        self._elapsed_s.clear()
 
 
 class TimeoutChecker:
@@ -95,7 +55,7 @@ class TimeoutChecker:
         self._clock = clock
         self._born = clock()
         self._iteration_started: float | None = None
-        self._iterations_s: list[float] = []
+        self._iterations_s: list[float] = []  # of finished iterations
         self._longest_save_s = 0.0
         self._has_fired = False
 

@@ -204,6 +204,7 @@ def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str
     starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("error", "\N{MULTIPLICATION SIGN}"))]
     words = lines[starts[0] :] if starts else lines[-15:]
     text = "\n".join(words).lower()
+    advice = "see uv's message above"
     if "wheel" in text and "platform" in text:
         advice = "the package has no wheel for this platform: use a machine it is built for, or another extra"
     elif "no space left" in text:
@@ -212,8 +213,6 @@ def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str
         advice = "the requirements contradict each other: change them in pyproject.toml"
     elif any(word in text for word in _NETWORK_WORDS):
         advice = "uv could not reach the package index: check the network and the proxy settings, then start again"
-    else:
-        advice = "see uv's message above"
     return "\n".join(
         [
             f"uv could not make the environment of extra {extra!r} (exit status {returncode}):",

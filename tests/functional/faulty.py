@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 FAULTS = "faults.json"
-COMMANDS = {"environment": "ray::MathEnvironment", "keeper": "ray::GroupKeeper", "verifier": "verifier_process"}
+COMMANDS = {"environment": "ray::MathEnvironment", "keeper": "ray::GroupKeeper", "verifier": "math.verification"}
 GROUPS = {"generation": "generation-0", "engine": "generation-0", "rollout": "rollout", "policy": "policy"}
 
 

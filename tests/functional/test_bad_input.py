@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.grpo import prepare
 from nemo_rl.algorithms.setup.launch import USER_ERRORS
 from nemo_rl.algorithms.setup.rollouts import RolloutInputs
+from nemo_rl.algorithms.setup.rollouts import prepare_rollouts as prepare
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointIdentityError, CheckpointManager
@@ -54,8 +54,8 @@ def alone(tmp_path, monkeypatch):
         (None, (), r"dataset file '.*rows\.jsonl' does not exist"),
         ("", (), "is empty"),
         ('{"question": "1+1=", "output": "2"}', (), r"no column 'input' \(input_key\); its columns are: question, out"),
-        ('{"input": "1+1=", "output": "2"}\n{"inp', (), "cannot be read as .jsonl"),
-        ("\n".join(['{"input": "1+1=", "output": null}'] * 4), (), "a row has nothing in column 'output'"),
+        ('{"input": "1+1=", "output": "2"}\n{"inp', (), "cannot be read as json"),
+        ("\n".join(['{"input": "1+1=", "output": null}'] * 4), (), "row 0 has nothing in column 'output'"),
         ('{"input": "1+1=", "output": "2"}', (), r"has 1 prompts, fewer than one step takes: set grpo\.num_prompts"),
         (
             "\n".join(['{"input": "1+1=", "output": "2"}'] * 4),
@@ -236,7 +236,7 @@ def ranks(number: int) -> tuple[str, ...]:
         (
             None,
             (*ranks(2), f"{D}.tensor_parallel_size=2", f"{D}.custom_parallel_plan=nowhere.plans:plan"),
-            "nowhere.plans cannot be imported .* importable where the job is started and on every node",
+            "no module .nowhere. can be imported .* importable where the job is started and on every node",
         ),
         # context parallel, packing
         ("gemma2", (*ranks(2), f"{D}.context_parallel_size=2"), "cannot be cut over ranks, because .* soft-capped"),
@@ -252,7 +252,7 @@ def ranks(number: int) -> tuple[str, ...]:
         # experts
         (None, (*ranks(2), f"{D}.expert_parallel_size=2"), "dense model and has no experts to spread; set it to 1"),
         ("moe", (*ranks(8), f"{D}.expert_parallel_size=8"), "not divide the 4 experts .* these would: 1, 2, 4"),
-        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no experts to repor"),
+        (None, ("checkpointing.metric_name=train:moe/router_entropy",), "is a dense model and has no metrics of exper"),
         # adapters
         (None, (LORA, NAMED, f"{D}.lora_cfg.target_modules=[q_projj]"), "matches no linear .* mean 'q_proj'"),
         (None, (LORA, f"{D}.lora_cfg.exclude_modules=['*.attn.*']"), r"exclude_modules: '\*\.attn\.\*' matches no"),

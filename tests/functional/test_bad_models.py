@@ -23,7 +23,7 @@ def prepare_ppo(*overrides: str) -> ppo_setup.PPOInputs:
     return ppo_setup.prepare(load_config(PPOMasterConfig, CONFIGS / "ppo_math_cpu.yaml", list(overrides)))
 
 
-def prepare_distillation(*overrides: str) -> distillation_setup.PreparedDistillation:
+def prepare_distillation(*overrides: str) -> distillation_setup.DistillationInputs:
     config = load_config(DistillationMasterConfig, CONFIGS / "distillation_math_cpu.yaml", list(overrides))
     return distillation_setup.prepare(config)
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, 
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
-    save_consolidated,
+    save_consolidated_tensors,
     save_model_files,
     save_state,
     save_tensors,
@@ -130,7 +130,9 @@ def test_a_consolidated_directory_converts_too(tmp_path):
     def rank_main(rank: int, world: int) -> torch.Tensor:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         tensors = [exported(name, lambda tensor=tensor: tensor) for name, tensor in policy_tensors([model]).items()]
-        save_consolidated(tensors, model, tmp_path / "policy" / "weights" / "consolidated")
+        consolidated = tmp_path / "policy" / "weights" / "consolidated"
+        save_model_files(model, consolidated)
+        save_consolidated_tensors(tensors, consolidated)
         return logits_of(model)
 
     want = run_world(rank_main, 2)[0]

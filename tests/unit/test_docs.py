@@ -25,8 +25,8 @@ from nemo_rl.algorithms.config.supervised import (
     SFTMasterConfig,
     SupervisedMasterConfig,
 )
-from nemo_rl.config.base import Derived
 from nemo_rl.config.loader import load_config
+from nemo_rl.config.rules import Derived
 from nemo_rl.data.config import ExampleDataConfig, ExampleDatasetConfig, PreferenceDataConfig, PreferenceDatasetConfig
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig

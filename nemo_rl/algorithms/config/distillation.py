@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,11 +10,10 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems, data_parallel_size
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutConfig, RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import check_budgets
-from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import NotYet, anything
-from nemo_rl.distributed.config import ClusterConfig
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.config.rules import StrictModel
+from nemo_rl.models.policy.config import SecondModelConfig
+from nemo_rl.utils.config import ClusterConfig, MachinesConfig
 
 
 class DistillationLossConfig(StrictModel):
@@ -29,19 +28,6 @@ class DistillationLossConfig(StrictModel):
     zero_outside_topk: bool = False
     """false: teacher and student are compared as distributions over the teacher's largest logits alone. true: the
     student is taken whole, and the teacher as having nothing elsewhere, so that the student's mass there costs."""
-
-
-class TeacherResourcesConfig(StrictModel):
-    """Machines of the teachers alone."""
-
-    gpus_per_node: int = Field(default=1, ge=0)
-    """GPUs used on each node; 0: the teachers run on CPU."""
-
-    num_nodes: int = Field(default=1, ge=1)
-    """Nodes of the teachers."""
-
-    cpu_workers_per_node: int = Field(default=1, ge=1)
-    """Ranks of a teacher on each node when `gpus_per_node` is 0."""
 
 
 class DistillationConfig(RolloutConfig):
@@ -72,23 +58,12 @@ class DistillationConfig(RolloutConfig):
     task_to_teacher: dict[str, str] = Field(default_factory=dict)
     """Which of `teachers` teaches which task: name of a training dataset -> name of a teacher."""
 
-    teacher_resources: TeacherResourcesConfig | None = None
+    teacher_resources: MachinesConfig | None = None
     """Machines of the teachers alone; null: they take turns with the student on its machines."""
 
 
-class TeacherConfig(PolicyConfig):
+class TeacherConfig(SecondModelConfig):
     """A teacher: keys as in `policy`, with its own layout. It is not trained."""
-
-    max_total_sequence_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)] = 512
-    """Tokens of the longest sample: prompt, completions and environment turns."""
-
-    train_micro_batch_size: Annotated[int, Derived("${policy.train_micro_batch_size}"), Field(ge=1)] = 4
-    """Only as the default of `logprob_batch_size`: a teacher is not trained."""
-
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${policy.precision}")] = "bfloat16"
-    """Data type of the forward pass."""
-
-    not_yet: ClassVar = (*PolicyConfig.not_yet, NotYet("generation", anything))
 
     rules: ClassVar = {"reward_model_cfg.enabled": "a teacher has the head of a language model; set it to false"}
 

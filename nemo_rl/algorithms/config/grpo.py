@@ -9,8 +9,7 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems
 from nemo_rl.algorithms.config.rollout import REFERENCE_KL, RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -47,7 +46,7 @@ class AsyncGRPOConfig(StrictModel):
     """Engines take new weights in the middle of their samples; false: a sync waits for the groups that play."""
 
     recompute_kv_cache_after_weight_updates: bool = False
-    """Compute the KV cache of samples under way anew with the new weights; false: keep that of the old ones."""
+    """Recompute the KV cache of unfinished samples with the new weights; false: keep the cache of the old weights."""
 
     group_order: Literal["in_order", "arrival"] = "in_order"
     """Train groups as they were dispatched, or those that finish first as long as none grows too old."""
@@ -126,7 +125,7 @@ class GRPOConfig(ScoredRolloutConfig):
 
     @property
     def num_prompts_per_batch(self) -> int:
-        """Prompts of a generation batch: those of a step, or more with dynamic sampling."""
+        """Prompts of a generation batch: as many as a step has, or more with dynamic sampling."""
         return round(self.num_prompts_per_step * self.batch_multiplier)
 
     rules: ClassVar = {

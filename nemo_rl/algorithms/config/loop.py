@@ -10,14 +10,12 @@ from typing import Annotated, ClassVar
 from pydantic import AfterValidator, Field
 
 from nemo_rl.algorithms.plan.batch import check_batching
-from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import divisors, written
-from nemo_rl.distributed.config import ClusterConfig
+from nemo_rl.config.rules import StrictModel, divisors, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
-from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
+from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig
 
 Problems = Iterator[tuple[str, str]]
 """(dotted key, message); the message says which values would work."""
@@ -127,8 +125,8 @@ class RunConfig(StrictModel):
         """Whether there is something to validate on."""
         loop, section = self.loop, self.section
         if loop.validates and not has_data:
-            asked = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
-            off = " and ".join(f"{section}.{setting}" for setting, is_asked in asked.items() if is_asked)
+            on = {"val_period=0": True, "val_at_start=false": loop.val_at_start, "val_at_end=false": loop.val_at_end}
+            off = " and ".join(f"{section}.{setting}" for setting, is_on in on.items() if is_on)
             yield (
                 "data.validation",
                 f"nothing to validate on ({section}.val_period={loop.val_period}, "

@@ -10,9 +10,8 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loop import Problems, saving_rules
 from nemo_rl.algorithms.config.rollout import REFERENCE_KL, FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, not_yet, one_of, switched_off
-from nemo_rl.models.policy.config import PolicyConfig, RewardModelConfig
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
+from nemo_rl.models.policy.config import RewardModelConfig, SecondModelConfig
 
 
 class GAEConfig(StrictModel):
@@ -74,7 +73,7 @@ class ValueLossConfig(StrictModel):
     """Factor on the mean squared error."""
 
 
-class ValueConfig(PolicyConfig):
+class ValueConfig(SecondModelConfig):
     """The value model: keys as in `policy`, with its own layout, batch sizes and optimizer."""
 
     model_name: Annotated[str, Derived("${policy.model_name}"), Field(min_length=1)]
@@ -83,22 +82,11 @@ class ValueConfig(PolicyConfig):
     train_global_batch_size: Annotated[int, Derived("${policy.train_global_batch_size}"), Field(ge=1)] = 512
     """Samples of one optimizer step, over all ranks."""
 
-    train_micro_batch_size: Annotated[int, Derived("${policy.train_micro_batch_size}"), Field(ge=1)] = 4
-    """Samples of one forward and backward pass of a rank."""
-
-    max_total_sequence_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)] = 512
-    """Tokens of the longest sample: prompt, completions and environment turns."""
-
-    precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${policy.precision}")] = "bfloat16"
-    """Data type of the forward and backward pass."""
-
     nonfinite_action: Annotated[Literal["stop", "skip"], Derived("${policy.nonfinite_action}")] = "stop"
     """When a loss or a gradient is not finite: end the run or skip the optimizer step, as `policy.nonfinite_action`."""
 
     reward_model_cfg: RewardModelConfig = RewardModelConfig(enabled=True, reward_model_type="regression")
     """The head with one number per token."""
-
-    not_yet: ClassVar = (*PolicyConfig.not_yet, NotYet("generation", anything))
 
 
 class PPOMasterConfig(RolloutMasterConfig):

@@ -29,11 +29,9 @@ from nemo_rl.algorithms.config.metric_names import (
     rollout_validation,
     turns,
 )
-from nemo_rl.config.base import Derived, StrictModel
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import NotYet, anything, divisors, one_of, switched_off
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of, switched_off, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
     EnvSection,
@@ -45,6 +43,7 @@ from nemo_rl.environments.config import (
 )
 from nemo_rl.models.generation.config import ColocatedConfig
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.utils.config import ClusterConfig
 
 
 class RewardShapingConfig(StrictModel):
@@ -97,7 +96,7 @@ class RewardScalingConfig(StrictModel):
 
 
 class RolloutRecordConfig(StrictModel):
-    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+    """Record the rollouts, to inspect them or to train from them again (`replay_from`)."""
 
     enabled: bool = False
     """Write the groups of every training step, in the background."""
@@ -141,7 +140,7 @@ class RolloutConfig(LoopConfig):
     """Samples of each validation prompt; with more than one, pass@k and best-of are reported."""
 
     rollout_record: RolloutRecordConfig = RolloutRecordConfig()
-    """Write down what is sampled, to look at it or to train from it again (`replay_from`)."""
+    """Record the rollouts, to inspect them or to train from them again (`replay_from`)."""
 
     replay_from: str | None = None
     """Folder of recorded rollouts to train from: no engine and no environment is started; null: sample."""
@@ -192,28 +191,16 @@ class FurtherModel:
 COLOCATED = "policy.generation.colocated"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machines:
-    """The machines of each side. They are the same if training and generation take turns on them."""
+def divide(cluster: ClusterConfig, colocated: ColocatedConfig) -> tuple[ClusterConfig, ClusterConfig]:
+    """The machines that train and the machines that generate; all of them for both if they take turns.
 
-    training: ClusterConfig
-    generation: ClusterConfig
-
-
-def divide(cluster: ClusterConfig, colocated: ColocatedConfig) -> Machines:
-    """The machines of each side. Both have all of them as long as `division_problems` has something to say."""
+    Both have all machines as long as `division_problems` has something to say.
+    """
     if colocated.enabled or any(division_problems(cluster, colocated)):
-        return Machines(training=cluster, generation=cluster)
-    unit = cluster.unit
-    if cluster.num_nodes == 1:
-        taken = colocated.resources.model_dump()[unit]
-        parts = ({unit: cluster.workers_per_node - taken}, {unit: taken})
-    else:
-        taken = colocated.resources.num_nodes
-        assert taken is not None
-        parts = ({"num_nodes": cluster.num_nodes - taken}, {"num_nodes": taken})
-    training, generation = (cluster.model_copy(update=part) for part in parts)
-    return Machines(training=training, generation=generation)
+        return cluster, cluster
+    key = cluster.unit if cluster.num_nodes == 1 else "num_nodes"
+    total, taken = value_of(cluster, key), value_of(colocated.resources, key)
+    return cluster.model_copy(update={key: total - taken}), cluster.model_copy(update={key: taken})
 
 
 def division_problems(cluster: ClusterConfig, colocated: ColocatedConfig) -> Problems:
@@ -415,12 +402,12 @@ class RolloutMasterConfig(RunConfig):
 
     @property
     def training_cluster(self) -> ClusterConfig:
-        return divide(self.cluster, self.policy.generation.colocated).training
+        return divide(self.cluster, self.policy.generation.colocated)[0]
 
     @property
     def generation_cluster(self) -> ClusterConfig:
-        """The machines that generate: those that train where the two take turns."""
-        return divide(self.cluster, self.policy.generation.colocated).generation
+        """The machines that generate."""
+        return divide(self.cluster, self.policy.generation.colocated)[1]
 
     @property
     def recomputes_kv_cache(self) -> bool:

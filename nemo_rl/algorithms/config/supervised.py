@@ -17,7 +17,7 @@ from nemo_rl.algorithms.config.loop import (
     data_parallel_size,
     saving_rules,
 )
-from nemo_rl.config.base import Derived, StrictModel
+from nemo_rl.config.rules import Derived, StrictModel
 from nemo_rl.data.config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.models.policy.config import PolicyConfig
 

@@ -1,6 +1,6 @@
 """Sums over the valid items of a micro-batch, divided by counts of the whole optimizer step.
 
-The divisor never depends on the micro-batch, so micro-batches and ranks add up to the whole batch.
+The divisor does not depend on the micro-batch, so the parts of micro-batches and ranks add up to the whole batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
-    """`total / count`, and 0 (with the graph of `total`) where the count is 0: there was nothing to sum."""
+    """`total / count`, and 0 with the graph of `total` if the count is 0 (then the total is 0 too)."""
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
@@ -35,7 +35,7 @@ def sequence_mean(values: Tensor, token_mask: Tensor, sample_mask: Tensor, globa
 def constant_length_mean(values: Tensor, mask: Tensor, global_valid_seqs: Tensor, max_tokens: int) -> Tensor:
     """Sum over the valid tokens / (sequences of the step * `max_tokens`) (Dr.GRPO, arXiv 2503.20783, section 3.2).
 
-    Neither long nor short answers weigh more per token, whatever the other answers' lengths.
+    Every token has the same weight, independent of the lengths of its own answer and of the others.
     """
     return divide_by_count((values * mask).sum(), global_valid_seqs * max_tokens)
 

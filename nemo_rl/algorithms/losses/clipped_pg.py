@@ -1,7 +1,7 @@
 """The clipped policy-gradient loss: GRPO, DAPO, GSPO, Dr.GRPO, CISPO and REINFORCE by switches of one config.
 
-In: log-probabilities of a micro-batch and the global counts of the optimizer step. Out: the micro-batch's part of the
-loss, and its part of each metric. `docs/guides/grpo.md` has the formula and the paper behind each switch.
+Log-probabilities of a micro-batch and global counts of the optimizer step -> the micro-batch's part of the loss and of
+each metric. `docs/guides/grpo.md` has the formula and the paper of each switch.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from nemo_rl.algorithms.losses.aggregate import (
     sequence_mean,
     token_mean,
 )
-from nemo_rl.algorithms.losses.importance import (
+from nemo_rl.algorithms.losses.divergence import (
     ImportanceWeights,
     agreement_metrics,
     bound_importance_weights,
+    calculate_kl,
     raw_importance_weights,
 )
-from nemo_rl.algorithms.losses.kl import calculate_kl
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 
 
 class ClippedPGLoss:
-    """A `nemo_rl.types.LossFunction`.
+    """A `nemo_rl.types.LossFunction` on rows [B, S] of one sequence each.
 
-    Values at masked positions are never looked at, whatever they are. A non-finite value at a valid position makes the
-    loss NaN, also where a clamp or a clip would hide it, so that the caller can stop. A micro-batch without a valid
-    token gives 0 with a graph, so that every rank can call backward.
-
-    Works on [B, S] rows of one sequence each. A trainer that packs sequences computes its log-probabilities packed and
-    unpacks them into rows before the loss: one float per token, nothing next to the logits.
+    Values at masked positions are ignored, whatever they are. A non-finite value at a valid position makes the loss
+    NaN, even if a clamp or a clip would hide it, so that the caller can stop. A micro-batch without a valid token gives
+    0 with a graph, so that every rank can call backward.
     """
 
     inputs_type = PolicyGradientInputs
@@ -55,7 +52,7 @@ class ClippedPGLoss:
         valid = mask > 0
 
         def at_valid(values: Tensor) -> Tensor:
-            return torch.where(valid, values, 0.0)  # before any exp: padding may hold anything
+            return torch.where(valid, values, 0.0)  # before any exp: 0 * inf at a masked position would be NaN
 
         curr, prev = at_valid(logprobs), at_valid(inputs.prev_logprobs)
         gen, advantages = at_valid(inputs.generation_logprobs), at_valid(inputs.advantages)
@@ -67,11 +64,23 @@ class ClippedPGLoss:
                 return token_mean(values, mask, global_valid_toks)
             return sequence_mean(values, inputs.token_mask, inputs.sample_mask, global_valid_seqs)
 
-        ratio = self._ratio(curr, prev, mask)
+        # The ratio pi / pi_prev corrects for the optimizer steps since the samples were scored.
+        log_ratio = curr - (curr.detach() if cfg.force_on_policy_ratio else prev)
+        if cfg.sequence_level_importance_ratios:  # GSPO, arXiv 2507.18071, eq. 7: geometric mean over the sequence
+            log_ratio = masked_row_mean(log_ratio, mask)[:, None].expand_as(log_ratio)
+        ratio = log_ratio.exp()
         ratio_clamped = ratio.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
         policy_loss, clipped = self._policy_loss(curr, ratio, ratio_clamped, advantages)
-        weights = self._importance_weights(prev, gen, mask)
         must_be_finite = [curr, prev, gen, advantages, ratio]
+
+        # The weights correct for the difference between the engine that sampled and the policy that scored.
+        weights = bound_importance_weights(
+            raw_importance_weights(prev, gen, mask, sequence_level=cfg.sequence_level_importance_ratios),
+            mask,
+            kind=cfg.truncated_importance_sampling_type,
+            minimum=cfg.truncated_importance_sampling_ratio_min,
+            maximum=cfg.truncated_importance_sampling_ratio,
+        )
         if cfg.use_importance_sampling_correction:
             policy_loss = policy_loss * weights.used
             must_be_finite.append(weights.raw)
@@ -81,10 +90,13 @@ class ClippedPGLoss:
         if cfg.reference_policy_kl_penalty != 0:
             reference = at_valid(inputs.reference_policy_logprobs)
             must_be_finite.append(reference)
-            kl = self._kl(curr, gen, reference)
+            kl = calculate_kl(
+                curr, reference, cfg.reference_policy_kl_type, cfg.kl_input_clamp_value, cfg.kl_output_clamp_value
+            )
+            if cfg.use_on_policy_kl_approximation:  # tokens come from the generation engine, the KL is under the policy
+                kl = (curr - gen).exp().detach() * kl
             if not cfg.use_kl_in_reward:
                 loss = loss + cfg.reference_policy_kl_penalty * aggregate(kl)
-
         loss = nan_unless_finite(loss, must_be_finite)
 
         with torch.no_grad():
@@ -95,6 +107,7 @@ class ClippedPGLoss:
                 "probs_ratio_clamped": ratio_clamped,
                 "clip_fraction": clipped.to(mask.dtype),
                 "kl_penalty": kl,
+                # -E[log pi] is the entropy; tokens come from the engine, hence the weight pi / pi_engine.
                 "approx_entropy": -(curr - gen).exp() * curr,
             }.items():
                 metrics[name] = token_mean(values, mask, global_valid_toks)
@@ -105,13 +118,6 @@ class ClippedPGLoss:
             metrics["loss"] = loss
         return loss, {name: value.detach() for name, value in metrics.items()}
 
-    def _ratio(self, curr: Tensor, prev: Tensor, mask: Tensor) -> Tensor:
-        """pi / pi_prev of each token; its geometric mean over the sequence with `sequence_level_importance_ratios`."""
-        log_ratio = curr - (curr.detach() if self.cfg.force_on_policy_ratio else prev)
-        if self.cfg.sequence_level_importance_ratios:  # GSPO, arXiv 2507.18071, eq. 7
-            log_ratio = masked_row_mean(log_ratio, mask)[:, None].expand_as(log_ratio)
-        return log_ratio.exp()
-
     def _policy_loss(
         self, curr: Tensor, ratio: Tensor, ratio_clamped: Tensor, advantages: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -120,34 +126,17 @@ class ClippedPGLoss:
             return -advantages * curr, torch.zeros_like(curr, dtype=torch.bool)
         if self.cfg.use_cispo:  # MiniMax-M1, arXiv 2506.13585, eq. 4: clip the weight, keep every token's gradient
             return -advantages * ratio_clamped.detach() * curr, ratio_clamped != ratio
+        # The larger of the two losses: a token that has moved far enough in the direction of its advantage gets no more
+        # gradient, a token that has moved in the wrong direction keeps it (PPO, arXiv 1707.06347, eq. 7).
         loss = torch.maximum(-advantages * ratio, -advantages * ratio_clamped)
         if self.cfg.ratio_clip_c is not None:  # dual clip, arXiv 1912.09729, eq. 5: bounded where A < 0
             loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * self.cfg.ratio_clip_c), loss)
         return loss, loss != -advantages * ratio
 
-    def _importance_weights(self, prev: Tensor, gen: Tensor, mask: Tensor) -> ImportanceWeights:
-        raw = raw_importance_weights(prev, gen, mask, sequence_level=self.cfg.sequence_level_importance_ratios)
-        return bound_importance_weights(
-            raw,
-            mask,
-            kind=self.cfg.truncated_importance_sampling_type,
-            minimum=self.cfg.truncated_importance_sampling_ratio_min,
-            maximum=self.cfg.truncated_importance_sampling_ratio,
-        )
-
-    def _kl(self, curr: Tensor, gen: Tensor, reference: Tensor) -> Tensor:
-        cfg = self.cfg
-        kl = calculate_kl(
-            curr, reference, cfg.reference_policy_kl_type, cfg.kl_input_clamp_value, cfg.kl_output_clamp_value
-        )
-        if cfg.use_on_policy_kl_approximation:  # tokens come from the generation engine, the KL is under the policy
-            kl = (curr - gen).exp().detach() * kl
-        return kl
-
     def _importance_metrics(
         self, weights: ImportanceWeights, inputs: PolicyGradientInputs, mask: Tensor, num_seqs: Tensor, num_toks: Tensor
     ) -> LossMetrics:
-        """Mean weight before the bounds, and share of items out of bounds: of sequences where weights are theirs."""
+        """Mean weight before the bounds, and share out of bounds, over tokens or, for sequence weights, sequences."""
         out_of_bounds = weights.out_of_bounds.to(mask.dtype)
         if self.cfg.sequence_level_importance_ratios:
             has_tokens = inputs.sample_mask * (mask.sum(-1) > 0)

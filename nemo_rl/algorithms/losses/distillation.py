@@ -1,11 +1,11 @@
 """KL between teacher and student at the tokens that the student sampled (on-policy distillation).
 
-    forward  KL(teacher || student): the student spreads over all that the teacher may say
+    forward  KL(teacher || student): the student covers everything the teacher may say
     reverse  KL(student || teacher): the student keeps to what the teacher is likely to say
     mixed    w forward + (1 - w) reverse
 
-On-policy distillation is that of Agarwal et al. 2023, "On-Policy Distillation of Language Models" (GKD), arXiv
-2306.13649, whose generalised Jensen-Shannon divergence is another way between the two.
+Agarwal et al. 2023, "On-Policy Distillation of Language Models" (GKD), arXiv 2306.13649; its generalised
+Jensen-Shannon divergence interpolates in another way.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from nemo_rl.algorithms.losses.aggregate import nan_unless_finite, token_mean
 from nemo_rl.types import DistillationInputs, LossMetrics
 
 LOG_OUTSIDE = -100.0
-"""What stands for the teacher's log-probability where it is taken to be zero: the reverse KL stays finite."""
+"""The teacher's log-probability outside its top k; with -inf the reverse KL would be infinite."""
 
 
 class DistillationLoss:
     """A `nemo_rl.types.LossFunction`: the mean KL of the loss tokens of the optimizer step.
 
-    Over the teacher's k largest logits: `outputs` [B, S, k + 1] are the student's log-probabilities of the same tokens,
-    then its entropy; `inputs.teacher_topk` [B, S, 2k] the teacher's logits, then the numbers of the tokens. The teacher
-    is softmax(logits) of these k. The student is
+    Over the teacher's k largest logits, `outputs` [B, S, k + 1] are the student's log-probabilities of these tokens and
+    its entropy; `inputs.teacher_topk` [B, S, 2k] are the teacher's logits and the token ids. The teacher's distribution
+    is softmax(logits) over these k. The student's is
 
-    - its own softmax over these k (`zero_outside_topk: false`), or
-    - its whole distribution (`true`), for which the teacher's log-probability elsewhere is `LOG_OUTSIDE`.
+    - its softmax over these k (`zero_outside_topk: false`), or
+    - its whole distribution (`true`); the teacher's log-probability elsewhere is then `LOG_OUTSIDE`.
 
-    Over the whole vocabulary: `outputs` [B, S, 2] are forward and reverse KL, and rows have no `teacher_topk`.
+    Over the whole vocabulary, `outputs` [B, S, 2] are forward and reverse KL, and rows have no `teacher_topk`.
 
-    Values at masked positions are never looked at; a non-finite value of a loss token makes the loss NaN; a micro-batch
+    Values at masked positions are ignored; a non-finite value of a loss token makes the loss NaN; a micro-batch
     without a loss token gives 0 with a graph.
     """
 
@@ -47,7 +47,7 @@ class DistillationLoss:
     def __call__(
         self, outputs: Tensor, inputs: DistillationInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        """Metrics: loss, both KL, sequences that took part; over a top k also those of `_TopK.metrics`."""
+        """Metrics: loss, both KLs, number of sequences; over a top k also `_TopK.metrics`."""
         assert outputs.shape[:2] == inputs.token_mask.shape, (outputs.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
         valid = mask[..., None] > 0
@@ -75,7 +75,7 @@ class DistillationLoss:
 class _TopK:
     """Both distributions at the teacher's k largest logits, in its order."""
 
-    teacher: Tensor  # [B, S, k]; log of its softmax over these
+    teacher: Tensor  # [B, S, k]; log-softmax over these k
     student: Tensor  # [B, S, k]; log-probabilities under the whole distribution
     entropy: Tensor  # [B, S]; of the student's whole distribution
 
@@ -92,6 +92,7 @@ class _TopK:
 
     def full_kl(self) -> tuple[Tensor, Tensor]:
         """Forward and reverse [B, S] with the student's whole distribution."""
+        # KL(p || q) = -H(p) - sum p log q, where log q is the constant LOG_OUTSIDE outside of the top k.
         probabilities = self.student.exp()
         within = (probabilities * self.teacher).sum(-1)
         outside = (1.0 - probabilities.sum(-1)) * LOG_OUTSIDE

@@ -12,9 +12,8 @@ from nemo_rl.types import LossInputs, LossMetrics
 class NLLLoss:
     """A `nemo_rl.types.LossFunction`: minus the sum of logprobs [B, S] over the loss tokens / tokens of the step.
 
-    Every token of the optimizer step weighs the same, whatever the length of its sequence. Values at masked positions
-    are never looked at; a non-finite logprob of a loss token makes the loss NaN; a micro-batch without a loss token
-    gives 0 with a graph.
+    Every token of the optimizer step has the same weight. Values at masked positions are ignored; a non-finite logprob
+    of a loss token makes the loss NaN; a micro-batch without a loss token gives 0 with a graph.
     """
 
     inputs_type = LossInputs
@@ -22,7 +21,7 @@ class NLLLoss:
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        """Metrics: the loss, the mean probability of a loss token, and how many tokens and sequences took part."""
+        """Metrics: the loss, the mean probability of a loss token, and the numbers of loss tokens and sequences."""
         assert logprobs.shape == inputs.token_mask.shape, (logprobs.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
         logprobs = torch.where(mask > 0, logprobs, 0.0)

@@ -1,4 +1,4 @@
-"""The loss of direct preference optimisation and its variants."""
+"""Losses of pairs: DPO and its variants, and reward models. Even rows are the chosen, odd rows the rejected ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from torch.nn.functional import logsigmoid
 from nemo_rl.algorithms.config.supervised import DPOLossConfig, RewardModelLossConfig
 from nemo_rl.algorithms.losses.aggregate import divide_by_count, nan_unless_finite
 from nemo_rl.types import LossInputs, LossMetrics, PairInputs, PreferenceInputs
-
-# -- Rows that come as pairs: even rows are the chosen, odd rows the rejected sequences.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +51,6 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[::2], values[1::2]
 
 
-# -- The loss of reward models.
-
-
 class PreferenceLoss:
     """A `nemo_rl.types.LossFunction` of scores [B, S]: even rows chosen, odd rows rejected.
 
@@ -63,7 +58,7 @@ class PreferenceLoss:
     -logsigmoid(chosen - rejected) (Bradley and Terry, 1952; arXiv 2203.02155, eq. 1), with `use_margin`
     -logsigmoid(chosen - rejected - margin) (Llama 2, arXiv 2307.09288, eq. 2).
 
-    Values of masked pairs are never looked at; a non-finite one elsewhere makes the loss NaN.
+    Values of masked pairs are ignored; a non-finite one elsewhere makes the loss NaN.
     """
 
     inputs_type = PairInputs
@@ -106,11 +101,11 @@ class DPOLoss:
         ipo      (h - 1 / (2 beta))^2
                  IPO, arXiv 2310.12036, eq. 17
 
-    IPO's h is per token whatever the switch says, as in TRL: a fixed margin between sums would ask less per token of
-    longer answers. The SFT term is the mean over pairs of the chosen sequence's negative log-likelihood.
+    IPO's h is always per token, as in TRL: a fixed margin between sums would demand less per token of longer answers.
+    The SFT term is the mean over pairs of the chosen sequence's negative log-likelihood.
 
-    A policy equal to the reference has the preference loss ln 2 (ipo: 1 / (4 beta^2), hinge: 1). Values at masked
-    positions and of masked pairs are never looked at; a non-finite one elsewhere makes the loss NaN.
+    If policy and reference are equal, the preference loss is ln 2 (ipo: 1 / (4 beta^2), hinge: 1). Values at masked
+    positions and of masked pairs are ignored; a non-finite one elsewhere makes the loss NaN.
     """
 
     inputs_type = PreferenceInputs
@@ -126,7 +121,7 @@ class DPOLoss:
         assert logprobs.shape == inputs.token_mask.shape, (logprobs.shape, inputs.token_mask.shape)
         pairs = Pairs.of(inputs, global_valid_seqs)
         mask = inputs.token_mask * pairs.row_mask[:, None]
-        # Float64, or sums of long answers would differ from the reference's by rounding alone.
+        # In float64: the loss needs a small difference of two large sums, which float32 rounding would swamp.
         sums = torch.where(mask > 0, logprobs, 0.0).double().sum(-1).float()
         reference = torch.where(pairs.row_mask > 0, inputs.reference_logprob_sum, 0.0)
         num_tokens = mask.sum(-1)

@@ -15,11 +15,11 @@ from nemo_rl.types import LossMetrics, ValueInputs
 class ValueLoss:
     """A `nemo_rl.types.LossFunction` of values [B, S]: mean over the loss tokens of the squared error to the return.
 
-    With `value_clip` c, the larger of the squared errors of the value and of the value held within c of the one the
-    sample was scored with (arXiv 2005.12729, section 3; OpenAI Baselines' ppo2): a value that has moved by more than c
-    towards its return gets no gradient.
+    With `value_clip` c, it is the larger of two squared errors: of the value, and of the value clamped to within c of
+    its value when the sample was scored (arXiv 2005.12729, section 3; OpenAI Baselines' ppo2). A value that has moved
+    by more than c towards its return gets no gradient, as a clipped ratio of the policy gets none.
 
-    Values at masked positions are never looked at; a non-finite one elsewhere makes the loss NaN.
+    Values at masked positions are ignored; a non-finite one elsewhere makes the loss NaN.
     """
 
     inputs_type = ValueInputs
@@ -30,7 +30,7 @@ class ValueLoss:
     def __call__(
         self, values: Tensor, inputs: ValueInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        """Metrics: the loss, how often clipping changed it, and the means that `explained_variance` is made of."""
+        """Metrics: the loss, how often clipping changed it, and the means that `explained_variance` needs."""
         assert values.shape == inputs.token_mask.shape, (values.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
         values, old, returns = (torch.where(mask > 0, v, 0.0) for v in (values, inputs.values, inputs.returns))
@@ -45,11 +45,7 @@ class ValueLoss:
             squared = torch.maximum(squared, squared_held)
             must_be_finite.append(old)
         loss = nan_unless_finite(self.cfg.scale * token_mean(squared, mask, global_valid_toks), must_be_finite)
-        metrics = {
-            "loss": loss,
-            "value_loss": loss,
-            "num_valid_samples": inputs.sample_mask.sum(),
-        }
+        metrics = {"loss": loss, "value_loss": loss, "num_valid_samples": inputs.sample_mask.sum()}
         for name, of_tokens in {
             "value_clip_fraction": clipped,
             "values_mean": values,
@@ -65,11 +61,11 @@ class ValueLoss:
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """1 - variance of (value - return) / variance of the return, from the metrics of a whole optimizer step.
 
-    1: the values are the returns; 0: no better than a constant; 0 too where all returns are equal.
+    1: the values equal the returns; 0: they are no better than a constant, or all returns are equal.
     """
     variance = metrics["returns_square_mean"] - metrics["returns_mean"] ** 2
     left = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
-    # Float32 sums: a difference this small is rounding.
+    # The sums are float32: a difference this small is rounding.
     if variance <= 1e-6 * metrics["returns_square_mean"]:
         return 0.0
     return 1.0 - left / variance

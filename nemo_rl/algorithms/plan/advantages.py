@@ -1,9 +1,8 @@
-"""Advantages: rewards by explicit group in, one number per sample out.
+"""Rewards by group -> one advantage per sample.
 
-Runs on the controller, from metadata: a group is the samples of one prompt in one step, never found by comparing
-text. Statistics are two-pass in float64 with the unbiased (n - 1) standard deviation. Only samples that carry a reward
-take part; the others get 0. With the KL penalty in the reward, advantages differ by token and the last step runs where
-the log-probabilities are: `KLInReward`.
+A group is the samples of one prompt in one step, by explicit id. Statistics are two-pass in float64 with the unbiased
+(n - 1) standard deviation. Samples without a reward stay out of them and get advantage 0. With the KL penalty in the
+reward, advantages differ by token; `KLInReward` finishes them on the workers, which have the log-probabilities.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
-from nemo_rl.algorithms.losses.kl import calculate_kl
+from nemo_rl.algorithms.losses.divergence import calculate_kl
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRewards:
-    """What an estimator knows of one group. All sequences have one entry per sample, in the group's order."""
+    """The rewards of one group; one entry per sample in each sequence."""
 
     rewards: Sequence[float]
-    valid: Sequence[bool]  # carries a reward; failed samples do not
-    num_loss_tokens: Sequence[int]  # tokens that take part in the loss: 0 for a sample masked out of it
+    valid: Sequence[bool]  # False for samples without a reward, such as failed ones
+    num_loss_tokens: Sequence[int]  # 0 for a sample that is masked out of the loss
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.valid) == len(self.num_loss_tokens), self
@@ -37,7 +36,7 @@ class GroupRewards:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageResult:
-    """Advantages per group and sample, and what happened on the way."""
+    """Advantages per group and sample, with statistics."""
 
     advantages: list[list[float]]
     num_zero_variance_groups: int  # two or more rewards, all equal
@@ -51,11 +50,11 @@ Estimator = Callable[[Sequence[GroupRewards], AdvEstimatorConfig, bool], Advanta
 def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
     """(r - baseline) / (std + eps) inside each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
-    `normalize_rewards: false` leaves the division out (Dr.GRPO, arXiv 2503.20783). `use_leave_one_out_baseline` takes
-    the mean of the *other* samples as baseline (RLOO, arXiv 2402.14740); the standard deviation stays the group's. A
-    group whose rewards are all equal gives exact zeros, a group with fewer than two rewards too.
+    `normalize_rewards: false` omits the division (Dr.GRPO, arXiv 2503.20783): it would give groups with little variance
+    larger gradients. `use_leave_one_out_baseline` takes the mean of the *other* samples as baseline, which makes it
+    independent of the sample (RLOO, arXiv 2402.14740). A group with equal rewards, or fewer than two, gives zeros.
     """
-    assert not kl_in_reward, "advantages inside a group have no place for token rewards"
+    assert not kl_in_reward, "advantages inside a group do not know token rewards"
     advantages = []
     for group in groups:
         rewards, valid = _arrays(group)
@@ -72,8 +71,8 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
     """Rewards whitened over all loss tokens of the batch (REINFORCE++, arXiv 2501.03262).
 
     With `minus_baseline`, the group's mean is subtracted first (REINFORCE++-baseline); groups with fewer than two
-    rewards then give zeros and stay out of the statistics. A zero-variance group is 0 before whitening, and is shifted
-    with all others by the batch mean: that is the paper's estimator. With `kl_in_reward` whitening is left to `whiten`.
+    rewards then give zeros and stay out of the statistics. As in the paper, whitening shifts a zero-variance group by
+    the batch mean like all others. With `kl_in_reward`, `KLInReward` does the whitening.
     """
     raw, weights = [], []
     for group in groups:
@@ -98,7 +97,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "reinforce_plus_plus
 def compute_advantages(
     groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, *, kl_in_reward: bool = False
 ) -> AdvantageResult:
-    """Run the estimator named in the config."""
+    """Run the estimator `cfg.name`."""
     return ADVANTAGE_ESTIMATORS[cfg.name](groups, cfg, kl_in_reward)
 
 
@@ -129,7 +128,7 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
 class KLInReward:
     """A `nemo_rl.types.TokenAdvantages`: the KL to the reference policy charged to each token's reward, then whitening.
 
-    Takes what `reinforce_plus_plus(..., kl_in_reward=True)` returns, spread over the tokens of a sample.
+    The input is the advantage of `reinforce_plus_plus(..., kl_in_reward=True)`, repeated over the tokens of a sample.
     """
 
     def __init__(self, loss_cfg: ClippedPGLossConfig, eps: float) -> None:
@@ -137,7 +136,7 @@ class KLInReward:
         self.eps = eps
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-        """Charges the KL of the policy at the start of the step. 0 where masked."""
+        """Subtract the KL of the policy before the step from `advantages`. 0 where masked."""
         cfg = self.loss_cfg
         kl = calculate_kl(
             torch.where(mask > 0, columns["prev_logprobs"], 0.0),
@@ -156,8 +155,10 @@ class KLInReward:
 
 
 def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: float) -> Tensor:
-    """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...): the KL penalty as a reward of each token, undiscounted
-    (arXiv 2501.03262, section 3). All [..., S]; 0 where `mask` is 0.
+    """A_t - kl_penalty * (sum of kl over tokens t, t+1, ...). All [..., S]; 0 where `mask` is 0.
+
+    The KL is a negative reward of each token, and a token is responsible for its own and all later rewards
+    (arXiv 2501.03262, section 3, undiscounted).
     """
     kl = torch.where(mask > 0, kl, 0.0)
     kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
@@ -165,7 +166,7 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: 
 
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
-    """float64 [3]: count, sum and sum of squares over the tokens of `mask`. Those of micro-batches and ranks add up."""
+    """float64 [3]: count, sum and sum of squares over the tokens of `mask`; they add up over samples and ranks."""
     valid = mask > 0
     values = torch.where(valid, advantages, 0.0).double()
     return torch.stack([valid.sum().double(), values.sum(), values.square().sum()])
@@ -179,7 +180,7 @@ def whiten(advantages: Tensor, mask: Tensor, sums: Tensor, eps: float) -> Tensor
     count, total, squares = sums.double().unbind()
     mean = total / count.clamp(min=1.0)
     variance = (squares - total * mean) / (count - 1.0).clamp(min=1.0)
-    # One-pass variance is exact to about 1e-16 of the mean square; below that there is no signal to scale up.
+    # One pass leaves a rounding error of about 1e-16 of the mean square; a variance that small is noise, not signal.
     noise = 1e-14 * squares / count.clamp(min=1.0)
     std = variance.clamp(min=0.0).sqrt()
     scale = torch.where((count >= 2) & (variance > noise), 1.0 / (std + eps), 0.0)
@@ -207,10 +208,7 @@ def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) ->
     flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
     metrics: dict[str, float] = {}
     if len(flat) > 0:
-        metrics["advantages/mean"] = float(flat.mean())
-        metrics["advantages/sum"] = float(flat.sum())
-        metrics["advantages/max"] = float(flat.max())
-        metrics["advantages/min"] = float(flat.min())
+        metrics |= {f"advantages/{name}": float(getattr(flat, name)()) for name in ("mean", "sum", "max", "min")}
         metrics["baseline_reward/pct_0"] = float((means == 0.0).mean())
         metrics["baseline_reward/pct_1"] = float((means == 1.0).mean())
         metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())

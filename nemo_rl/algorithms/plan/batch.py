@@ -1,9 +1,8 @@
-"""Groups and advantages -> a plan: which sample in which rank, optimizer step and micro-batch.
+"""Groups and advantages -> a plan: which sample goes to which rank, optimizer step and micro-batch.
 
-The plan is made of indices and lengths; tokens stay in the object store. Losses are sums over a global count, so any
-plan of the same samples gives the same gradient: this one is chosen to pad little and to load ranks evenly. Every rank
-gets the same number of micro-batches in every optimizer step and for the logprobs, each with at least one sample,
-because ranks enter the same collectives.
+The plan is made from lengths; tokens stay in the object store. Losses are sums over a global count, so every plan of
+the same samples gives the same gradient, and this one may pad little and load the ranks evenly. Ranks enter the same
+collectives: all have the same number of micro-batches in every optimizer step and for logprobs, none of them empty.
 """
 
 from __future__ import annotations
@@ -30,57 +29,77 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
 
 
+class _Rule:
+    """How micro-batches are made from samples."""
+
+    def padded_length(self, sample: PlannedSample) -> int:
+        """Length of each sequence of the sample when it is padded alone."""
+        return sample.longest
+
+    def padded_tokens(self, micro_batch: MicroBatch) -> int:
+        """Tokens of the micro-batch when it is right-padded."""
+        num_sequences = sum(len(sample.lengths) for sample in micro_batch)
+        return num_sequences * max(self.padded_length(sample) for sample in micro_batch)
+
+
 @dataclass(frozen=True)
-class FixedSize:
+class FixedSize(_Rule):
     """Micro-batches of at most `samples` samples of similar lengths."""
 
     samples: int
 
     def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
-        """Samples of each micro-batch: their number is the smallest multiple that will do, their sizes are even."""
+        """Samples of each micro-batch: even sizes, and the smallest number of micro-batches that is a multiple."""
         count = round_up(-(-len(longest) // self.samples), multiple)
         size, left_over = divmod(len(longest), count)
         return [size] * (count - left_over) + [size + 1] * left_over
 
-    def padded_tokens(self, micro_batch: MicroBatch) -> int:
-        """Tokens of the micro-batch when it is right-padded."""
-        return _num_sequences(micro_batch) * _longest(micro_batch)
-
     def capacity(self, micro_batch: MicroBatch) -> int:
-        """Tokens that there is room for."""
+        """Tokens for which the micro-batch has room."""
         return self.padded_tokens(micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PaddedTokens:
-    """Dynamic batching: samples of similar lengths, number x padded length of the longest at most `tokens`.
-
-    Lengths are padded to a multiple of `length_round`, but not beyond `tokens`, of pairs half of them.
-    """
+class _TokenBudget(_Rule):
+    """At most `tokens` in a micro-batch."""
 
     tokens: int
+
+    def capacity(self, micro_batch: MicroBatch) -> int:
+        """Tokens for which the micro-batch has room."""
+        return self.tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaddedTokens(_TokenBudget):
+    """Dynamic batching: samples of similar lengths, number x padded length of the longest at most `tokens`.
+
+    Lengths are padded to a multiple of `length_round`, but not beyond `tokens`, for pairs not beyond half of it.
+    """
+
     length_round: int
     section: ClassVar = "dynamic_batching"
 
-    def _padded_length(self, sample: PlannedSample) -> int:
+    def padded_length(self, sample: PlannedSample) -> int:
         room = max(self.tokens // len(sample.lengths), sample.longest)
         return min(round_up(sample.longest, self.length_round), room)
 
     def tokens_of(self, sample: PlannedSample) -> int:
-        """Tokens that the sample takes among no longer ones."""
-        return len(sample.lengths) * self._padded_length(sample)
+        """Tokens that the sample takes if no other sample of its micro-batch is longer."""
+        return len(sample.lengths) * self.padded_length(sample)
 
     def sizes(self, longest: Sequence[PlannedSample], multiple: int) -> list[int]:
-        """Samples of each micro-batch, of lengths that do not increase: each takes as many as the budget allows.
+        """Samples of each micro-batch, for lengths in descending order: each takes as many as the budget allows.
 
-        No other division of the samples has fewer micro-batches, since the longest has to be in one of them.
+        This greedy division has the fewest micro-batches: whichever of them holds the longest sample left is padded to
+        that length, so no division can put more samples beside it.
         """
         sizes, starts, start = [], [], 0
         while start < len(longest):
             sizes.append(min(self.tokens // self.tokens_of(longest[start]), len(longest) - start))
             starts.append(start)
             start += sizes[-1]
-        while len(sizes) % multiple:
+        while len(sizes) % multiple:  # split the micro-batch with the most padded tokens
             padded = [size * self.tokens_of(longest[start]) for size, start in zip(sizes, starts, strict=True)]
             k = max((k for k in range(len(sizes)) if sizes[k] > 1), key=lambda k: padded[k])
             half = sizes[k] // 2
@@ -88,23 +107,14 @@ class PaddedTokens:
             sizes[k : k + 1] = [half, sizes[k] - half]
         return sizes
 
-    def padded_tokens(self, micro_batch: MicroBatch) -> int:
-        """Tokens of the micro-batch when it is right-padded."""
-        return _num_sequences(micro_batch) * max(self._padded_length(sample) for sample in micro_batch)
-
-    def capacity(self, micro_batch: MicroBatch) -> int:
-        """Tokens that there is room for."""
-        return self.tokens
-
 
 @dataclass(frozen=True, kw_only=True)
-class PackedTokens:
-    """Sequence packing: samples laid end to end, at most `tokens` together, chosen by `algorithm`.
+class PackedTokens(_TokenBudget):
+    """Sequence packing: samples end to end, at most `tokens` together, chosen by `algorithm`.
 
-    A sequence takes the multiple of `length_multiple` that holds it (context parallelism cuts it into equal chunks).
+    A sequence is padded to a multiple of `length_multiple`, because context parallelism cuts it into equal chunks.
     """
 
-    tokens: int
     algorithm: PackingAlgorithm
     length_multiple: int = 1
     section: ClassVar = "sequence_packing"
@@ -113,25 +123,17 @@ class PackedTokens:
         """Tokens that the sample takes."""
         return sum(round_up(length, self.length_multiple) for length in sample.lengths)
 
-    def padded_tokens(self, micro_batch: MicroBatch) -> int:
-        """Tokens of the micro-batch when it is right-padded."""
-        return _num_sequences(micro_batch) * _longest(micro_batch)
-
-    def capacity(self, micro_batch: MicroBatch) -> int:
-        """Tokens that there is room for."""
-        return self.tokens
-
 
 MicroBatching = FixedSize | PaddedTokens | PackedTokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How micro-batches are made, for training and for logprobs; both in the same way, of sizes of their own.
+    """How micro-batches are made for training and for logprobs, with two sizes of one rule.
 
     Attributes:
         quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
-        key: section of the model, which errors name.
+        key: section of the model, for error messages.
     """
 
     train: MicroBatching
@@ -146,10 +148,7 @@ class Batching:
     def of(
         cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1, key: str = "policy"
     ) -> Batching:
-        """As `policy.sequence_packing` and `policy.dynamic_batching` ask for; else of fixed numbers of samples.
-
-        A pair is a sample of two sequences.
-        """
+        """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
         packing, dynamic, chunks_per_sequence = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
         logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
@@ -169,17 +168,17 @@ class Batching:
         return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, key=key)
 
     def of_scoring(self) -> Batching:
-        """For a model that only scores: its optimizer steps, which are never taken, have the sizes of the logprobs."""
+        """For a model that only scores: its optimizer steps, which never run, get the sizes of the logprobs."""
         return replace(self, train=self.logprobs)
 
     def cost(self, micro_batch: Sequence[PlannedSample]) -> float:
-        """Work of a micro-batch without its padding, in tokens' worth."""
+        """Work of a micro-batch without its padding, in units of a token."""
         weight = self.quadratic_weight
         return sum(sequence_cost(n, quadratic_weight=weight) for sample in micro_batch for n in sample.lengths)
 
 
 def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[int, int]:
-    """Tokens of a micro-batch in training and for logprobs, of whichever section is enabled; null ones resolved."""
+    """Tokens of a micro-batch in training and for logprobs, from the enabled section, with null resolved."""
     section = policy.sequence_packing if policy.sequence_packing.enabled else policy.dynamic_batching
     longest = round_up(policy.max_total_sequence_length, _chunks(policy)) * sequences_per_sample
     train, logprobs = section.train_mb_tokens, section.logprob_mb_tokens
@@ -195,21 +194,12 @@ def _chunks(policy: PolicyConfig) -> int:
     return 2 * size if size > 1 else 1
 
 
-def _longest(micro_batch: Sequence[PlannedSample]) -> int:
-    return max(sample.longest for sample in micro_batch)
-
-
-def _num_sequences(micro_batch: Sequence[PlannedSample]) -> int:
-    return sum(len(sample.lengths) for sample in micro_batch)
-
-
 def plan_batch(
     groups: Sequence[GroupHandle], advantages: Sequence[Sequence[float]], masks: Sequence[Sequence[float]], **how: Any
 ) -> BatchPlan:
-    """`plan_samples` of finished groups, in the order their samples fill the optimizer steps.
+    """`plan_samples` of finished groups, whose samples fill the optimizer steps in order.
 
-    `advantages` and `masks` are per group and sample; a mask of 0.0 leaves the sample out of the loss, not out of the
-    batch.
+    `advantages` and `masks` are per group and sample; mask 0.0 leaves a sample out of the loss, not out of the batch.
     """
     samples = [
         PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
@@ -228,23 +218,29 @@ def plan_samples(
     batching: Batching,
     micro_batch_multiple: int = 1,
 ) -> BatchPlan:
-    """Plan one step. O(n log n) in the number of samples, but for the few micro-batches added for a multiple.
+    """Plan one step. O(n log n) in the number of samples.
 
     Args:
-        samples: in the order they fill the optimizer steps.
-        groups: ray.ObjectRef of each group that samples name by number.
+        samples: in the order in which they fill the optimizer steps; a multiple of `global_batch_size`.
+        groups: ray.ObjectRef of each group, by the number that samples have.
         num_ranks: data-parallel ranks.
-        global_batch_size: samples per optimizer step; the number of samples must be a multiple of it, and it a
-            multiple of `num_ranks` x `micro_batch_multiple` (checked when the configuration is read).
-        batching: how micro-batches are made.
-        micro_batch_multiple: the number of micro-batches of an optimizer step, and of the logprobs, is a multiple of
-            it (pipeline schedules ask for that).
+        global_batch_size: samples per optimizer step; a multiple of `num_ranks` x `micro_batch_multiple`.
+        micro_batch_multiple: pipeline schedules need a number of micro-batches that is a multiple of this.
 
     Raises:
         ValueError: a sample is longer than any micro-batch may be.
     """
     assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * micro_batch_multiple) == 0
-    _check_lengths(samples, batching)
+    # A model that only scores uses the logprob budget for both, so that one is named first.
+    for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
+        if isinstance(rule, FixedSize):
+            continue
+        needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
+        if needed > rule.tokens:
+            raise ValueError(
+                f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
+                f"{batching.key}.{rule.section}.{name} to at least {needed}"
+            )
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
     owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(samples), global_batch_size):
@@ -259,26 +255,13 @@ def plan_samples(
     return BatchPlan(groups=list(groups), ranks=ranks)
 
 
-def _check_lengths(samples: Sequence[PlannedSample], batching: Batching) -> None:
-    # A model that only scores has one rule twice: it is that of the logprobs.
-    for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
-        if isinstance(rule, FixedSize):
-            continue
-        needed, tokens = max((max(rule.tokens_of(sample), sample.length), sample.length) for sample in samples)
-        if needed > rule.tokens:
-            raise ValueError(
-                f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
-                f"{batching.key}.{rule.section}.{name} to at least {needed}"
-            )
-
-
 def _share(
     samples: Sequence[PlannedSample], num_ranks: int, batching: Batching, multiple: int
 ) -> list[list[MicroBatch]]:
-    """Samples of one optimizer step by rank, in pieces that stay together; pieces are equally many on every rank.
+    """Samples of one optimizer step by rank, in pieces that stay together; every rank has the same number of pieces.
 
-    A piece is one sample, or with packing one bin of the smaller of the two budgets: so bins of either budget can be
-    made from a rank's samples, in a number that suits all ranks.
+    A piece is one sample; with packing it is a bin of the smaller budget. So a rank's pieces fit both budgets, and
+    their number is feasible on every rank.
     """
     if not isinstance(batching.train, PackedTokens):
         parts = balance([batching.cost([sample]) for sample in samples], num_ranks)
@@ -294,10 +277,12 @@ def _share(
 def _fill(
     shares: list[list[MicroBatch]], rule: MicroBatching, batching: Batching, multiple: int
 ) -> list[list[MicroBatch]]:
-    """Micro-batches of every rank's share, costliest first and equally many on all ranks."""
+    """Micro-batches of every rank's share, costliest first and the same number on all ranks."""
     if isinstance(rule, PackedTokens):
         return _fill_packed(shares, rule, batching, multiple)
-    ranks = [sorted((s for piece in share for s in piece), key=_longest_first) for share in shares]
+    ranks = [
+        sorted((s for piece in share for s in piece), key=lambda s: (-s.longest, s.group, s.index)) for share in shares
+    ]
     longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
     sizes = rule.sizes(longest, multiple)
     ends = np.cumsum(sizes).tolist()
@@ -307,9 +292,9 @@ def _fill(
 def _fill_packed(
     shares: list[list[MicroBatch]], rule: PackedTokens, batching: Batching, multiple: int
 ) -> list[list[MicroBatch]]:
-    """The pieces as they are where no fewer bins will do, else each rank's samples packed anew.
+    """Each rank's samples packed again into fewer bins than pieces if that is possible on all ranks, else the pieces.
 
-    Every rank has at least as many samples as pieces, so the number of bins that one rank needs can be had on all.
+    Every rank has at least as many samples as pieces, so every rank can fill the number of bins that one rank needs.
     """
     ranks = [[sample for piece in share for sample in piece] for share in shares]
     bins = [_pack(mine, rule) for mine in ranks]
@@ -338,10 +323,6 @@ def _even_out(
     return [[samples[i] for i in members] for members in even_out(bins, lengths, costs, rule.tokens, group)]
 
 
-def _longest_first(sample: PlannedSample) -> tuple[int, int, int]:
-    return -sample.longest, sample.group, sample.index
-
-
 def token_imbalance(plan: BatchPlan) -> float:
     """Tokens of the fullest rank over the mean of all ranks (1.0 is even)."""
     tokens = [sum(sample.length for batch in rank.logprobs for sample in batch) for rank in plan.ranks]
@@ -349,19 +330,19 @@ def token_imbalance(plan: BatchPlan) -> float:
 
 
 def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
-    """How well the micro-batches of a plan's optimizer steps use their room and the ranks' time.
+    """How well the micro-batches of a plan's optimizer steps use their budgets and the ranks' time.
 
     Returns:
         packing/num_micro_batches: of each rank, in training.
         packing/num_logprob_micro_batches: of each rank, for logprobs.
         packing/samples_per_micro_batch: mean, in training.
-        packing/fill: tokens over the token budget; over the padded tokens where micro-batches have no budget.
-        packing/padding_fraction: the part of these micro-batches, were they right-padded, that is padding. With
-            sequence packing, and wherever else the layout is padding-free, this part is not computed.
+        packing/fill: tokens over the token budget, or over the padded tokens if there is no budget.
+        packing/padding_fraction: the share of padding if these micro-batches were right-padded. Padding-free layouts,
+            such as sequence packing, do not compute it.
         packing/token_imbalance: tokens of the fullest rank over the mean of all ranks (1.0 is even).
-        packing/work_imbalance: the same of the work, squared lengths included.
-        packing/wait_imbalance: the same of the work, with ranks waiting for each other at every micro-batch: the sum
-            over micro-batches of the largest work among ranks, over that of the mean.
+        packing/work_imbalance: the same for the work, squared lengths included.
+        packing/wait_imbalance: the same for the work if ranks wait for each other at every micro-batch: the sum over
+            micro-batches of the largest work among ranks, over the sum of the mean work.
     """
     ranks = [[batch for step in rank.train for batch in step] for rank in plan.ranks]
     batches = [batch for rank in ranks for batch in rank]
@@ -387,10 +368,9 @@ def check_batching(
     sequences_per_sample: int = 1,
     key: str = "policy",
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key below the model's section `key`, message) of batch sizes with which `plan_samples` could not work.
+    """(dotted key below the model's section `key`, message) of batch sizes that `plan_samples` cannot use.
 
-    `num_ranks` are the data-parallel ranks; that they divide train_global_batch_size is checked elsewhere. A pair is a
-    sample of two sequences.
+    That the `num_ranks` data-parallel ranks divide train_global_batch_size is checked elsewhere.
     """
     takes_fixed_sizes = not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled)
     per_rank, left_over = divmod(policy.train_global_batch_size, num_ranks)

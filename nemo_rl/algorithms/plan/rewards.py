@@ -1,7 +1,6 @@
-"""From what the environments gave to what the estimator gets: scaling, shaping, masks, DAPO's dynamic sampling.
+"""Rewards of the environments -> rewards of the advantage estimator, on the controller, from metadata.
 
-The order is fixed: scale, shape, then (in `DynamicSampler`) drop groups without variance. All on the controller, from
-metadata.
+The order is: scale, shape, then drop groups without variance (`DynamicSampler`).
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredGroup:
-    """A group with what the controller decided about each of its samples, in the group's order."""
+    """A group with the final reward and the mask of each sample, in the group's order."""
 
     handle: GroupHandle
-    rewards: list[float]  # scaled and shaped; 0.0 where the sample carries none
+    rewards: list[float]  # scaled and shaped; 0.0 if the sample has none
     masks: list[float]  # 0.0: no gradient from this sample
 
     def for_estimator(self) -> GroupRewards:
@@ -35,12 +34,12 @@ class ScoredGroup:
 
     @property
     def has_variance(self) -> bool:
-        """At least two rewards that are not all equal: the group has something to say."""
+        """At least two rewards that are not all equal; without, every advantage is 0."""
         return len({r for r, s in zip(self.rewards, self.handle.samples, strict=True) if s.has_reward}) > 1
 
 
 def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
-    """Scale and shape every reward and decide which samples take part in the loss."""
+    """Scale and shape every reward and mask samples out of the loss."""
     return [
         ScoredGroup(
             handle=handle,
@@ -66,9 +65,9 @@ def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
 
 
 def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) -> float:
-    """Make long answers worth less.
+    """Reduce the reward of long answers.
 
-    With `stop_properly_penalty_coef`, the reward of a truncated sample is multiplied by it and nothing else happens.
+    With `stop_properly_penalty_coef`, only the reward of a truncated sample is multiplied by it.
     Otherwise DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) is added: 0 up to `max_response_length -
     overlong_buffer_length` generated tokens, then linear down to `-overlong_buffer_penalty` at `max_response_length`.
     """
@@ -82,30 +81,21 @@ def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) ->
 
 
 def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
-    """1.0 if the sample takes part in the loss. A filtered (truncated) one still has its reward in the baseline."""
+    """1.0 if the sample is in the loss. The reward of a filtered (truncated) sample still counts in the baseline."""
     if not sample.has_reward or sample.num_generated_tokens == 0:
         return 0.0
     return 0.0 if overlong_filtering and sample.status is SampleStatus.TRUNCATED else 1.0
 
 
 class DynamicSampler:
-    """Collects groups with reward variance over generation batches until a step has enough (DAPO, arXiv 2503.14476,
-    section 3.2).
+    """Collects groups with reward variance over generation batches until a step has enough of them.
 
-        sampler = DynamicSampler(cfg)
-        while not sampler.is_complete:
-            sampler.add(score_groups(generate_one_batch(), cfg))
-        groups, metrics = sampler.take()
-
-    One object serves one step at a time: `take` empties it.
+    DAPO, arXiv 2503.14476, section 3.2. Groups without variance have advantage 0 and would only dilute the batch.
     """
 
     def __init__(self, cfg: GRPOConfig) -> None:
         self._num_prompts = cfg.num_prompts_per_step
         self._max_batches = cfg.dynamic_sampling_max_gen_batches
-        self._clear()
-
-    def _clear(self) -> None:
         self._kept: list[ScoredGroup] = []
         self._num_batches = 0
         self._num_groups = 0
@@ -117,8 +107,8 @@ class DynamicSampler:
         return len(self._kept) >= self._num_prompts
 
     def add(self, groups: Sequence[ScoredGroup]) -> None:
-        """Take one generation batch. ValueError when the limit of batches is reached and the step is not complete."""
-        assert not self.is_complete, "take() the finished step first"
+        """Add one generation batch. ValueError if this was the last allowed one and the step is not complete."""
+        assert not self.is_complete, "the step has enough groups"
         self._num_batches += 1
         self._num_groups += len(groups)
         self._kept += [group for group in groups if group.has_variance]
@@ -149,7 +139,6 @@ class DynamicSampler:
             "dynamic_sampling_num_zero_variance_groups": float(self._num_groups - len(self._kept)),
             "dynamic_sampling_num_discarded_valid_samples": float(sum(len(g.handle.samples) for g in surplus)),
         }
-        self._clear()
         return kept, metrics
 
 

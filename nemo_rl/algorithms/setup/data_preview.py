@@ -1,9 +1,9 @@
-"""From the configuration of a run, of whatever algorithm, to the rows that a preview shows. Starts nothing."""
+"""From the configuration of a run of any algorithm to the rows that a preview shows. Starts nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
-from nemo_rl.algorithms.setup.supervised import example_maker, open_streams
+from nemo_rl.algorithms.setup.supervised import example_maker
 from nemo_rl.config.errors import ConfigError, Location, Problem
 from nemo_rl.config.loader import load_config
 from nemo_rl.config.sources import load_tree
@@ -27,7 +27,7 @@ from nemo_rl.types import MakeExample, Prompt
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
 
-# The algorithm's own section -> the configuration of its runs.
+# Section of the algorithm -> class of the configuration.
 CONFIGURATIONS = {
     "sft": "nemo_rl.algorithms.config.supervised:SFTMasterConfig",
     "dpo": "nemo_rl.algorithms.config.supervised:DPOMasterConfig",
@@ -48,14 +48,14 @@ class PreviewInputs:
     total: int | None  # rows of the dataset; None: a stream
     make: MakeExample
     tokenizer: PreTrainedTokenizerFast
-    note: str = ""  # what else there is to know
+    note: str = ""  # shown below the rows
 
 
 def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of a run, whose algorithm is known by the section that the file has.
+    """The configuration of a run. The section of the algorithm that the file has decides its class.
 
     Raises:
-        ConfigError: when the file has none of the sections, or several, and for whatever is wrong with it.
+        ConfigError: if the file has none of the sections, or several, or another error.
     """
     there = [section for section in CONFIGURATIONS if section in load_tree(path).values]
     if len(there) != 1:
@@ -67,47 +67,36 @@ def load_run_config(path: str | Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def preview_inputs(config: RunConfig, kind: DatasetKind, num_rows: int) -> PreviewInputs:
-    """At most `num_rows` rows of the training or validation data, spread over it (of a stream the first), and what
-    makes tokens of them.
+    """At most `num_rows` rows of the training or validation data, and what makes tokens of them.
+
+    The rows are spread over the dataset. Of a stream, they are the first ones.
 
     Raises:
-        ValueError, FileNotFoundError: for whatever is wrong with data or tokenizer.
+        ValueError, FileNotFoundError: for errors in data or tokenizer.
     """
+    assert isinstance(config, SupervisedMasterConfig | RolloutMasterConfig)
+    settings, note = config.policy.tokenizer, ""
+    tokenizer = get_tokenizer(settings.model_copy(update={"name": resolve_model(settings.name)}))
+    dataset: PromptDataset | None
     if isinstance(config, SupervisedMasterConfig):
-        return _supervised(config, kind, num_rows)
-    assert isinstance(config, RolloutMasterConfig)
-    tokenizer = _tokenizer(config)
-    data = setup_data(config.data, config.env)
-    make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length))
-    dataset = data.train if kind == "train" else data.validation
-    inputs = _of_dataset(dataset, num_rows, make, tokenizer)
-    return replace(inputs, note="These are prompts: the answers that are sampled to them carry the loss.")
-
-
-def _supervised(config: SupervisedMasterConfig, kind: DatasetKind, num_rows: int) -> PreviewInputs:
-    tokenizer = _tokenizer(config)
-    setup = setup_examples(config.examples)
-    make = example_maker(config, setup, tokenizer)
-    if kind == "validation":
-        parts = [part for dataset in setup.validation.values() for part in dataset.parts]
-        return _of_dataset(PromptDataset(parts) if parts else None, num_rows, make, tokenizer)
-    if isinstance(setup.train, PromptDataset):
-        return _of_dataset(setup.train, num_rows, make, tokenizer)
-    rows = (prompt for batch in StreamedPrompts(open_streams(setup.train), 1, shuffle=False) for prompt in batch)
-    return PreviewInputs(prompts=list(islice(rows, num_rows)), total=None, make=make, tokenizer=tokenizer)
-
-
-def _of_dataset(
-    dataset: PromptDataset | None, num_rows: int, make: MakeExample, tokenizer: PreTrainedTokenizerFast
-) -> PreviewInputs:
+        setup = setup_examples(config.examples)
+        make: MakeExample = example_maker(config, setup, tokenizer)
+        parts = [part for validation in setup.validation.values() for part in validation.parts]
+        dataset = PromptDataset(parts) if parts else None
+        if kind == "train" and not isinstance(setup.train, PromptDataset):
+            rows = (prompt for batch in StreamedPrompts(setup.train, 1, shuffle=False) for prompt in batch)
+            return PreviewInputs(prompts=list(islice(rows, num_rows)), total=None, make=make, tokenizer=tokenizer)
+        if kind == "train":
+            assert isinstance(setup.train, PromptDataset)
+            dataset = setup.train
+    else:
+        data = setup_data(config.data, config.env)
+        make = PromptPreview(PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length))
+        dataset = data.train if kind == "train" else data.validation
+        note = "These are prompts: the answers that are sampled to them carry the loss."
     if dataset is None:
         raise ValueError("the configuration has no validation data: set data.validation, or take --dataset train")
     total = len(dataset)
     indices = np.linspace(0, total - 1, min(total, num_rows)).round().astype(int)
     prompts = [dataset[int(index)] for index in indices]
-    return PreviewInputs(prompts=prompts, total=total, make=make, tokenizer=tokenizer)
-
-
-def _tokenizer(config: SupervisedMasterConfig | RolloutMasterConfig) -> PreTrainedTokenizerFast:
-    settings = config.policy.tokenizer
-    return get_tokenizer(settings.model_copy(update={"name": resolve_model(settings.name)}))
+    return PreviewInputs(prompts=prompts, total=total, make=make, tokenizer=tokenizer, note=note)

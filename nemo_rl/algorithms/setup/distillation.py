@@ -15,11 +15,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerFast
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
 from nemo_rl.algorithms.plan.batch import Batching
-from nemo_rl.algorithms.setup.launch import launch
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs, prepare_model, rename_section
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, RolloutSetup, build_rollouts, prepare_rollouts
-from nemo_rl.algorithms.setup.serve import start_openai_server
-from nemo_rl.algorithms.setup.workers import start_machines, start_policy
+from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
+from nemo_rl.algorithms.setup.preflight import ModelInputs, prepare_model
+from nemo_rl.algorithms.setup.rollouts import (
+    RolloutInputs,
+    RolloutSetup,
+    build_rollouts,
+    prepare_rollouts,
+    start_trainer,
+)
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head.distillation import (
@@ -35,125 +39,11 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import SamplingParams
 
-# -- Whether a teacher's distributions can be compared with a student's, token by token. Needs no weights.
-
 logger = logging.getLogger(__name__)
 
+MANY_STATE_BYTES = 8 * 2**30  # of a teacher in one step: from here on the log says so
 MAX_LISTED = 3
-NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-OTHER_TEACHER = "set teacher.model_name to a model with the student's tokenizer, such as a larger one of its family"
-
-
-def check_teacher(
-    student_tokenizer: PreTrainedTokenizerFast,
-    teacher_tokenizer: PreTrainedTokenizerFast,
-    student_config: PretrainedConfig,
-    teacher_config: PretrainedConfig,
-    topk: int | None,
-) -> int:
-    """How many tokens, the first of the vocabulary, are compared: all that the student's tokenizer has.
-
-    Every token of the student must be the same token of the teacher, and text must be cut into them by the same merges.
-    A teacher may know more tokens, after those; the student never samples them. Heads may be larger than both
-    vocabularies: checkpoints pad them. What else differs, special tokens by role and chat templates as between a base
-    model and its chat model, is logged as a warning.
-
-    Args:
-        topk: `distillation.topk_logits_k`; None when whole distributions are compared.
-
-    Raises:
-        ValueError: saying what differs, and what to change.
-    """
-    student, teacher = _tokens(student_tokenizer), _tokens(teacher_tokenizer)
-    _check_tokens(student, teacher)
-    _check_merges(student_tokenizer, teacher_tokenizer)
-    num_tokens = max(student) + 1
-    for key, config in {"policy": student_config, "teacher": teacher_config}.items():
-        rows = config.get_text_config().vocab_size
-        if rows < num_tokens:
-            raise ValueError(
-                f"{key}.model_name: the head of this {config.model_type} model has {rows} rows (vocab_size in its "
-                f"config.json), but the student's tokenizer has {num_tokens} tokens; the tokenizer belongs to another "
-                f"model: set {key}.model_name and {key}.tokenizer.name to the same one"
-            )
-    if topk is not None and not 1 <= topk <= num_tokens:
-        raise ValueError(
-            f"distillation.topk_logits_k={topk}: the vocabulary has {num_tokens} tokens; set it to one of 1 to "
-            f"{num_tokens}"
-        )
-    _warn_of_the_rest(student_tokenizer, teacher_tokenizer)
-    num_more = sum(number >= num_tokens for number in teacher)
-    if num_more:
-        logger.warning("the teacher has %d tokens more than the student; they are left out of the comparison", num_more)
-    return num_tokens
-
-
-def _tokens(tokenizer: PreTrainedTokenizerFast) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items()}
-
-
-def _check_tokens(student: dict[int, str], teacher: dict[int, str]) -> None:
-    differing = [number for number in sorted(student) if student[number] != teacher.get(number)]
-    if not differing:
-        return
-    listed = "".join(
-        f"\n  token {number}: student {student[number]!r}, teacher {_shown(teacher, number)}"
-        for number in differing[:MAX_LISTED]
-    )
-    num_absent = sum(number not in teacher for number in differing)
-    absent = f" ({num_absent} of them the teacher does not have)" if num_absent else ""
-    raise ValueError(
-        f"teacher.tokenizer.name: {len(differing)} of the student's {len(student)} tokens are others for the teacher"
-        f"{absent}, so the two distributions are not of the same things:{listed}\n{OTHER_TEACHER}"
-    )
-
-
-def _shown(tokens: dict[int, str], number: int) -> str:
-    return repr(tokens[number]) if number in tokens else "none"
-
-
-def _check_merges(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast) -> None:
-    models = [json.loads(tokenizer.backend_tokenizer.to_str())["model"] for tokenizer in (student, teacher)]
-    if models[0]["type"] != models[1]["type"]:
-        raise ValueError(
-            f"teacher.tokenizer.name: the tokens are the same, but the student's tokenizer is a {models[0]['type']} "
-            f"and the teacher's a {models[1]['type']}, which cut text differently; {OTHER_TEACHER}"
-        )
-    pairs = list(zip_longest(*(_merges(model) for model in models)))
-    differing = [(number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
-    if not differing:
-        return
-    listed = "".join(
-        f"\n  merge {number}: student {ours!r}, teacher {theirs!r}" for number, ours, theirs in differing[:MAX_LISTED]
-    )
-    raise ValueError(
-        f"teacher.tokenizer.name: the tokens are the same, but {len(differing)} of {len(pairs)} merges differ, so the "
-        f"teacher knows the same text as other tokens than the student writes:{listed}\n{OTHER_TEACHER}"
-    )
-
-
-def _merges(model: dict[str, Any]) -> list[str]:
-    """In their order; none where the tokenizer is not made of merges."""
-    return [" ".join(pair) for pair in model.get("merges", [])]
-
-
-def _warn_of_the_rest(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast) -> None:
-    roles = {role: (getattr(student, role), getattr(teacher, role)) for role in NAMED_TOKENS}
-    differing = [f"{role} {ours!r} and {theirs!r}" for role, (ours, theirs) in roles.items() if ours != theirs]
-    if differing:
-        logger.warning(
-            "student and teacher use different special tokens: %s. The student stops at its own; a teacher that ends "
-            "its answers otherwise teaches it to",
-            ", ".join(differing),
-        )
-    if student.chat_template != teacher.chat_template:
-        logger.warning(
-            "student and teacher have different chat templates: the teacher judges prompts in the student's format"
-        )
-
-
-MANY_STATE_BYTES = 8 * 2**30
-"""Hidden states of a teacher in one step that are worth a warning: they are in the object store and on the workers."""
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +57,7 @@ class TeacherInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedDistillation:
+class DistillationInputs:
     """What a run of distillation is made from, checked."""
 
     rollouts: RolloutInputs
@@ -179,34 +69,64 @@ class PreparedDistillation:
 
 
 def run_distillation(config: DistillationMasterConfig) -> int:
-    """The whole run; returns the exit status (see `launch`)."""
+    """Train; returns the exit status (see `run_command`)."""
     return launch(config, prepare=prepare, build=build, num_steps=config.distillation.max_num_steps)
 
 
-def prepare(config: DistillationMasterConfig) -> PreparedDistillation:
-    """Load what needs no worker, and find what is wrong with it; see `prepare_rollouts`."""
+def prepare(config: DistillationMasterConfig) -> DistillationInputs:
+    """Load and check what needs no worker; see `prepare_rollouts`."""
     configs = teacher_configs(config)
     models = {key: prepare_model(teacher, config.checkpointing, key) for key, teacher in configs.items()}
     own_identity = {name: value for model in models.values() for name, value in model.identity.items()}
     rollouts = prepare_rollouts(config, own_identity)
     tasks = tasks_by_teacher(config, {part.task_name for part in rollouts.data.train.parts})
-    teachers = {
-        key: TeacherInputs(
-            config=configs[key],
-            model=model,
-            vocab_size=_shared_vocabulary(config, key, rollouts.model, model),
-            tasks=tasks[key],
+    student, topk = rollouts.model, config.distillation.topk_logits_k
+    teachers = {}
+    for key, model in models.items():
+        vocab_size = check_teacher(student.tokenizer, model.tokenizer, student.config, model.config, topk, section=key)
+        teachers[key] = TeacherInputs(config=configs[key], model=model, vocab_size=vocab_size, tasks=tasks[key])
+        if topk is None:
+            warn_of_large_states(config, key, teachers[key])
+    return DistillationInputs(rollouts=rollouts, teachers=teachers)
+
+
+def teacher_configs(config: DistillationMasterConfig) -> dict[str, TeacherConfig]:
+    """Teachers by section: `teacher`, or `teachers.<name>` of each."""
+    if config.teacher is not None:
+        return {"teacher": config.teacher}
+    return {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+
+
+def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The tasks of the training data that each teacher teaches, by its section.
+
+    Raises:
+        ValueError: if a task has no teacher, or `distillation.task_to_teacher` names an unknown task.
+    """
+    existing = sorted(set(tasks))
+    chosen: Mapping[str, str] = config.distillation.task_to_teacher
+    keys = list(teacher_configs(config))
+    if not chosen and len(keys) == 1:
+        return {keys[0]: frozenset(existing)}
+    unknown, untaught = sorted(set(chosen) - set(existing)), sorted(set(existing) - set(chosen))
+    if unknown:
+        raise ValueError(
+            f"distillation.task_to_teacher: no training dataset is called {', '.join(unknown)}; there are: "
+            f"{', '.join(existing)}"
         )
-        for key, model in models.items()
+    if untaught:
+        raise ValueError(
+            f"distillation.task_to_teacher: nobody teaches {', '.join(untaught)}; name one of "
+            f"{', '.join(config.teachers)} for each, e.g. distillation.task_to_teacher="
+            f"{{{untaught[0]}: {next(iter(config.teachers))}}}"
+        )
+    return {
+        f"teachers.{name}": frozenset(task for task in existing if chosen[task] == name) for name in config.teachers
     }
-    if config.distillation.topk_logits_k is None:
-        for key, teacher in teachers.items():
-            warn_of_large_states(config, key, teacher)
-    return PreparedDistillation(rollouts=rollouts, teachers=teachers)
 
 
 def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: TeacherInputs) -> None:
-    """Say how much room the last hidden states of a teacher may take, where that is much."""
+    """Log how much memory the last hidden states of a teacher may take, if that is much."""
     samples, length = config.distillation.num_samples_per_step, config.policy.max_total_sequence_length
     hidden_size = teacher.model.config.get_text_config().hidden_size
     itemsize = DTYPES[teacher.config.precision].itemsize
@@ -224,52 +144,113 @@ def warn_of_large_states(config: DistillationMasterConfig, key: str, teacher: Te
         )
 
 
-def _shared_vocabulary(config: DistillationMasterConfig, key: str, student: ModelInputs, teacher: ModelInputs) -> int:
-    """How many tokens of the vocabulary are compared. ValueError when the teacher has other ones."""
-    k = config.distillation.topk_logits_k
-    try:
-        return check_teacher(student.tokenizer, teacher.tokenizer, student.config, teacher.config, k)
-    except ValueError as error:  # which names keys of the section `teacher`
-        raise ValueError(rename_section(str(error), "teacher", key, TeacherConfig.model_fields)) from error
+# -- whether the distributions of teacher and student can be compared token by token
 
 
-def teacher_configs(config: DistillationMasterConfig) -> dict[str, TeacherConfig]:
-    """By section: `teacher`, or `teachers.<name>` of each."""
-    if config.teacher is not None:
-        return {"teacher": config.teacher}
-    return {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+def check_teacher(
+    student_tokenizer: PreTrainedTokenizerFast,
+    teacher_tokenizer: PreTrainedTokenizerFast,
+    student_config: PretrainedConfig,
+    teacher_config: PretrainedConfig,
+    topk: int | None,
+    section: str = "teacher",
+) -> int:
+    """Check that a teacher knows the student's tokens. Returns how many tokens are compared: all of the student's.
 
+    Every token of the student must be the same token of the teacher, and both must cut text by the same merges. A
+    teacher may know further tokens behind those, which the student never samples. Heads may be larger than both
+    vocabularies, since checkpoints pad them. Other special tokens and chat templates, as between a base model and its
+    chat model, are logged as a warning.
 
-def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> dict[str, frozenset[str]]:
-    """The tasks of the training data that each teacher teaches, by its section.
+    Args:
+        topk: `distillation.topk_logits_k`; None if whole distributions are compared.
+        section: of the teacher, for messages.
 
     Raises:
-        ValueError: a task has no teacher, or `distillation.task_to_teacher` names one that is not there.
+        ValueError: saying what differs, and what to change.
     """
-    there = sorted(set(tasks))
-    chosen: Mapping[str, str] = config.distillation.task_to_teacher
-    keys = list(teacher_configs(config))
-    if not chosen and len(keys) == 1:
-        return {keys[0]: frozenset(there)}
-    unknown, untaught = sorted(set(chosen) - set(there)), sorted(set(there) - set(chosen))
-    if unknown:
+    remedy = f"set {section}.model_name to a model with the student's tokenizer, such as a larger one of its family"
+    student, teacher = (
+        {number: token for token, number in tokenizer.get_vocab().items()}
+        for tokenizer in (student_tokenizer, teacher_tokenizer)
+    )
+    differing = [number for number in sorted(student) if student[number] != teacher.get(number)]
+    if differing:
+        shown = {number: repr(teacher[number]) if number in teacher else "none" for number in differing[:MAX_LISTED]}
+        listed = "".join(f"\n  token {n}: student {student[n]!r}, teacher {text}" for n, text in shown.items())
+        num_absent = sum(number not in teacher for number in differing)
+        absent = f" ({num_absent} of them the teacher does not have)" if num_absent else ""
         raise ValueError(
-            f"distillation.task_to_teacher: no training dataset is called {', '.join(unknown)}; there are: "
-            f"{', '.join(there)}"
+            f"{section}.tokenizer.name: {len(differing)} of the student's {len(student)} tokens are others for the "
+            f"teacher{absent}, so the two distributions are not of the same things:{listed}\n{remedy}"
         )
-    if untaught:
+    _check_merges(student_tokenizer, teacher_tokenizer, section, remedy)
+    num_tokens = max(student) + 1
+    for key, config in {"policy": student_config, section: teacher_config}.items():
+        rows = config.get_text_config().vocab_size
+        if rows < num_tokens:
+            raise ValueError(
+                f"{key}.model_name: the head of this {config.model_type} model has {rows} rows (vocab_size in its "
+                f"config.json), but the student's tokenizer has {num_tokens} tokens; the tokenizer belongs to another "
+                f"model: set {key}.model_name and {key}.tokenizer.name to the same one"
+            )
+    if topk is not None and not 1 <= topk <= num_tokens:
         raise ValueError(
-            f"distillation.task_to_teacher: nobody teaches {', '.join(untaught)}; name one of "
-            f"{', '.join(config.teachers)} for each, e.g. distillation.task_to_teacher="
-            f"{{{untaught[0]}: {next(iter(config.teachers))}}}"
+            f"distillation.topk_logits_k={topk}: the vocabulary has {num_tokens} tokens; set it to one of 1 to "
+            f"{num_tokens}"
         )
-    return {f"teachers.{name}": frozenset(task for task in there if chosen[task] == name) for name in config.teachers}
+    _warn_of_differences(student_tokenizer, teacher_tokenizer)
+    num_more = sum(number >= num_tokens for number in teacher)
+    if num_more:
+        logger.warning("the teacher has %d tokens more than the student; they are left out of the comparison", num_more)
+    return num_tokens
+
+
+def _check_merges(
+    student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast, section: str, remedy: str
+) -> None:
+    ours, theirs = (json.loads(tokenizer.backend_tokenizer.to_str())["model"] for tokenizer in (student, teacher))
+    if ours["type"] != theirs["type"]:
+        raise ValueError(
+            f"{section}.tokenizer.name: the tokens are the same, but the student's tokenizer is a {ours['type']} and "
+            f"the teacher's a {theirs['type']}, which cut text differently; {remedy}"
+        )
+    # Without "merges" the tokenizer is of a kind that has none.
+    merges = ([" ".join(pair) for pair in model.get("merges", [])] for model in (ours, theirs))
+    pairs = list(zip_longest(*merges))
+    differing = [(number, *pair) for number, pair in enumerate(pairs) if pair[0] != pair[1]]
+    if differing:
+        listed = "".join(f"\n  merge {n}: student {a!r}, teacher {b!r}" for n, a, b in differing[:MAX_LISTED])
+        raise ValueError(
+            f"{section}.tokenizer.name: the tokens are the same, but {len(differing)} of {len(pairs)} merges differ, "
+            f"so the teacher knows the same text as other tokens than the student writes:{listed}\n{remedy}"
+        )
+
+
+def _warn_of_differences(student: PreTrainedTokenizerFast, teacher: PreTrainedTokenizerFast) -> None:
+    pairs = {
+        role: (student.special_tokens_map.get(role), teacher.special_tokens_map.get(role)) for role in SPECIAL_TOKENS
+    }
+    differing = [f"{role} {ours!r} and {theirs!r}" for role, (ours, theirs) in pairs.items() if ours != theirs]
+    if differing:
+        logger.warning(
+            "student and teacher use different special tokens: %s. The student stops at its own; a teacher that ends "
+            "its answers otherwise teaches it to",
+            ", ".join(differing),
+        )
+    if student.chat_template != teacher.chat_template:
+        logger.warning(
+            "student and teacher have different chat templates: the teacher judges prompts in the student's format"
+        )
+
+
+# -- starting
 
 
 def build(
-    config: DistillationMasterConfig, stack: ExitStack, tools: RunTools, inputs: PreparedDistillation
+    config: DistillationMasterConfig, stack: ExitStack, tools: RunTools, inputs: DistillationInputs
 ) -> DistillationTrainer:
-    """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the stack."""
+    """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
     is_apart = config.distillation.teacher_resources is not None
     setup = build_rollouts(
         config,
@@ -287,17 +268,15 @@ def build(
         student_task=student_task,
         column=column,
     )
-    trainer.start()
-    start_openai_server(config, stack, tools, inputs.rollouts, setup)
-    return trainer
+    return start_trainer(trainer, config, stack, tools, inputs.rollouts, setup)
 
 
-def _student_task(config: DistillationMasterConfig, inputs: PreparedDistillation) -> tuple[HeadTask, str]:
-    """What the student's head says of each token, and the column of the teachers that it reads."""
+def _student_task(config: DistillationMasterConfig, inputs: DistillationInputs) -> tuple[HeadTask, str]:
+    """The computation on the student's head, and the column of the teachers' results that it reads."""
     k = config.distillation.topk_logits_k
     if k is not None:
         return TopKLogprobs(k), TEACHER_TOPK
-    (teacher,) = inputs.teachers.values()  # of several only the largest logits can be told apart
+    (teacher,) = inputs.teachers.values()  # with several teachers `topk_logits_k` is set: the student stores one head
     head = StoredHead.of(teacher.model.config, teacher.model.model_path, teacher.config.precision)
     return FullKL(head, teacher.vocab_size), TEACHER_STATES
 
@@ -310,14 +289,14 @@ def _teacher_task(config: DistillationMasterConfig, teacher: TeacherInputs) -> H
 
 
 def _start_teachers(
-    config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: PreparedDistillation
+    config: DistillationMasterConfig, stack: ExitStack, setup: RolloutSetup, inputs: DistillationInputs
 ) -> list[Teacher]:
-    machines, cluster, accelerator = config.training_cluster, setup.cluster, setup.accelerator
+    machines, cluster, accelerator = config.training_cluster, setup.training.cluster, setup.training.accelerator
     if config.distillation.teacher_resources is not None:
         machines = config.teacher_cluster
-        cluster = start_machines(machines, stack, len(inputs.teachers), "teachers")
+        cluster = start_cluster(machines, stack, len(inputs.teachers), "teachers")
         accelerator = Accelerator(exclusive=machines.use_gpus)
-    # As the student's: its distribution is that which it samples from.
+    # The student samples from its distribution at this temperature, so the teacher's is taken at the same.
     sampling = SamplingParams(max_new_tokens=1, temperature=config.policy.generation.temperature)
     teachers = []
     for key, teacher in inputs.teachers.items():

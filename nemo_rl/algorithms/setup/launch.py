@@ -1,7 +1,8 @@
-"""From a checked configuration to a run that has ended: what every algorithm's command shares."""
+"""From a checked configuration to a finished run: what every command shares."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,14 +11,19 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from nemo_rl.algorithms.config.loop import RunConfig
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
+from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
+from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
-from nemo_rl.distributed.virtual_cluster import init_ray
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
+from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError, DiskFullError
+from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
 from nemo_rl.utils.venvs import VenvBuildError
@@ -25,18 +31,21 @@ from nemo_rl.utils.venvs import VenvBuildError
 USER_ERRORS = (ValueError, FileNotFoundError, ResourceInsufficientError, VenvBuildError, CheckpointError)
 RUN_ERRORS = (WorkerError, RefitError, TooManyFailures, NonFiniteLoss, DiskFullError, LogError)
 
+logger = logging.getLogger(__name__)
+
 
 class Prepared(Protocol):
-    """What `prepare` returns: the parts of a run that need no worker, checked."""
+    """What `prepare` returns: the checked parts of a run that need no worker."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must share with a run that continues it."""
+        """A run that continues a checkpoint must have the same."""
         ...
 
 
 ConfigT = TypeVar("ConfigT", bound=RunConfig)
 PreparedT = TypeVar("PreparedT", bound=Prepared)
+InputsT = TypeVar("InputsT")
 
 
 def launch(
@@ -46,48 +55,137 @@ def launch(
     build: Callable[[ConfigT, ExitStack, RunTools, PreparedT], Trainer],
     num_steps: int,
 ) -> int:
-    """Set up, train, tear down. Returns the exit status: 2 for what the user has to change, 1 for what broke.
+    """Train: prepare, start everything, run the loop, shut everything down. Returns the exit status.
 
     Args:
-        prepare: loads what needs no worker, and raises one of `USER_ERRORS` for what is wrong with it.
-        build: a trainer ready to run, resumed if there is a checkpoint; what it starts it enters into the stack.
+        prepare: loads what needs no worker; raises one of `USER_ERRORS` if something is wrong.
+        build: returns a trainer that is ready to run, resumed if there is a checkpoint. It registers what it starts
+            with the stack.
+    """
+
+    def train(prepared: PreparedT, run_dir: Path, console: RunConsole) -> str:
+        with ExitStack() as stack:
+            tools = RunTools(
+                logger=Logger(config.logger, run_dir),
+                console=console,
+                checkpointing=config.checkpointing,
+                resolved_config_yaml=dump_config(config),
+                identity=prepared.identity,
+            )
+            tools.logger.log_hyperparams(config.model_dump())
+            stack.callback(tools.logger.close)
+            start_ray(stack, run_dir)
+            build(config, stack, tools, prepared).train()
+        return f"done; metrics and configuration are in {run_dir}"
+
+    return run_command(
+        lambda: prepare(config),
+        train,
+        folder=lambda _: get_next_experiment_dir(config.logger.log_dir),
+        num_steps=num_steps,
+        files="the run's files are",
+        again="resumes from the last checkpoint, if there is one",
+    )
+
+
+def run_command(
+    prepare: Callable[[], InputsT],
+    run: Callable[[InputsT, Path, RunConsole], str],
+    *,
+    folder: Callable[[InputsT], Path],
+    num_steps: int,
+    files: str,
+    again: str,
+    spell: Callable[[str], str] = str,
+) -> int:
+    """Prepare and run, and print errors as messages. Returns the exit status.
+
+    The status is 0 for success, 2 for what the user has to change, 1 for what broke, 130 for an interruption.
+
+    Args:
+        run: gets the result of `prepare` and the `folder` of the run; returns the last message.
+        files, again: for messages: what the folder holds, and what the same command does next.
     """
     console = RunConsole(num_steps=num_steps)
     console.configure_logging()
-    run_dir: Path | None = None
+    path: Path | None = None
     try:
-        prepared = prepare(config)
-        run_dir = get_next_experiment_dir(config.logger.log_dir)
-        with ExitStack() as stack:
-            tools = run_tools(config, prepared, run_dir, console)
-            stack.callback(tools.logger.close)
-            init_ray(str(run_dir))
-            stack.callback(ray.shutdown)
-            build(config, stack, tools, prepared).train()
+        inputs = prepare()
+        path = folder(inputs)
+        console.info(run(inputs, path, console))
     except RUN_ERRORS as error:
-        console.error(
-            f"{error}\nthe run's files are in {run_dir}; the same command resumes from the last checkpoint, if there "
-            "is one"
-        )
+        console.error(spell(f"{error}\n{files} in {path}; the same command {again}"))
         return 1
     except USER_ERRORS as error:
-        console.error(str(error))
+        console.error(spell(str(error)))
         return 2
     except KeyboardInterrupt:
-        console.warn("interrupted; the same command resumes from the last checkpoint, if there is one")
+        console.warn(f"interrupted; the same command {again}")
         return 130
-    console.info(f"done; metrics and configuration are in {run_dir}")
     return 0
 
 
-def run_tools(config: RunConfig, prepared: Prepared, run_dir: Path, console: RunConsole) -> RunTools:
-    """What the run writes to; the resolved configuration is written first."""
-    tools = RunTools(
-        logger=Logger(config.logger, run_dir),
-        console=console,
-        checkpointing=config.checkpointing,
-        resolved_config_yaml=dump_config(config),
-        identity=prepared.identity,
+def start_ray(stack: ExitStack, log_dir: Path) -> None:
+    """Connect to Ray until the stack ends."""
+    init_ray(str(log_dir))
+    stack.callback(ray.shutdown)
+
+
+def start_cluster(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:
+    """The bundles of the run or of a part of it: one per GPU, or per CPU worker."""
+    return stack.enter_context(
+        RayVirtualCluster(
+            [cluster.workers_per_node] * cluster.num_nodes,
+            use_gpus=cluster.use_gpus,
+            max_colocated_worker_groups=groups_per_bundle,
+            num_gpus_per_node=cluster.gpus_per_node,
+            name=name,
+        )
     )
-    tools.logger.log_hyperparams(config.model_dump())
-    return tools
+
+
+def start_policy(
+    run: RunConfig,
+    config: PolicyConfig,
+    stack: ExitStack,
+    model: ModelInputs,
+    cluster: RayVirtualCluster,
+    accelerator: Accelerator,
+    *,
+    seed: int,
+    sampling: SamplingParams | None = None,
+    name: str = "policy",
+    init_optimizer: bool = True,
+    init_reference_model: bool = False,
+    machines: ClusterConfig | None = None,
+    policy_class: type[Policy] = Policy,
+) -> Policy:
+    """Start the workers of a policy, of a critic (`value`) or of a teacher. They end with the stack.
+
+    Args:
+        sampling: logprobs are computed with its temperature, top-p and top-k; None: with temperature 1.
+        machines: the cluster configuration, if this policy does not run on the training cluster.
+    """
+    machines = machines or run.training_cluster
+    if accelerator.awake is not None:
+        accelerator.release(accelerator.awake)  # the new workers need the memory
+    policy = policy_class(
+        cluster,
+        config,
+        model.tokenizer,
+        accelerator,
+        model_path=model.model_path,
+        sampling=sampling or SamplingParams(max_new_tokens=1),
+        seed=seed,
+        use_gpu=machines.use_gpus,
+        workers_per_node=machines.workers_per_node,
+        timeout_s=machines.worker_timeout_s,
+        name_prefix=name,
+        checkpoint_folder=name,
+        init_optimizer=init_optimizer,
+        init_reference_model=init_reference_model,
+    )
+    stack.callback(policy.shutdown)
+    if config.megatron_cfg.enabled and not machines.use_gpus:
+        logger.info("%s: Megatron Core on the CPU, with host stand-ins for torch.cuda", name)
+    return policy

@@ -1,43 +1,45 @@
-"""What a run would place where, and whether this machine has it. Starts nothing."""
+"""The placement that `--dry-run` describes, and the check that this machine has the GPUs. Starts nothing."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
-from nemo_rl.algorithms.setup.megatron_placement import megatron_rows
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.distributed.config import ClusterConfig
 from nemo_rl.environments.config import environment_gpus, sections_of
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
+from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, stage_layers, training_sizes
+from nemo_rl.models.policy.megatron.config import MegatronConfig
+from nemo_rl.utils.config import ClusterConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 LABEL_WIDTH = 19
 
 
 def describe_placement(cfg: RolloutMasterConfig) -> str:
-    """Text for people: each rank's node and device, and how a step's samples are shared out."""
-    beside = {model.key: _rank_texts(model.config, model.cluster) for model in cfg.further_models if not model.is_apart}
+    """Describe the node and device of each rank, and how the samples of a step are divided."""
+    colocated = {m.key: _rank_texts(m.config, m.cluster) for m in cfg.further_models if not m.is_apart}
+    columns = {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **colocated}
     engines = {"generation": _engine_of_ranks(cfg)}
-    if cfg.rollout.replay_from is not None:
-        ranks = _rank_lines(cfg.training_cluster, {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **beside})
-    elif cfg.policy.generation.colocated.enabled:
-        ranks = _rank_lines(cfg.cluster, {"policy": _rank_texts(cfg.policy, cfg.cluster), **beside, **engines})
-    else:
-        training = cfg.training_cluster
-        ranks = _rank_lines(training, {"policy": _rank_texts(cfg.policy, training), **beside})
+    training, apart = cfg.training_cluster, []
+    if cfg.rollout.replay_from is None and cfg.policy.generation.colocated.enabled:
+        training, columns = cfg.cluster, columns | engines
+    elif cfg.rollout.replay_from is None:
         whole_nodes = cfg.cluster.num_nodes > 1
-        behind = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
-        ranks += ["", *_rank_lines(cfg.generation_cluster, engines, **behind)]
-    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *ranks])
+        first = {"first_node": training.num_nodes} if whole_nodes else {"first_device": training.workers_per_node}
+        apart = ["", *_rank_lines(cfg.generation_cluster, engines, **first)]
+    return "\n".join([*_batch_lines(cfg), "", *_layout_lines(cfg), "", *_rank_lines(training, columns), *apart])
 
 
 def _labelled(title: str, rows: dict[str, str]) -> list[str]:
@@ -45,7 +47,7 @@ def _labelled(title: str, rows: dict[str, str]) -> list[str]:
 
 
 def describe_supervised(cfg: SupervisedMasterConfig) -> str:
-    """The same of a run that learns from rows."""
+    """Describe a run that learns from rows, as `describe_placement` does."""
     policy, cluster = cfg.policy, cfg.cluster
     num_ranks = training_sizes(policy, cluster.num_workers).data_parallel
     what = "rows" if cfg.sequences_per_row == 1 else "pairs"
@@ -57,15 +59,8 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
         "tokens per row": f"at most {cfg.examples.max_input_seq_length}; longer ones are left out and counted",
     }
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
-    return "\n".join(
-        [
-            *_labelled("one step:", rows),
-            "",
-            *layout,
-            "",
-            *_rank_lines(cluster, {"policy": _rank_texts(policy, cluster)}),
-        ]
-    )
+    ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
+    return "\n".join([*_labelled("one step:", rows), "", *layout, "", *ranks])
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
@@ -88,7 +83,7 @@ def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
 
 
 def _shares(cfg: RolloutMasterConfig) -> str:
-    """How the prompts of a batch are shared out to several datasets, and what an epoch is."""
+    """How the prompts of a batch are divided among several datasets, and what an epoch is."""
     labels = [dataset_label(dataset) for dataset in cfg.data.train]
     weights = [dataset.weight for dataset in cfg.data.train if dataset.weight is not None]
     if not weights:
@@ -101,7 +96,7 @@ def _shares(cfg: RolloutMasterConfig) -> str:
 
 
 def _micro_batches(policy: PolicyConfig, per_rank: int, what: str, sequences_per_sample: int = 1) -> str:
-    """How `per_rank` samples of a rank become micro-batches."""
+    """How `per_rank` samples become micro-batches of a rank."""
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
         train, logprobs = token_budgets(policy, sequences_per_sample)
         how = "packed" if policy.sequence_packing.enabled else "of similar lengths, padding counted"
@@ -152,7 +147,7 @@ def _policy_rows(policy: PolicyConfig, cluster: ClusterConfig) -> dict[str, str]
         "parameters": sizes.describe_shards(),
     }
     if isinstance(sizes, MegatronSizes):
-        rows |= megatron_rows(policy, sizes)
+        rows |= _megatron_rows(policy, sizes)
     if lora.enabled:
         layers = ", ".join(lora.target_modules) or "all linear layers"
         rows["trained"] = f"adapters of rank {lora.dim} on {layers}; the model itself is frozen"
@@ -179,7 +174,7 @@ def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
 def _rank_lines(
     cluster: ClusterConfig, columns: Mapping[str, Sequence[str]], *, first_node: int = 0, first_device: int = 0
 ) -> list[str]:
-    """A table of devices: the node of each, its number there, and columns with a text for each."""
+    """A table of devices: node, number on the node, and further columns."""
     places = [divmod(rank, cluster.workers_per_node) for rank in range(cluster.num_workers)]
     table = [
         ["node", *(str(first_node + node) for node, _ in places)],
@@ -192,7 +187,7 @@ def _rank_lines(
 
 
 def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
-    """Each rank of a model, with its place on every axis."""
+    """Each rank of a model, with its coordinate on every axis."""
     sizes = training_sizes(policy, cluster.num_workers)
     texts = []
     for rank in range(cluster.num_workers):
@@ -201,25 +196,156 @@ def _rank_texts(policy: PolicyConfig, cluster: ClusterConfig) -> list[str]:
     return texts
 
 
-class OnMachines(Protocol):
-    """Any configuration of something that runs on machines."""
+# -- Megatron
+
+
+def _megatron_rows(policy: PolicyConfig, sizes: MegatronSizes) -> dict[str, str]:
+    """Titles and texts about stages, experts and optimizer. The layers of stages need a config.json on this machine."""
+    settings, model = policy.megatron_cfg, _local_model(policy)
+    rows: dict[str, str] = {}
+    if model is None:
+        rows["model"] = "not checked against the layout: its config.json is not on this machine"
+    if sizes.pipeline_parallel > 1:
+        rows["stages"] = _stages(settings, model)
+    if sizes.expert_parallel * sizes.expert_tensor_parallel > 1:
+        rows["experts"] = _experts(sizes, model)
+    if settings.sequence_parallel:
+        rows["sequences"] = f"between the matrices, cut over the {sizes.tensor_parallel} tensor ranks"
+    rows["optimizer"] = _optimizer(settings, sizes, has_experts="experts" in rows)
+    if settings.activation_checkpointing:
+        is_part = settings.recompute_granularity == "selective"
+        rows["recomputed"] = f"{', '.join(settings.recompute_modules)} of each layer" if is_part else "whole layers"
+    rows["precision"] = policy.precision
+    if settings.fp8_cfg.enabled:
+        rows["precision"] += f", products in FP8 ({settings.fp8_cfg.fp8}, {settings.fp8_cfg.fp8_recipe} scales)"
+    return rows
+
+
+def _local_model(policy: PolicyConfig) -> PretrainedConfig | None:
+    """config.json with `policy.hf_config_overrides`, of a directory, a `tiny:` model, or a hub model in the cache.
+
+    None if it is not on this machine.
+
+    Raises:
+        ConfigError: if it cannot be read, or Megatron cannot divide its layers, heads or experts so.
+    """
+    # Heavy packages, which only `--dry-run` of a Megatron run needs.
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.utils import HFValidationError
+    from transformers import AutoConfig
+
+    from nemo_rl.data.tiny_model import TINY_MODEL_PREFIX, tiny_model_config
+    from nemo_rl.models.policy.megatron.checks import check_megatron_layout
+
+    name = policy.model_name
+    try:
+        if name.startswith(TINY_MODEL_PREFIX):
+            tiny = tiny_model_config(name)
+            model = type(tiny).from_dict({**tiny.to_dict(), **policy.hf_config_overrides})
+        else:
+            path = Path(name) / "config.json"
+            if not path.is_file():
+                try:
+                    cached = try_to_load_from_cache(name, "config.json")
+                except HFValidationError:  # a path on another machine
+                    return None
+                if not isinstance(cached, str):
+                    return None
+                path = Path(cached)
+            model = AutoConfig.from_pretrained(path.parent, **policy.hf_config_overrides)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError([Problem(("policy", "model_name"), f"config.json cannot be read: {error}")]) from error
+    try:
+        check_megatron_layout(policy, model)
+    except ValueError as error:
+        raise ConfigError([Problem((), str(error))]) from error
+    return model
+
+
+def _stages(settings: MegatronConfig, model: PretrainedConfig | None) -> str:
+    """`0: layers 0-1; 1 to 14: 4 layers each; 15: layers 58-60`."""
+    how = f"; interleaved, {settings.stages_per_rank} pieces each" if settings.stages_per_rank > 1 else ""
+    if model is None:
+        first, last = settings.num_layers_in_first_pipeline_stage, settings.num_layers_in_last_pipeline_stage
+        ends = {"the first": first, "the last": last}
+        given = [f"{count} layers in {name}" for name, count in ends.items() if count is not None]
+        others = "as many in each of the others" if given else "as many layers in each"
+        return f"{settings.pipeline_model_parallel_size}: {', '.join([*given, others])}{how}"
+    stages = stage_layers(settings, model.get_text_config().num_hidden_layers)
+    counts = [sum(map(len, pieces)) for pieces in stages]
+    texts, start = [], 0
+    for count, group in groupby(counts):
+        size = len(list(group))
+        if size > 2:
+            first, last = stages[start][0], stages[start + size - 1][-1]
+            # Pieces of interleaved stages lie all over the model.
+            where = f" ({first.start}-{last.stop - 1})" if settings.stages_per_rank == 1 else ""
+            texts.append(f"{start} to {start + size - 1}: {count} layers each{where}")
+        else:
+            for stage in range(start, start + size):
+                texts.append(f"{stage}: {_layers(stages[stage])}")
+        start += size
+    return "; ".join(texts) + how
+
+
+def _layers(pieces: list[range]) -> str:
+    spans = [f"{piece.start}-{piece.stop - 1}" if len(piece) > 1 else str(piece.start) for piece in pieces]
+    return ("layers " if sum(map(len, pieces)) > 1 else "layer ") + " and ".join(spans)
+
+
+def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:
+    from nemo_rl.models.policy.experts import num_experts
+
+    groups, cut = sizes.expert_parallel, sizes.expert_tensor_parallel
+    count = num_experts(model.get_text_config()) if model is not None else None
+    what = "" if count is None else f"{count} of a layer, "
+    text = f"{what}over groups of {groups} ranks" + ("" if count is None else f", {count // groups} on each")
+    return text + (f"; each cut over {cut}" if cut > 1 else "")
+
+
+def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: bool) -> str:
+    optimizer = settings.optimizer
+    shards = sizes.dp_shard * sizes.context_parallel
+    text = f"{optimizer.optimizer}, "
+    if not sizes.shards_optimizer:
+        text += "its state on every rank that holds the parameter"
+    else:
+        text += f"its state {_spread(shards)}"
+        if has_experts and sizes.expert_data_parallel != shards:
+            text += f", that of experts {_spread(sizes.expert_data_parallel)}"
+    if optimizer.optimizer_cpu_offload:
+        text += f"; {optimizer.optimizer_offload_fraction:.0%} of it in host memory"
+    return text
+
+
+def _spread(ranks: int) -> str:
+    return f"over {ranks} ranks" if ranks > 1 else "on the rank that holds the parameter"
+
+
+# -- GPUs
+
+
+class HasCluster(Protocol):
+    """A configuration with a section `cluster`."""
 
     @property
     def cluster(self) -> ClusterConfig: ...
 
 
 def check_hardware(
-    cfg: OnMachines,
+    cfg: HasCluster,
     *,
     num_gpus: int | None = None,
     environment: Mapping[str, str] = os.environ,
     more_gpus: int = 0,
     cpu_config: str = CPU_CONFIG,
 ) -> None:
-    """ConfigError when the run asks for more GPUs than this machine shows and no Ray cluster could have them.
+    """Raise ConfigError if the run needs more GPUs than this machine has and no Ray cluster is in reach.
 
-    `num_gpus` replaces what is found on this machine; `more_gpus` are those of teachers and environments apart;
-    `cpu_config` is what a machine without a GPU can run.
+    Args:
+        num_gpus: replaces the number that is found on this machine.
+        more_gpus: GPUs that teachers and environments need beside those of `cluster`.
+        cpu_config: a configuration that a machine without a GPU can run.
     """
     wanted = cfg.cluster.gpus_per_node + more_gpus
     if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
@@ -244,18 +370,18 @@ def check_rollout_hardware(
     more_gpus: int = 0,
     cpu_config: str = CPU_CONFIG,
 ) -> None:
-    """`check_hardware` of a run that samples, with the GPUs of the environments that its datasets name."""
+    """`check_hardware`, including the GPUs of the environments that the datasets of the run name."""
     used = {dataset.env_name for dataset in (*cfg.data.train, *(cfg.data.validation or []))}
     apart = environment_gpus(sections_of(cfg.env, used))
     more_gpus += sum(apart.values())
     check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
 
 
-_RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # written by `ray start`; ray.init joins what it names
+_RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # `ray start` writes it; `ray.init` joins that cluster
 
 
 def _a_cluster_runs_here() -> bool:
-    """Whether something answers at the address in the file: it stays behind when a cluster is killed."""
+    """Whether a cluster answers at the address in the file, which remains when a cluster is killed."""
     if not _RAY_CLUSTER_FILE.is_file():
         return False
     host, _, port = _RAY_CLUSTER_FILE.read_text().strip().rpartition(":")
@@ -267,7 +393,7 @@ def _a_cluster_runs_here() -> bool:
 
 
 def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """GPUs that a process started here could use, without importing torch."""
+    """The number of GPUs that a process on this machine can use, without importing torch."""
     devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:

@@ -1,4 +1,4 @@
-"""From a configuration to a running PPO."""
+"""From a configuration to a run of PPO."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
-from nemo_rl.algorithms.setup.launch import launch
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs, prepare_model
-from nemo_rl.algorithms.setup.preflight import check_saved_weights
-from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts
-from nemo_rl.algorithms.setup.serve import start_openai_server
-from nemo_rl.algorithms.setup.workers import start_policy
+from nemo_rl.algorithms.setup.launch import launch, start_policy
+from nemo_rl.algorithms.setup.preflight import ModelInputs, check_saved_weights, prepare_model
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts, start_trainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 
 VALUE = "value"
@@ -21,7 +18,7 @@ VALUE = "value"
 
 @dataclass(frozen=True, kw_only=True)
 class PPOInputs:
-    """What a PPO run is made from, checked."""
+    """What a run of PPO is made from, checked."""
 
     rollouts: RolloutInputs
     value: ModelInputs
@@ -32,12 +29,12 @@ class PPOInputs:
 
 
 def run_ppo(config: PPOMasterConfig) -> int:
-    """The whole run; returns the exit status (see `launch`)."""
+    """Train; returns the exit status (see `run_command`)."""
     return launch(config, prepare=prepare, build=build, num_steps=config.ppo.max_num_steps)
 
 
 def prepare(config: PPOMasterConfig) -> PPOInputs:
-    """Load what needs no worker, and find what is wrong with it; see `prepare_rollouts`."""
+    """Load and check what needs no worker; see `prepare_rollouts`."""
     value = prepare_model(config.value, config.checkpointing, VALUE)
     rollouts = prepare_rollouts(config, value.identity)
     if value.tokenizer.get_vocab() != rollouts.model.tokenizer.get_vocab():
@@ -51,25 +48,18 @@ def prepare(config: PPOMasterConfig) -> PPOInputs:
 
 
 def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PPOInputs) -> PPOTrainer:
-    """A trainer ready to run, resumed if there is a checkpoint; everything it started ends with the stack."""
-    setup = build_rollouts(
-        config,
-        stack,
-        inputs.rollouts,
-        init_reference_model=not config.ppo.skip_reference_policy_logprobs_calculation,
-        num_further_groups=1,
-    )
+    """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
+    uses_reference = not config.ppo.skip_reference_policy_logprobs_calculation
+    setup = build_rollouts(config, stack, inputs.rollouts, init_reference_model=uses_reference, num_further_groups=1)
     value = start_policy(
         config,
         config.value,
         stack,
         inputs.value,
-        setup.cluster,
-        setup.accelerator,
+        setup.training.cluster,
+        setup.training.accelerator,
         seed=config.ppo.seed,
         name=VALUE,
     )
     trainer = PPOTrainer(config, tools, setup.parts, value, inputs.value.flops)
-    trainer.start()
-    start_openai_server(config, stack, tools, inputs.rollouts, setup)
-    return trainer
+    return start_trainer(trainer, config, stack, tools, inputs.rollouts, setup)

@@ -1,189 +1,187 @@
-"""What can be known to go wrong before Ray starts: everything but the machines and the run itself.
+"""What can be checked before Ray starts: models, prompts, environments and folders.
 
-Each check raises ValueError with what to change.
+Every function raises ValueError, FileNotFoundError or CheckpointError with the key to change and a remedy.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
+import os
+import re
+import secrets
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.environments.code.tools.tools import import_tool
-from nemo_rl.environments.config import (
-    BUILT_IN,
-    AnyEnvironmentConfig,
-    CompositeEnvironmentConfig,
-    LLMJudgeEnvironmentConfig,
-    PythonToolsEnvironmentConfig,
-    RemoteEnvironmentConfig,
-    RetrievalEnvironmentConfig,
-    named_sections,
-    sections_of,
-)
-from nemo_rl.environments.http_client import bearer
+from nemo_rl.environments.config import BUILT_IN_TOOLS, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
 from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.retrieval import check_corpus
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
-from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
-from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.dtensor.lora import apply_lora
-from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.generation.config import HttpServerConfig
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.megatron.checks import check_megatron_checkpoint
-from nemo_rl.models.policy.megatron.files import refuse_megatron_checkpoint
-from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.pretrained import check_fit, read_model_config
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, check_identity, require_optimizer
-from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits
+from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError
 from nemo_rl.utils.config import CheckpointingConfig
-
-# -- The sections of `env` that a run starts, as it starts them.
-
-
-def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
-    """Name -> section, with the sections that composites name in them, and models and prompts of judges found.
-
-    Raises:
-        ValueError: for an unknown `tiny:` model.
-    """
-    names = sorted(set(names))
-    return sections_of({name: _located(env[name]) for name in named_sections(env, names)}, names)
-
-
-def _located(config: AnyEnvironmentConfig) -> AnyEnvironmentConfig:
-    if not isinstance(config, LLMJudgeEnvironmentConfig):
-        return config
-    found = {"model_name": resolve_model(config.model_name)} if config.model_name is not None else {}
-    if config.prompt_file is not None:  # its process may run in another folder
-        found["prompt_file"] = str(Path(config.prompt_file).absolute())
-    return config.model_copy(update=found)
-
+from nemo_rl.utils.files import digest
+from nemo_rl.utils.registry import import_object
+from nemo_rl.utils.tokenizer import get_tokenizer
 
 logger = logging.getLogger(__name__)
 
+# Only the backend that trains is imported: (check of model and settings, check of a checkpoint's weights).
+BACKEND_CHECKS = {
+    "dtensor_cfg": (
+        "nemo_rl.models.policy.dtensor.checks:check_policy",
+        "nemo_rl.models.policy.dtensor.checks:check_saved_weights",
+    ),
+    "megatron_cfg": (
+        "nemo_rl.models.policy.megatron.checks:check_megatron",
+        "nemo_rl.models.policy.megatron.files:check_checkpoint",
+    ),
+}
+# Type of environment -> the key that names something outside of the configuration, and the check of its value.
+ENVIRONMENT_INPUTS = {
+    "retrieval": ("dataset_name", "nemo_rl.environments.retrieval:check_corpus"),
+    "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
+    "llm_judge": ("api_key_env", "nemo_rl.algorithms.setup.preflight:token_in"),
+    "remote": ("token_env", "nemo_rl.algorithms.setup.preflight:token_in"),
+}
+SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
 NUM_TRIED_PROMPTS = 32
-READS_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # types of environments
+HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
 
 
-def check_environments(config: RolloutMasterConfig, data: DataSetup) -> None:
-    """Whether the class of every environment that is used, and of the parts of composites, can be imported."""
-    for name in named_sections(config.env, sorted(set(data.task_to_env.values()))):
-        find_env_class(config.env[name].type)
+# -- models
 
 
-def check_environment_inputs(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> None:
-    """Whether what the sections `names`, and the parts of composites among them, need from outside is here.
+@dataclass(frozen=True, kw_only=True)
+class ModelInputs:
+    """What the workers of a policy are made from, checked."""
 
-    That is environment variables, local files and import paths. Servers and models are asked when they start.
+    model_path: str
+    tokenizer_path: str
+    tokenizer: PreTrainedTokenizerFast
+    config: PretrainedConfig
+    identity: dict[str, Any]  # a run that continues a checkpoint must have the same
+    flops: ModelFlops
+
+
+def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str = "policy") -> ModelInputs:
+    """Find and check the model of the section `key`: `policy`, `value`, `teacher` or `teachers.<name>`.
 
     Raises:
-        ValueError, FileNotFoundError: naming the key.
+        ValueError: naming a key of that section.
     """
-    for name in named_sections(env, sorted(set(names))):
-        section, key = env[name], f"env.{name}"
-        if isinstance(section, RetrievalEnvironmentConfig):
-            with _named(f"{key}.dataset_name"):
-                check_corpus(section.dataset_name)
-        elif isinstance(section, PythonToolsEnvironmentConfig):
-            for tool in section.tools:
-                if tool not in BUILT_IN:
-                    with _named(f"{key}.tools"):
-                        import_tool(tool)
-        elif isinstance(section, LLMJudgeEnvironmentConfig):
-            bearer(section.api_key_env, f"{key}.api_key_env")
-        elif isinstance(section, RemoteEnvironmentConfig):
-            bearer(section.token_env, f"{key}.token_env")
-        elif isinstance(section, CompositeEnvironmentConfig):
-            for index, part in enumerate(section.reward_functions):
-                if part.env is None:
-                    with _named(f"{key}.reward_functions.{index}"):
-                        check_arguments(part.function, find_reward_function(part.function), part.kwargs)
-
-
-@contextmanager
-def _named(key: str) -> Iterator[None]:
-    """What is raised about an input, with its key."""
     try:
-        yield
-    except (ValueError, FileNotFoundError) as error:
-        raise type(error)(f"{key}: {error}") from error
+        model_path, tokenizer_path = resolve_model(policy.model_name), resolve_model(policy.tokenizer.name)
+        model = read_model_config(policy, model_path)
+        tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
+        check_fit(policy, model, tokenizer)
+        import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path, key)
+    except ValueError as error:
+        if key == "policy":
+            raise
+        # A critic or a teacher has the keys of `policy`, and the checks name those.
+        raise ValueError(rename_section(str(error), "policy", key, type(policy).model_fields)) from error
+    metric = checkpointing.metric_name or ""
+    if key == "policy" and checkpointing.enabled and metric.startswith("train:moe/") and num_experts(model) == 0:
+        raise ValueError(
+            f"checkpointing.metric_name={metric}: {model.model_type!r} is a dense model and has no metrics of experts; "
+            "set it to val:accuracy, train:reward or null"
+        )
+    return ModelInputs(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer,
+        config=model,
+        identity={
+            f"{key}.model": {"name": policy.model_name, "config_hash": digest(model.to_json_string())},
+            f"{key}.{policy.backend_key}.{'peft' if policy.megatron_cfg.enabled else 'lora_cfg'}": _adapters(policy),
+            f"{key}.tokenizer": tokenizer_identity(tokenizer),
+        },
+        flops=ModelFlops.of(model),
+    )
 
 
-def check_reward_models(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
-    """Whether what reward models score is handed to them: the conversation, by `conversation_processor` or another."""
-    for dataset in (data.train, data.validation):
-        starts = np.cumsum([0, *(len(part) for part in dataset.parts)][:-1]) if dataset is not None else ()
-        for start in starts:
-            assert dataset is not None
-            prompt = dataset[int(start)]
-            env_name = data.tasks[prompt.task_name].env_name
-            for name in named_sections(config.env, [env_name]):
-                kind = READS_CONVERSATIONS.get(config.env[name].type)
-                if kind is None or "messages" in (process(prompt)["extra_env_info"] or {}):
-                    continue
-                raise ValueError(
-                    f"dataset {prompt.task_name!r} is answered by the {kind} env.{name}, which scores conversations, "
-                    "and its processor hands none on; set processor: conversation_processor for it, or in data.default"
-                )
+def rename_section(message: str, old: str, new: str, keys: Iterable[str]) -> str:
+    """`message` with every dotted key `old.<one of keys>` below `new`; paths and quoted text stay as they are."""
+    names = "|".join(map(re.escape, keys))
+    # An apostrophe within a word opens no quotation.
+    quoted = r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*\""""
+    found = re.compile(rf"{quoted}|(?<![\w./-]){re.escape(old)}(?=\.(?:{names})(?![\w/-]))")
+    return found.sub(lambda match: new if match[0] == old else match[0], message)
 
 
-def check_optimizer(policy: PolicyConfig) -> None:
-    """Whether optimizer and scheduler can be made, on one small parameter. Megatron's are what its section says."""
-    if policy.megatron_cfg.enabled:
-        return
-    assert policy.optimizer is not None
-    optimizer = build_optimizer(policy.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    build_scheduler(policy.scheduler, optimizer)
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Digests that tell a vocabulary and a chat template from others."""
+    return {
+        "vocabulary_hash": digest(repr(sorted(tokenizer.get_vocab().items()))),
+        "chat_template_hash": digest(str(tokenizer.chat_template)),
+    }
+
+
+def _adapters(policy: PolicyConfig) -> dict[str, Any]:
+    lora_cfg = policy.adapters
+    if not lora_cfg.enabled:
+        return {}
+    return {
+        "enabled": True,
+        "dim": lora_cfg.dim,
+        "alpha": lora_cfg.alpha,
+        "target_modules": sorted(lora_cfg.target_modules) or "all",
+        "exclude_modules": sorted(lora_cfg.exclude_modules),
+        **({"adapter_path": lora_cfg.adapter_path} if isinstance(lora_cfg, LoRAConfig) else {}),
+    }
+
+
+# -- prompts
 
 
 def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) -> None:
-    """Make prompts of rows from all over the dataset; not all of them may be too long."""
+    """Process rows from all parts of the dataset. At least one of them must be short enough."""
     indices = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_PROMPTS)).round().astype(int)
     data = [process(dataset[int(index)]) for index in indices]
     if all(datum["loss_multiplier"] == 0.0 for datum in data):
         lengths = [datum["length"] for datum in data]
-        limit = process.max_input_seq_length
         raise ValueError(
-            f"all prompts tried of the {label} data are longer than data.max_input_seq_length={limit} tokens: "
-            f"{len(data)} of them have {min(lengths)} to {max(lengths)}; raise it and "
-            "policy.max_total_sequence_length, or shorten the prompts"
+            f"all prompts tried of the {label} data are longer than data.max_input_seq_length="
+            f"{process.max_input_seq_length} tokens: {len(data)} of them have {min(lengths)} to {max(lengths)}; raise "
+            "it and policy.max_total_sequence_length, or shorten the prompts"
         )
 
 
-QUESTION = {"role": "user", "content": "first question"}
-PLAIN = ("first answer", "second answer")
-THOUGHTFUL = tuple(f"<think>\na thought\n</think>\n\n{answer}" for answer in PLAIN)
-
-
 def check_turns(config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Say, for runs of several turns, where the model sees something else than its chat template would write.
+    """Warn if, after several turns, the model sees other text than its chat template would write.
 
-    Episodes never rewrite what was sampled, so a template that writes earlier turns differently once more follow is
-    followed in the first turn only.
+    Episodes never rewrite sampled tokens. A template that writes earlier turns differently once more turns follow is
+    therefore followed in the first turn only.
 
     Raises:
-        ValueError: when the template allows no second turn.
+        ValueError: if the template allows no second turn.
     """
     if config.rollout.max_rollout_turns == 1:
         return
     render = ObservationRenderer(tokenizer)
-    for answers, what in ((PLAIN, "earlier turns"), (THOUGHTFUL, "the thoughts of earlier turns")):
+    question = {"role": "user", "content": "first question"}
+    plain = ["first answer", "second answer"]
+    thoughtful = [f"<think>\na thought\n</think>\n\n{answer}" for answer in plain]
+    for answers, what in ((plain, "earlier turns"), (thoughtful, "the thoughts of earlier turns")):
         for role in ("user", "tool"):
             observation = {"role": role, "content": "what came of it"}
-            seen, rendered = render.seen_and_rendered([QUESTION], answers, observation)
+            seen, rendered = render.seen_and_rendered([question], answers, observation)
             if seen != rendered:
                 pairs = enumerate(zip(seen, rendered, strict=False))
                 same = next((i for i, (a, b) in pairs if a != b), min(len(seen), len(rendered)))
@@ -200,69 +198,125 @@ def check_turns(config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerBase)
                 return
 
 
-def check_checkpoint_dir(config: CheckpointingConfig, identity: Mapping[str, Any]) -> None:
-    """Whether checkpoints can be written, and those there belong to this run. Their files are read when it resumes.
+# -- environments
+
+
+def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str], *, starts: bool = True) -> None:
+    """Import the classes of the sections `names` and of the parts of composites among them.
+
+    If the environments start (`starts`), also check what they need from outside: environment variables, local files
+    and import paths. Servers and models are asked when they start.
+    """
+    for name in named_sections(env, sorted(set(names))):
+        section = env[name]
+        find_env_class(section.type)
+        if starts and section.type in ENVIRONMENT_INPUTS:
+            field, path = ENVIRONMENT_INPUTS[section.type]
+            value = vars(section)[field]
+            for item in value if isinstance(value, list) else [value]:
+                if item is not None and item not in BUILT_IN_TOOLS:
+                    _check_input(f"env.{name}.{field}", path, item)
+        elif starts and isinstance(section, CompositeEnvironmentConfig):
+            for index, part in enumerate(section.reward_functions):
+                if part.env is None:
+                    key = f"env.{name}.reward_functions.{index}"
+                    try:
+                        check_arguments(part.function, find_reward_function(part.function), part.kwargs)
+                    except ValueError as error:
+                        raise ValueError(f"{key}: {error}") from error
+
+
+def _check_input(key: str, path: str, value: Any) -> None:
+    try:
+        import_object(path, "check")(value)
+    except (ValueError, FileNotFoundError) as error:
+        raise type(error)(f"{key}: {error}") from error
+
+
+def token_in(variable: str) -> str:
+    """The token that an environment variable holds. Raises ValueError if it holds none."""
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"the environment variable {variable} is not set; export it before the run starts")
+    return token
+
+
+def http_server_token(config: HttpServerConfig) -> str:
+    """The token that every request to the server must carry. Raises ValueError if `token_env` names none."""
+    if config.token_env is None:
+        return secrets.token_urlsafe(32)
+    try:
+        token = token_in(config.token_env)
+    except ValueError as error:
+        raise ValueError(f"{HTTP_SERVER}.token_env: {error}") from error
+    if not token.isascii():
+        raise ValueError(f"{HTTP_SERVER}.token_env: the token in {config.token_env} must be of ASCII characters")
+    return token
+
+
+def check_conversations(config: RolloutMasterConfig, data: DataSetup, process: PromptProcessor) -> None:
+    """Check that the processors of datasets that a reward model or a judge scores pass conversations on."""
+    for dataset in (data.train, data.validation):
+        for number in range(len(dataset.parts) if dataset is not None else 0):
+            assert dataset is not None
+            prompt = dataset[dataset.start_of(number)]
+            for name in named_sections(config.env, [data.tasks[prompt.task_name].env_name]):
+                kind = SCORES_CONVERSATIONS.get(config.env[name].type)
+                if kind is not None and "messages" not in (process(prompt)["extra_env_info"] or {}):
+                    raise ValueError(
+                        f"dataset {prompt.task_name!r} is answered by the {kind} env.{name}, which scores "
+                        "conversations, and its processor passes none on; set processor: conversation_processor for "
+                        "it, or in data.default"
+                    )
+
+
+# -- folders
+
+
+def check_folders(config: RunConfig, policy: PolicyConfig, model: PretrainedConfig, identity: dict[str, Any]) -> None:
+    """Check that logs and checkpoints can be written, and that the checkpoints that exist belong to this run.
 
     Raises:
-        CheckpointIdentityError: with every difference.
-        CheckpointError: when the newest cannot be continued.
+        CheckpointIdentityError: listing every difference.
+        CheckpointError: if the run cannot continue the newest checkpoint.
     """
-    if not config.enabled:
-        return
-    manager = CheckpointManager(config)
-    latest = manager.latest_finished()
-    if latest is not None:
-        info = manager.load_training_info(latest)
-        assert info is not None
-        check_identity(info["identity"], identity)
-        require_optimizer(latest)
-    check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
-
-
-def check_metric_name(config: CheckpointingConfig, model: PretrainedConfig) -> None:
-    """Whether `checkpointing.metric_name` is a metric of this kind of model."""
-    name = config.metric_name or ""
-    if config.enabled and name.startswith("train:moe/") and num_experts(model) == 0:
-        raise ValueError(
-            f"checkpointing.metric_name={name}: {model.model_type!r} is a dense model and has no experts to report of; "
-            "set it to val:accuracy, train:reward or null"
-        )
+    checkpointing = config.checkpointing
+    if checkpointing.enabled:
+        manager = CheckpointManager(checkpointing)
+        latest = manager.latest_finished()
+        if latest is not None:
+            info = manager.load_training_info(latest)
+            assert info is not None
+            check_identity(info["identity"], identity)
+            require_optimizer(latest)
+        check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
+    check_saved_weights(checkpointing, policy, model)
+    check_writable(Path(config.logger.log_dir), "logger.log_dir")
 
 
 def check_saved_weights(
     checkpointing: CheckpointingConfig, policy: PolicyConfig, model: PretrainedConfig, folder: str = "policy"
 ) -> None:
-    """Whether the weights of the newest checkpoint are those that this run trains, by their headers.
+    """Check by their headers that the weights in `folder` of the newest checkpoint are those that this run trains.
 
-    `folder` of the checkpoint is where they are. Damaged ones are left to the resuming run, which falls back to an
-    older checkpoint.
+    Damaged files are left to the resuming run, which falls back to an older checkpoint.
 
     Raises:
-        CheckpointError: with the missing, the unexpected and the differently shaped tensors.
+        CheckpointError: listing the missing, the unexpected and the differently shaped tensors.
     """
     latest = CheckpointManager(checkpointing).latest_finished() if checkpointing.enabled else None
     if latest is None:
         return
-    weights = latest / folder / "weights"
-    if not weights.is_dir():
+    if not (latest / folder / "weights").is_dir():
         raise CheckpointError(f"{latest} holds no {folder}/weights")
-    if policy.megatron_cfg.enabled:
-        check_megatron_checkpoint(latest / folder, policy, model)
-        return
-    refuse_megatron_checkpoint(latest / folder)
-    lora_cfg = policy.dtensor_cfg.lora_cfg
-    hf = build_on_meta(copy.deepcopy(model), torch.float32)
-    if lora_cfg.enabled:
-        apply_lora(hf, lora_cfg)
-    tensors = policy_tensors([hf], trained_only=lora_cfg.enabled)
     try:
-        check_checkpoint_fits(weights, names_and_shapes(tensors))
+        import_object(BACKEND_CHECKS[policy.backend_key][1], "check")(latest / folder, policy, model)
     except DamagedTensorsError as error:
         logger.warning("%s", error)
 
 
 def check_writable(directory: Path, key: str) -> None:
-    """Make `directory`, and a file in it that is gone at once."""
+    """Create `directory` if necessary, and a temporary file in it."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

@@ -1,19 +1,20 @@
-"""What a rollout worker is given: how to tokenise, decode, answer and bound an episode. Everything here pickles."""
+"""What a rollout worker is given: how to tokenise, decode, answer and bound an episode.
+
+All of this is pickled. The worker's process imports this module, and none of the modules that start a run.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.data.chat.messages import ObservationRenderer
-from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
+from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentPool, EnvironmentStep
 from nemo_rl.models.generation.config import GenerationConfig
@@ -22,27 +23,6 @@ from nemo_rl.rollouts.rollout_worker import EpisodeFailure, RolloutWorkerSetting
 from nemo_rl.types import Sample, SampleStatus, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-def rollout_settings(
-    config: RolloutMasterConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    data: DataSetup,
-    environments: Mapping[str, Sequence[Any]],
-) -> RolloutWorkerSettings:
-    """`environments`: section of `env` -> actor handles."""
-    return worker_settings(
-        PromptProcessor(data.tasks, tokenizer, config.data.max_input_seq_length),
-        environments,
-        limits=EpisodeLimits(
-            max_turns=config.rollout.max_rollout_turns,
-            max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
-            timeout_s=config.rollout.episode_timeout_s,
-        ),
-        env_step_timeout_s=config.rollout.env_step_timeout_s,
-        worker_timeout_s=config.cluster.worker_timeout_s,
-        seed=config.rollout.seed,
-    )
 
 
 def worker_settings(
@@ -54,7 +34,7 @@ def worker_settings(
     worker_timeout_s: float,
     seed: int,
 ) -> RolloutWorkerSettings:
-    """`environments`: section of `env` -> actor handles."""
+    """`environments`: section of `env` -> actor handles. A request to an engine may take half of `worker_timeout_s`."""
     task_to_env = {name: task.env_name for name, task in process.tasks.items()}
     return RolloutWorkerSettings(
         process=process,
@@ -63,7 +43,7 @@ def worker_settings(
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
         run_seed=seed,
-        engine_timeout_s=worker_timeout_s / 2,  # before whoever waits for the rollout worker takes that for stuck
+        engine_timeout_s=worker_timeout_s / 2,
     )
 
 
@@ -77,7 +57,7 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
 def connect_environments(
     actors: Mapping[str, Sequence[Any]], task_to_env: Mapping[str, str], step_timeout_s: float
 ) -> dict[str, EpisodeEnvironment]:
-    """By task name. One pool per environment, so that all its episodes share batches."""
+    """Environments by task name. One pool per environment, so that all its episodes share batches."""
     environments = {
         name: EpisodeEnvironment(EnvironmentPool(name, handles, step_timeout_s)) for name, handles in actors.items()
     }
@@ -85,7 +65,7 @@ def connect_environments(
 
 
 class EpisodeEnvironment:
-    """An environment for episodes: its failure is a failure of the episode."""
+    """An environment whose failures count as failures of the episode."""
 
     def __init__(self, client: EnvironmentPool) -> None:
         self.client = client
@@ -98,10 +78,10 @@ class EpisodeEnvironment:
             raise EpisodeFailure(str(failure)) from failure
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-        """What `global_post_process_and_metrics` says of finished samples; nothing, with a warning, when it fails."""
+        """The result of `global_post_process_and_metrics`. A failure is logged and gives no metrics."""
         try:
             return await self.client.metrics(finished_batch(samples))
-        except EnvironmentFailure as failure:  # training needs no metrics
+        except EnvironmentFailure as failure:  # training can continue without these metrics
             logger.warning("%s", failure)
             return {}
 
@@ -123,18 +103,8 @@ def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any
     )
 
 
-def sampling_params(
-    config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerFast
-) -> tuple[SamplingParams, SamplingParams]:
-    """Sampling in training and in validation. Without `stop_token_ids`, the end-of-sequence token stops."""
-    generation = config.policy.generation
-    train = train_sampling(generation, tokenizer)
-    val = replace(train, temperature=generation.val_temperature, top_p=generation.val_top_p, top_k=generation.val_top_k)
-    return train, val
-
-
-def train_sampling(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:
-    """Sampling as `temperature`, `top_p` and `top_k` of `generation` say."""
+def sampling_params(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:
+    """Sampling as `generation` says. Without `stop_token_ids`, the end-of-sequence token stops a completion."""
     end: Any = tokenizer.eos_token_id  # a number, for a single token
     stops = generation.stop_token_ids if generation.stop_token_ids is not None else [end]
     return SamplingParams(

@@ -1,50 +1,56 @@
-"""From a configuration to the parts of a run that samples: the only place that knows the concrete ones."""
+"""From a configuration to the running parts of an algorithm that samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.setup.generation import (
-    Place,
-    generation_place,
-    num_generation_groups,
-    start_hf_generation,
-    start_vllm_generation,
-)
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs, prepare_model
+from nemo_rl.algorithms.setup.launch import start_cluster, start_policy
 from nemo_rl.algorithms.setup.preflight import (
-    check_checkpoint_dir,
-    check_environment_inputs,
+    ModelInputs,
+    check_conversations,
     check_environments,
+    check_folders,
     check_prompts,
-    check_reward_models,
-    check_saved_weights,
     check_turns,
     check_writable,
-    sections_to_start,
+    http_server_token,
+    prepare_model,
 )
-from nemo_rl.algorithms.setup.replay import build_replay_parts
-from nemo_rl.algorithms.setup.rollout_parts import rollout_settings, sampling_params
-from nemo_rl.algorithms.setup.serve import token_of
-from nemo_rl.algorithms.setup.workers import start_cluster
+from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
-from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
+from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.environments.config import AnyEnvironmentConfig, LLMJudgeEnvironmentConfig, named_sections, sections_of
 from nemo_rl.environments.registry import create_envs, wait_for_envs
-from nemo_rl.rollouts.collector import RolloutCollector
-from nemo_rl.types import Prompt
+from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
+from nemo_rl.models.generation.interfaces import GENERATION
+from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_transfer_backend
+from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
+from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
+from nemo_rl.refit.sync import REFIT, Refit
+from nemo_rl.rollouts.collector import NoWeightSync, RecordedRollouts, RolloutCollector
+from nemo_rl.rollouts.episode import EpisodeLimits
+from nemo_rl.rollouts.rollout_worker import RolloutWorkerSettings
+from nemo_rl.types import Prompt, SamplingParams
+from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.seeds import seed_everything
 
-POLICY_GROUPS = 1  # on each bundle that trains, beside those that generate there and further ones
+TrainerT = TypeVar("TrainerT", bound=RolloutTrainer)
+OPENAI_SERVER = "nemo_rl.algorithms.setup.serve:start_openai_server"  # imported in runs that have the server
+# Of the timeout of a worker: the rendezvous reports its missing member before the group counts as hanging.
+_RENDEZVOUS_SHARE = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,68 +60,73 @@ class RolloutInputs:
     model: ModelInputs
     data: DataSetup
     prompts: PromptDataLoader
+    sampling: SamplingParams  # in training
     identity: dict[str, Any]
 
 
 def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any] | None = None) -> RolloutInputs:
-    """Load what needs no worker, and find what is wrong with it.
+    """Load and check what needs no worker.
 
-    `own_identity`: what else a checkpoint of the algorithm must share with a run that continues it.
+    Args:
+        own_identity: what else a run of this algorithm must share with a checkpoint that it continues.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
     """
-    rollout = config.rollout
+    rollout, section = config.rollout, config.section
     seed_everything(rollout.seed)
     model = prepare_model(config.policy, config.checkpointing)
     data = setup_data(config.data, config.env)
-    check_environments(config, data)
-    if rollout.replay_from is None:
-        check_environment_inputs(config.env, data.task_to_env.values())
+    check_environments(config.env, data.task_to_env.values(), starts=rollout.replay_from is None)
     prompts = PromptDataLoader(
         data.train,
         rollout.num_prompts_per_batch,
         shuffle=config.data.shuffle,
         seed=rollout.seed,
-        size_key=f"{config.section}.num_prompts_per_step",
+        size_key=f"{section}.num_prompts_per_step",
     )
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_turns(config, model.tokenizer)
     check_prompts(process, data.train, "training")
-    check_reward_models(config, data, process)
+    check_conversations(config, data, process)
     if data.validation is not None and rollout.validates:
         check_prompts(process, data.validation, "validation")
-    shape = {name: getattr(rollout, name) for name in ("seed", "num_prompts_per_step", "num_generations_per_prompt")}
-    identity = {
-        **model.identity,
-        "data.train": data.train.fingerprint(),
-        config.section: shape,
-        **(own_identity or {}),
+    shape = {
+        "seed": rollout.seed,
+        "num_prompts_per_step": rollout.num_prompts_per_step,
+        "num_generations_per_prompt": rollout.num_generations_per_prompt,
     }
+    identity = {**model.identity, "data.train": data.train.fingerprint(), section: shape, **(own_identity or {})}
     if rollout.replay_from is not None:
-        key = f"{config.section}.replay_from"
-        check_record(Path(rollout.replay_from), record_identity(config, identity), key)
-        identity[key] = str(Path(rollout.replay_from).absolute())
+        key, root = f"{section}.replay_from", Path(rollout.replay_from)
+        check_record(root, record_identity(config, identity), key)
+        identity[key] = str(root.absolute())
     if rollout.rollout_record.enabled:
-        key, root = f"{config.section}.rollout_record.save_dir", Path(rollout.rollout_record.save_dir)
+        key, root = f"{section}.rollout_record.save_dir", Path(rollout.rollout_record.save_dir)
         check_record_folder(root.absolute(), record_identity(config, identity), key)
         check_writable(root, key)
-    check_checkpoint_dir(config.checkpointing, identity)
-    check_saved_weights(config.checkpointing, config.policy, model.config)
-    check_writable(Path(config.logger.log_dir), "logger.log_dir")
+    check_folders(config, config.policy, model.config, identity)
     if config.policy.generation.vllm_cfg.expose_http_server:
-        token_of(config.policy.generation.vllm_cfg.http_server)
-    return RolloutInputs(model=model, data=data, prompts=prompts, identity=identity)
+        http_server_token(config.policy.generation.vllm_cfg.http_server)
+    sampling = sampling_params(config.policy.generation, model.tokenizer)
+    return RolloutInputs(model=model, data=data, prompts=prompts, sampling=sampling, identity=identity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """Bundles, and the object that decides which worker group uses their devices."""
+
+    cluster: RayVirtualCluster
+    accelerator: Accelerator
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetup:
-    """Running parts, and what further groups on the same bundles are made with."""
+    """Running parts, and the devices on which further worker groups can start."""
 
-    cluster: RayVirtualCluster
-    generation_cluster: RayVirtualCluster
-    accelerator: Accelerator
     parts: RolloutParts
+    training: Devices
+    generation: Devices
 
 
 def build_rollouts(
@@ -126,53 +137,53 @@ def build_rollouts(
     init_reference_model: bool,
     num_further_groups: int = 0,
 ) -> RolloutSetup:
-    """Start cluster, environments, engines, policy and rollout worker; all end with the stack.
+    """Start cluster, environments, engines, policy and rollout worker. All end with the stack.
 
-    `num_further_groups` more worker groups have room on every bundle that trains.
+    Args:
+        num_further_groups: worker groups that will start later on every bundle that trains.
     """
-    # What reads a record sits where the policy is, like colocated generation.
-    is_beside = config.policy.generation.colocated.enabled or config.rollout.replay_from is not None
-    generating_groups = num_generation_groups(config) if is_beside else 0
-    cluster = start_cluster(config, stack, POLICY_GROUPS + generating_groups + num_further_groups)
-    data, rollout = inputs.data, config.rollout
-    train_sampling, val_sampling = sampling_params(config, inputs.model.tokenizer)
-    accelerator = Accelerator(exclusive=config.cluster.use_gpus)
-    if rollout.replay_from is not None:
-        parts = build_replay_parts(
-            config,
-            stack,
-            inputs.model,
-            data,
-            inputs.prompts,
-            cluster,
-            accelerator,
-            init_reference_model=init_reference_model,
-        )
-        return RolloutSetup(cluster=cluster, generation_cluster=cluster, accelerator=accelerator, parts=parts)
-    place = generation_place(config, stack, Place(cluster=cluster, accelerator=accelerator))
-    # Begun here, so that they start while the models load.
-    environments = create_envs(sections_to_start(config.env, data.task_to_env.values()), cluster)
-    is_by_policy = config.policy.generation.is_by_policy
-    start = start_hf_generation if is_by_policy else partial(start_vllm_generation, place=place)
-    policy, generation, refit = start(
+    rollout, model = config.rollout, inputs.model
+    # The worker that reads a record runs beside the policy, as colocated generation does.
+    is_colocated = config.policy.generation.colocated.enabled or rollout.replay_from is not None
+    num_groups = 1 + (num_generation_groups(config) if is_colocated else 0) + num_further_groups
+    cluster = start_cluster(config.training_cluster, stack, num_groups, config.section)
+    training = generation_on = Devices(cluster=cluster, accelerator=Accelerator(exclusive=config.cluster.use_gpus))
+    start_own_policy = partial(
+        start_policy,
         config,
+        config.policy,
         stack,
-        inputs.model,
+        model,
         cluster,
-        accelerator,
-        sampling=train_sampling,
+        training.accelerator,
+        seed=rollout.seed,
+        sampling=inputs.sampling,
         init_reference_model=init_reference_model,
+        policy_class=SelfGeneratingPolicy if config.policy.generation.is_by_policy else Policy,
     )
-    wait_for_envs(environments, config.cluster.worker_timeout_s)
-    rollouts = RolloutCollector(
-        place.cluster,
-        rollout_settings(config, inputs.model.tokenizer, data, environments),
-        generation.workers,
-        place.accelerator,
-        timeout_s=config.cluster.worker_timeout_s,
-    )
+    settings = partial(_worker_settings, config, inputs)
+    timeout_s = config.cluster.worker_timeout_s
+    if rollout.replay_from is not None:
+        policy, generation, refit = start_own_policy(policy_class=Policy), None, NoWeightSync()
+        rollouts: RolloutCollector = RecordedRollouts(
+            cluster, settings({}), training.accelerator, root=Path(rollout.replay_from), timeout_s=timeout_s
+        )
+    else:
+        generation_on = generation_devices(config, stack, training)
+        # Created first, so that they start while the models load.
+        environments = create_envs(sections_to_start(config.env, inputs.data.task_to_env.values()), cluster)
+        start = start_self_generation if config.policy.generation.is_by_policy else start_vllm_generation
+        policy, generation, refit = start(config, stack, model, start_own_policy, training, generation_on)
+        wait_for_envs(environments, timeout_s)
+        rollouts = RolloutCollector(
+            generation_on.cluster,
+            settings(environments),
+            generation.workers,
+            generation_on.accelerator,
+            timeout_s=timeout_s,
+        )
     stack.callback(rollouts.shutdown)
-    validation = data.validation if rollout.validates else None
+    sampled, validation = config.policy.generation, inputs.data.validation if rollout.validates else None
     parts = RolloutParts(
         policy=policy,
         generation=generation,
@@ -180,15 +191,180 @@ def build_rollouts(
         rollouts=rollouts,
         prompts=inputs.prompts,
         validation_prompts=first_prompts(validation, rollout.max_val_samples),
-        train_sampling=train_sampling,
-        val_sampling=val_sampling,
-        flops=inputs.model.flops,
+        train_sampling=inputs.sampling,
+        val_sampling=replace(
+            inputs.sampling, temperature=sampled.val_temperature, top_p=sampled.val_top_p, top_k=sampled.val_top_k
+        ),
+        flops=model.flops,
     )
-    return RolloutSetup(cluster=cluster, generation_cluster=place.cluster, accelerator=accelerator, parts=parts)
+    return RolloutSetup(parts=parts, training=training, generation=generation_on)
+
+
+def start_trainer(
+    trainer: TrainerT,
+    config: RolloutMasterConfig,
+    stack: ExitStack,
+    tools: RunTools,
+    inputs: RolloutInputs,
+    setup: RolloutSetup,
+) -> TrainerT:
+    """Resume if there is a checkpoint; then start the OpenAI-compatible server if the configuration enables it."""
+    trainer.start()
+    if config.policy.generation.vllm_cfg.expose_http_server:
+        import_object(OPENAI_SERVER, "server")(config, stack, tools, inputs, setup)
+    return trainer
+
+
+def _worker_settings(
+    config: RolloutMasterConfig, inputs: RolloutInputs, environments: Mapping[str, Sequence[Any]]
+) -> RolloutWorkerSettings:
+    return worker_settings(
+        PromptProcessor(inputs.data.tasks, inputs.model.tokenizer, config.data.max_input_seq_length),
+        environments,
+        limits=EpisodeLimits(
+            max_turns=config.rollout.max_rollout_turns,
+            max_total_tokens=config.policy.generation.vllm_cfg.max_model_len,
+            timeout_s=config.rollout.episode_timeout_s,
+        ),
+        env_step_timeout_s=config.rollout.env_step_timeout_s,
+        worker_timeout_s=config.cluster.worker_timeout_s,
+        seed=config.rollout.seed,
+    )
+
+
+def num_generation_groups(config: RolloutMasterConfig) -> int:
+    """Worker groups on each bundle that generates: engine, rollout worker and, if it is enabled, the HTTP server."""
+    return 3 if config.policy.generation.vllm_cfg.expose_http_server else 2
+
+
+def generation_devices(config: RolloutMasterConfig, stack: ExitStack, training: Devices) -> Devices:
+    """The devices of engines and rollout worker: those of the training, or bundles that are booked here."""
+    if config.policy.generation.colocated.enabled:
+        return training
+    cluster = start_cluster(config.generation_cluster, stack, num_generation_groups(config), "generation")
+    cluster.bundles()
+    return Devices(cluster=cluster, accelerator=Accelerator(exclusive=False))  # generation uses them alone
+
+
+def start_vllm_generation(
+    config: RolloutMasterConfig,
+    stack: ExitStack,
+    model: ModelInputs,
+    start_own_policy: Callable[[], Policy],
+    training: Devices,
+    devices: Devices,
+) -> tuple[Policy, VllmGeneration, Refit]:
+    """Start the policy, engines on `devices`, and the sync between them. All end with the stack."""
+
+    def start_engines() -> VllmGeneration:
+        generation = VllmGeneration(
+            devices.cluster,
+            config.policy.generation,
+            section=config.section,
+            model=model.model_path,
+            tokenizer=model.tokenizer_path,
+            seed=config.rollout.seed,
+            hf_overrides=config.policy.hf_config_overrides,
+            accelerator=devices.accelerator,
+            timeout_s=config.cluster.worker_timeout_s,
+            return_routed_experts=config.policy.router_replay.enabled,
+        )
+        stack.callback(generation.shutdown)
+        return generation
+
+    if devices is training:
+        # The engine first: it measures the free memory of a device that is not in use yet.
+        generation = start_engines()
+        training.accelerator.release(GENERATION)
+        policy = start_own_policy()
+    else:
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            engines = threads.submit(start_engines)
+            policy = start_own_policy()
+            generation = engines.result()
+    return policy, generation, _make_refit(config, policy, generation, training, devices)
+
+
+def _make_refit(
+    config: RolloutMasterConfig, policy: Policy, generation: VllmGeneration, training: Devices, devices: Devices
+) -> Refit:
+    settings, accelerator, rendezvous = config.policy.generation, training.accelerator, None
+
+    # During a refit the weights of both are on the device; the optimizer state and the KV cache are not.
+    def wake_both() -> None:
+        policy.onload_weights()
+        generation.onload(["weights"])
+
+    if settings.colocated.enabled:
+        accelerator.register(REFIT, wake_both, policy.offload)
+    else:
+        accelerator.register_alias(REFIT, policy.name_prefix)
+        rendezvous = Rendezvous(
+            address=training.cluster.bundles()[0].node_ip,
+            num_receivers=generation.num_engine_ranks,
+            timeout_s=_RENDEZVOUS_SHARE * config.cluster.worker_timeout_s,
+        )
+    return Refit(
+        policy,
+        generation,
+        accelerator,
+        transport=weight_transfer_backend(settings, use_gpus=config.cluster.use_gpus),
+        wire_dtype=settings.vllm_cfg.dtype,
+        bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
+        rendezvous=rendezvous,
+        recompute_kv_cache=config.recomputes_kv_cache,
+        generation_accelerator=devices.accelerator,
+    )
+
+
+def start_self_generation(
+    config: RolloutMasterConfig,
+    stack: ExitStack,
+    model: ModelInputs,
+    start_own_policy: Callable[[], Policy],
+    training: Devices,
+    devices: Devices,
+) -> tuple[Policy, HfGeneration, SharedWeights]:
+    """Start a policy that generates with its own workers. Weights need no transfer."""
+    policy = start_own_policy()
+    assert isinstance(policy, SelfGeneratingPolicy) and devices is training
+    generation = HfGeneration(
+        training.cluster,
+        policy,
+        max_model_len=config.policy.generation.vllm_cfg.max_model_len,
+        timeout_s=config.cluster.worker_timeout_s,
+    )
+    stack.callback(generation.shutdown)
+    training.accelerator.register_alias(GENERATION, policy.name_prefix, on_release=generation.rest)
+    weights = SharedWeights(generation)
+    weights.prepare()
+    return policy, generation, weights
+
+
+def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:
+    """The sections `names` as their processes get them.
+
+    Composites hold the sections that they name, and the models and prompt files of judges have absolute paths, since
+    processes may run in another folder.
+
+    Raises:
+        ValueError: for an unknown `tiny:` model.
+    """
+    names = sorted(set(names))
+    sections = {name: env[name] for name in named_sections(env, names)}
+    for name, section in sections.items():
+        if isinstance(section, LLMJudgeEnvironmentConfig):
+            model, prompt = section.model_name, section.prompt_file
+            found = {
+                "model_name": resolve_model(model) if model is not None else None,
+                "prompt_file": str(Path(prompt).absolute()) if prompt is not None else None,
+            }
+            sections[name] = section.model_copy(update=found)
+    return sections_of(sections, names)
 
 
 def first_prompts(dataset: PromptDataset | None, num: int) -> list[Prompt]:
-    """`num` prompts of a dataset, all of a smaller one: of each of its parts the first, as evenly as they are long."""
+    """At most `num` prompts: the first ones of each part of the dataset, equally many of each as far as they last."""
     if dataset is None:
         return []
     taken = [0] * len(dataset.parts)

@@ -1,8 +1,7 @@
-"""From a configuration to a running SFT, DPO or reward-model training: the only place that knows the concrete parts."""
+"""From a configuration to a run of SFT, DPO or reward-model training."""
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,64 +21,24 @@ from nemo_rl.algorithms.config.supervised import (
 from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
-from nemo_rl.algorithms.setup.launch import launch
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs, digest, prepare_model
-from nemo_rl.algorithms.setup.preflight import check_checkpoint_dir, check_saved_weights, check_writable
-from nemo_rl.algorithms.setup.workers import start_cluster, start_policy
+from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
+from nemo_rl.algorithms.setup.preflight import ModelInputs, check_folders, prepare_model
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
-from nemo_rl.data.rows.setup import ExampleSetup, StreamedRows, setup_examples
-from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
+from nemo_rl.data.rows.streaming import StreamedPrompts
 from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs, Scalars
-from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.models.policy.weight_loading import weights_identity
 from nemo_rl.rollouts.tokenizer_pool import TokenizerPool
-from nemo_rl.types import ExampleHandle, LossFunction, Prompt
+from nemo_rl.types import ExampleHandle, LossFunction
+from nemo_rl.utils.files import digest
 from nemo_rl.utils.seeds import seed_everything
 
-# -- From the configuration of a run that learns from rows to what makes tokens of them.
-
-
-def example_maker(
-    config: SupervisedMasterConfig, setup: ExampleSetup, tokenizer: PreTrainedTokenizerFast
-) -> ExampleMaker:
-    """What tokenises the rows of the run, with the masks that its algorithm asks for."""
-    data = config.examples
-    maker = partial(
-        ExampleMaker,
-        setup.tasks,
-        tokenizer,
-        data.max_input_seq_length,
-        add_bos=data.add_bos,
-        add_eos=data.add_eos,
-        add_generation_prompt=data.add_generation_prompt,
-    )
-    if isinstance(config, SFTMasterConfig):
-        sft = config.sft
-        return maker(roles_to_train_on=sft.roles_to_train_on, only_unmask_final=sft.only_unmask_final)
-    return maker()
-
-
-def open_streams(rows: Sequence[StreamedRows]) -> list[NamedStream]:
-    """Streamed datasets as `StreamedPrompts` reads them."""
-    return [
-        NamedStream(
-            name=part.name,
-            task_name=part.task_name,
-            open_rows=partial(copy.deepcopy, part.table),
-            convert=part.convert,
-        )
-        for part in rows
-    ]
-
-
 logger = logging.getLogger(__name__)
-
-GROUPS_PER_BUNDLE = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,63 +53,73 @@ class SupervisedInputs:
 
 
 def run_sft(config: SFTMasterConfig) -> int:
-    """The whole run; returns the exit status (see `launch`)."""
+    """Train; returns the exit status (see `run_command`)."""
     build = partial(_build, loss_fn=NLLLoss(), task=Logprobs(filtered=False))
     return launch(config, prepare=prepare, build=build, num_steps=config.sft.max_num_steps)
 
 
 def run_rm(config: RMMasterConfig) -> int:
-    """The whole run; returns the exit status (see `launch`)."""
+    """Train; returns the exit status (see `run_command`)."""
     build = partial(_build, loss_fn=PreferenceLoss(config.rm), task=Scalars())
     return launch(config, prepare=prepare, build=build, num_steps=config.rm.max_num_steps)
 
 
 def run_dpo(config: DPOMasterConfig) -> int:
-    """The whole run; returns the exit status (see `launch`)."""
+    """Train; returns the exit status (see `run_command`)."""
     return launch(config, prepare=prepare, build=_build_dpo, num_steps=config.dpo.max_num_steps)
 
 
 def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
-    """Load what needs no worker, and find what is wrong with it.
+    """Load and check what needs no worker.
 
     Raises:
         ValueError, FileNotFoundError, CheckpointError: with what to change.
     """
-    loop = config.loop
+    loop, data, batch_size = config.loop, config.examples, config.policy.train_global_batch_size
     seed_everything(loop.seed)
     model = prepare_model(config.policy, config.checkpointing)
-    setup = setup_examples(config.examples)
+    setup = setup_examples(data)
     make = example_maker(config, setup, model.tokenizer)
     check_examples(make, setup.train, "data.train")
     for name, dataset in setup.validation.items() if loop.validates else ():
         check_examples(make, dataset, f"validation set {name!r}")
-    prompts = _prompt_source(config, setup)
+    order = {"shuffle": data.shuffle, "seed": loop.seed, "size_key": "policy.train_global_batch_size"}
+    prompts: PromptSource
+    if isinstance(setup.train, PromptDataset):
+        prompts = PromptDataLoader(setup.train, batch_size, **order)
+    else:
+        prompts = StreamedPrompts(setup.train, batch_size, **order)
     identity = {
         **model.identity,
         "data.train": prompts.fingerprint(),
         "data.tokens": make.settings(),
-        config.section: {"seed": loop.seed, "train_global_batch_size": config.policy.train_global_batch_size},
+        config.section: {"seed": loop.seed, "train_global_batch_size": batch_size},
     }
-    if config.examples.cache_tokens:
+    if data.cache_tokens:
         check_cache_dir()
-    check_checkpoint_dir(config.checkpointing, identity)
-    check_saved_weights(config.checkpointing, config.policy, model.config)
-    check_writable(Path(config.logger.log_dir), "logger.log_dir")
+    check_folders(config, config.policy, model.config, identity)
     return SupervisedInputs(model=model, data=setup, make=make, prompts=prompts, identity=identity)
 
 
-def _prompt_source(config: SupervisedMasterConfig, setup: ExampleSetup) -> PromptSource:
-    batch, data = config.policy.train_global_batch_size, config.examples
-    order = {"shuffle": data.shuffle, "seed": config.loop.seed, "size_key": "policy.train_global_batch_size"}
-    if isinstance(setup.train, PromptDataset):
-        return PromptDataLoader(setup.train, batch, **order)
-    return StreamedPrompts(open_streams(setup.train), batch, **order)
+def example_maker(
+    config: SupervisedMasterConfig, setup: ExampleSetup, tokenizer: PreTrainedTokenizerFast
+) -> ExampleMaker:
+    """What tokenises the rows of the run, with the masks of its algorithm."""
+    data, masks = config.examples, {}
+    if isinstance(config, SFTMasterConfig):
+        masks = {"roles_to_train_on": config.sft.roles_to_train_on, "only_unmask_final": config.sft.only_unmask_final}
+    return ExampleMaker(
+        setup.tasks,
+        tokenizer,
+        data.max_input_seq_length,
+        add_bos=data.add_bos,
+        add_eos=data.add_eos,
+        add_generation_prompt=data.add_generation_prompt,
+        **masks,
+    )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Running:
-    parts: SupervisedParts
-    pool: TokenizerPool
+# -- starting
 
 
 def _build(
@@ -162,19 +131,19 @@ def _build(
     loss_fn: LossFunction,
     task: HeadTask,
 ) -> SupervisedTrainer:
-    running = _start(config, stack, inputs, init_reference_model=False)
-    trainer = SupervisedTrainer(config, tools, running.parts, loss_fn, task)
+    parts, _ = _start(config, stack, inputs, init_reference_model=False)
+    trainer = SupervisedTrainer(config, tools, parts, loss_fn, task)
     trainer.start()
     return trainer
 
 
 def _build_dpo(config: DPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: SupervisedInputs) -> DPOTrainer:
     is_ahead = config.dpo.precompute_reference_logprobs
-    running = _start(config, stack, inputs, init_reference_model=not is_ahead)
-    trainer = DPOTrainer(config, tools, running.parts, None)
+    parts, pool = _start(config, stack, inputs, init_reference_model=not is_ahead)
+    trainer = DPOTrainer(config, tools, parts, None)
     if is_ahead:
         with trainer.phase("reference_logprobs"):
-            trainer.known = _reference_sums(config, inputs, running, trainer)
+            trainer.known = _reference_sums(config, inputs, parts, pool, trainer)
         trainer.timer.reset()
     trainer.start()
     return trainer
@@ -182,20 +151,28 @@ def _build_dpo(config: DPOMasterConfig, stack: ExitStack, tools: RunTools, input
 
 def _start(
     config: SupervisedMasterConfig, stack: ExitStack, inputs: SupervisedInputs, *, init_reference_model: bool
-) -> _Running:
-    """Start cluster, tokenising workers and policy; all end with the stack."""
-    pool = _start_pool(config, stack, inputs)
-    cluster = start_cluster(config, stack, GROUPS_PER_BUNDLE)
-    loop = config.loop
-    sets = inputs.data.validation if loop.validates else {}
-    validation = {name: pool.start(_first(rows, loop.max_val_rows)) for name, rows in sets.items()}
+) -> tuple[SupervisedParts, TokenizerPool]:
+    """Start tokenising workers, cluster and policy. All end with the stack."""
+    loop, data = config.loop, config.examples
+    pool = TokenizerPool(
+        inputs.make,
+        num_workers=data.num_workers,
+        open_cache=partial(TokenCache, inputs.make.fingerprint()) if data.cache_tokens else None,
+        timeout_s=config.cluster.worker_timeout_s,
+    )
+    stack.callback(pool.shutdown)
+    cluster = start_cluster(config.training_cluster, stack, groups_per_bundle=1, name=config.section)
+    validation = {}
+    for name, rows in inputs.data.validation.items() if loop.validates else ():
+        num = len(rows) if loop.max_val_rows is None else min(loop.max_val_rows, len(rows))
+        validation[name] = pool.start([rows[index] for index in range(num)])
     policy = start_policy(
         config,
         config.policy,
         stack,
         inputs.model,
         cluster,
-        Accelerator(exclusive=False),  # the only one there is
+        Accelerator(exclusive=False),  # no other group uses the devices
         seed=loop.seed,
         init_reference_model=init_reference_model,
     )
@@ -206,62 +183,49 @@ def _start(
         validation={name: partial(pool.finish, pending) for name, pending in validation.items()},
         flops=inputs.model.flops,
     )
-    return _Running(parts=parts, pool=pool)
-
-
-def _start_pool(config: SupervisedMasterConfig, stack: ExitStack, inputs: SupervisedInputs) -> TokenizerPool:
-    data = config.examples
-    pool = TokenizerPool(
-        inputs.make,
-        num_workers=data.num_workers,
-        open_cache=partial(TokenCache, inputs.make.fingerprint()) if data.cache_tokens else None,
-        timeout_s=config.cluster.worker_timeout_s,
-    )
-    stack.callback(pool.shutdown)
-    return pool
-
-
-def _first(dataset: PromptDataset, num: int | None) -> list[Prompt]:
-    """The first `num` rows of a dataset, all of a smaller one or without a number."""
-    return [dataset[index] for index in range(len(dataset) if num is None else min(num, len(dataset)))]
+    return parts, pool
 
 
 def _reference_sums(
-    config: DPOMasterConfig, inputs: SupervisedInputs, running: _Running, trainer: DPOTrainer
+    config: DPOMasterConfig, inputs: SupervisedInputs, parts: SupervisedParts, pool: TokenizerPool, trainer: DPOTrainer
 ) -> ReferenceSums:
-    """Those of an earlier start of the same run, or new ones; the policy has the weights the run starts from."""
-    what = {name: value for name, value in inputs.identity.items() if name != config.section}
+    """The reference logprobs that an earlier start of the same run has kept, or new ones.
+
+    New ones are computed with the policy, which still has the weights that the run starts from.
+    """
+    identity = {name: value for name, value in inputs.identity.items() if name != config.section}
     sets = inputs.data.validation if config.dpo.validates else {}
-    what["validation"] = {name: dataset.fingerprint() for name, dataset in sets.items()}
-    what["how"] = (config.dpo.max_val_rows, config.policy.precision, inputs.make.fingerprint())
+    identity["validation"] = {name: dataset.fingerprint() for name, dataset in sets.items()}
+    identity["how"] = (config.dpo.max_val_rows, config.policy.precision, inputs.make.fingerprint())
     model = inputs.model
-    what["weights"] = weights_identity(config.policy.model_name, model.model_path, model.config)
-    name = f"reference_logprobs_{digest(repr(sorted(what.items())))}.npz"
+    identity["weights"] = weights_identity(config.policy.model_name, model.model_path, model.config)
+    name = f"reference_logprobs_{digest(repr(sorted(identity.items())))}.npz"
     path = Path(config.checkpointing.checkpoint_dir) / name if config.checkpointing.enabled else None
     if path is not None and path.is_file():
         return ReferenceSums.load(path)
-    policy: PolicyInterface = running.parts.policy
     plan = partial(
         plan_examples,
-        num_ranks=policy.data_parallel_size,
+        num_ranks=parts.policy.data_parallel_size,
         batching=trainer.batching,
         micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
     )
-    batches = _every_batch(inputs.data, running, config.policy.train_global_batch_size)
-    sums = ReferenceSums.compute(policy, batches, plan)
+    batches = _every_batch(inputs.data, parts, pool, config.policy.train_global_batch_size)
+    sums = ReferenceSums.compute(parts.policy, batches, plan)
     if path is not None:
         try:
             sums.save(path)
-        except OSError as error:  # they are at hand for this run
+        except OSError as error:  # this run has them in memory
             logger.warning("the reference logprobs cannot be kept for further runs in %s: %s", path, error)
     return sums
 
 
-def _every_batch(data: ExampleSetup, running: _Running, size: int) -> Iterator[Sequence[ExampleHandle]]:
-    """All rows of training and validation, tokenised a batch ahead."""
-    yield from (tokenise() for tokenise in running.parts.validation.values())
+def _every_batch(
+    data: ExampleSetup, parts: SupervisedParts, pool: TokenizerPool, size: int
+) -> Iterator[Sequence[ExampleHandle]]:
+    """All rows of validation and training, tokenised a batch ahead."""
+    yield from (tokenise() for tokenise in parts.validation.values())
     assert isinstance(data.train, PromptDataset)
     source = PromptDataLoader(data.train, min(size, len(data.train)), shuffle=False, drop_last=False)
-    loader = ExampleLoader(source, running.pool, max_num_epochs=1)
+    loader = ExampleLoader(source, pool, max_num_epochs=1)
     while (batch := loader.next()) is not None:
         yield batch

@@ -1,6 +1,6 @@
-"""What is reported of each task of a run that has several: `<task>/<metric>`.
+"""Metrics of a step from metadata: what was rolled out, how well the policy does, how fast it went.
 
-A task is a dataset with its environment, processor and prompt files, and has the dataset's name.
+Names have no prefix; the caller adds `train/`, `validation/` or `performance/`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterfac
 from nemo_rl.rollouts.rollout_worker import GenerationUse
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
-# -- Numbers reported about a step: what was rolled out, how well the policy does, how fast it went.
-#
-# Names carry no prefix; the caller adds `train/`, `validation/` or `performance/`.
-
 
 def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: int) -> dict[str, float]:
-    """Statistics of all samples of a step. `reward` is what the environments gave, before scaling and shaping.
+    """Statistics of all samples of a step. `reward` is the environments' reward, before scaling and shaping.
 
-    Means and rates are over the samples that carry a reward, NaN when there is none; `failed_sample_rate` is over all
-    samples. `weight_version_lag` is how many weight updates older than now a sample's weights were.
+    Means and rates are over the samples with a reward, NaN if there are none; `failed_sample_rate` is over all samples.
+    `weight_version_lag` is the number of weight updates since the weights of a sample.
     """
     samples = [sample for handle in handles for sample in handle.samples]
     assert samples
@@ -57,7 +53,7 @@ def rollout_metrics(handles: Sequence[GroupHandle], *, current_weight_version: i
 
 
 def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, float]:
-    """What the turns of the samples of a step were like, and what ended them.
+    """Statistics of the turns of a step, and what ended them.
 
     max_turns_reached_rate          share that reached `max_turns` without the environment ending them
     truncated_by_turn_tokens_rate   share with a turn cut at its own limit of tokens (`max_new_tokens`)
@@ -68,8 +64,8 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
     turn_{n}/reward                 mean reward that the environment gave for it
     turn_{n}/gen_tokens             mean sampled tokens of it
 
-    Shares and means are over the samples that carry a reward unless said; NaN when there is none. `reward` and
-    `gen_tokens` of a turn that no sample had are left out.
+    Shares and means are over the samples with a reward unless said; NaN if there are none. `reward` and `gen_tokens` of
+    a turn that no sample had are left out.
     """
     scored = [sample for sample in samples if sample.has_reward]
     truncated = [sample for sample in scored if sample.status is SampleStatus.TRUNCATED]
@@ -92,7 +88,7 @@ def turn_metrics(samples: Sequence[SampleMeta], *, max_turns: int) -> dict[str, 
 
 
 def turn_seconds(samples: Sequence[SampleMeta]) -> dict[str, float]:
-    """Mean seconds that a turn waited for its completion and for its environment; nothing where there was no turn."""
+    """Mean seconds that a turn waited for its completion and for its environment; empty without turns."""
     turns = [turn for sample in samples for turn in sample.turns]
     if not turns:
         return {}
@@ -107,7 +103,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
     The unbiased estimator of pass@k (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     """
-    _check_k(num_samples, k)
+    assert 1 <= k <= num_samples, (k, num_samples)
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
@@ -116,24 +112,22 @@ def best_of_k(rewards: Sequence[float], k: int) -> float:
 
     The i-th smallest of n (from 1) is the largest of C(i-1, k-1) of the C(n, k) draws. For 0/1 rewards this is pass@k.
     """
-    num = len(rewards)
-    _check_k(num, k)
-    draws = math.comb(num, k)
+    draws = math.comb(len(rewards), k)
     return sum(math.comb(i, k - 1) / draws * reward for i, reward in enumerate(sorted(rewards)))
 
 
 def validation_metrics(
     handles: Sequence[GroupHandle], *, k_values: Sequence[int] = (), success_reward: float = 1.0
 ) -> dict[str, float]:
-    """Validation results over the samples that carry a reward; NaN when there is none.
+    """Validation results over the samples with a reward; NaN if there are none.
 
     accuracy            share of samples with a reward of at least `success_reward`
     reward              mean reward
     avg_length          mean number of generated tokens
     pass_at_{k}         mean over prompts of `pass_at_k`
     best_of_{k}         mean over prompts of `best_of_k`
-    failed_sample_rate  share of all samples that failed; they are not counted as wrong
-    timed_out_rate      share of all samples that ran into the time limit of episodes; nor are they
+    failed_sample_rate  share of all samples that failed; they do not count as wrong
+    timed_out_rate      share of all samples that reached the time limit of episodes; nor do they
 
     A prompt with fewer than k rewarded samples is left out of `pass_at_{k}` and `best_of_{k}`.
     """
@@ -166,12 +160,11 @@ def performance_metrics(
     num_generation_devices: int,
     colocated: bool,
 ) -> dict[str, float]:
-    """Throughput of one step. A device is a GPU, or on a CPU machine one worker.
+    """Throughput of one step. A device is a GPU, or one worker on a CPU machine.
 
-    `timings_s` holds seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
-    `policy_and_reference_logprobs`. `num_tokens` counts prompts too. `num_generated_tokens` came in `generation_s`
-    seconds in which engines had something to do; the rates of generation are left out where these are 0. Colocated
-    training and generation share their devices.
+    `timings_s`: seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
+    `policy_and_reference_logprobs`. `num_tokens` includes prompts. `generation_s`: seconds in which engines were busy;
+    if 0, the rates of generation are left out. Colocated training and generation share their devices.
     """
     num_devices = (
         max(num_training_devices, num_generation_devices)
@@ -202,17 +195,9 @@ def performance_metrics(
 
 
 def flops_metrics(train_flops: float, training_s: float, num_devices: int, peak: float | None) -> dict[str, float]:
-    """Operations per second of each device in training, and the part of its peak that they are (MFU).
-
-    The utilisation is left out where the `peak` is not known.
-    """
+    """Operations per second of each device in training, and their share of its `peak` if that is known (MFU)."""
     rate = train_flops / training_s / num_devices
     return {"train_flops_per_gpu": rate, **({"train_fp_utilization": rate / peak} if peak is not None else {})}
-
-
-def _check_k(num_samples: int, k: int) -> None:
-    if not 1 <= k <= num_samples:
-        raise ValueError(f"k={k} needs at least k samples per prompt, and there are {num_samples}.")
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -223,28 +208,26 @@ def _max(values: Sequence[float]) -> float:
     return float(max(values)) if len(values) > 0 else math.nan
 
 
-# -- How busy the two sides of a run are, training and generation, and which of them waits for the other.
-
 WAITING_PHASES = ("generation", "exposed_generation", "wait_for_rollouts")
-"""Phases in which the policy's workers have nothing to do."""
+"""Phases in which the policy's workers are idle."""
 
 EVEN = 0.1
-"""Two idle fractions nearer to each other than this are called even."""
+"""Two idle fractions that differ by less are called even."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """Shares of the time in which each side had nothing to do."""
+    """Shares of the time in which training and generation were idle."""
 
     training_idle: float
     generation_idle: float
-    exposed_generation_s: float  # that the step waited for groups
+    exposed_generation_s: float  # seconds that the step waited for groups
 
     @classmethod
     def of(cls, seconds: Mapping[str, float], generation: GenerationUse) -> PoolUse:
-        """Of a step: `seconds` of its phases and as `total_step_time` of all of it; `generation` since the last step.
+        """Of a step: `seconds` of its phases and `total_step_time`; `generation` since the last step.
 
-        Colocated and in turns, each side idles while the other works, so that the two add up to about 1.
+        If colocated sides take turns, each is idle while the other works, so the two fractions add up to about 1.
         """
         exposed_s = sum(seconds.get(name, 0.0) for name in WAITING_PHASES)
         return cls(
@@ -262,7 +245,7 @@ class PoolUse:
         }
 
     def verdict(self) -> str:
-        """Which side has too little to do, for people; of use where both could be busy at the same time."""
+        """Which side has too little to do; useful if both could be busy at the same time."""
         if self.training_idle > self.generation_idle + EVEN:
             return f"training waits for rollouts {self.training_idle:.0%}"
         if self.generation_idle > self.training_idle + EVEN:
@@ -270,28 +253,26 @@ class PoolUse:
         return f"training idle {self.training_idle:.0%}, generation {self.generation_idle:.0%}"
 
 
-# -- How well speculative decoding guesses, per step.
-
-
 class DraftMeter:
-    """What became of the drafts since it was asked last."""
+    """Counts the drafts of speculative decoding from one step to the next."""
 
     def __init__(self, generation: GenerationInterface) -> None:
         self.generation = generation
         self._before = generation.draft_counts()
 
     def metrics(self) -> dict[str, float]:
-        """See `draft_metrics`; a validation counts for the step that comes after it."""
+        """`draft_metrics` since the last call; a validation counts for the step after it."""
         now = self.generation.draft_counts()
-        # Engines that were started again count from nothing.
+        # Engines that were restarted count from 0.
         step = now if now.num_drafts < self._before.num_drafts else now - self._before
         self._before = now
         return draft_metrics(step)
 
 
 def draft_metrics(counts: DraftCounts) -> dict[str, float]:
-    """`spec_num_drafts`; `spec_acceptance_rate`, accepted over drafted tokens; `spec_mean_accepted_length`, tokens
-    that a draft brought, with the one that is drawn in any case. Without drafts: 0, 0 and 1. Names begin `generation/`.
+    """Number of drafts, accepted over drafted tokens, and mean tokens per draft; 0, 0 and 1 without drafts.
+
+    A draft's tokens include the one that the policy draws in any case.
     """
     rate = counts.num_accepted_tokens / counts.num_draft_tokens if counts.num_draft_tokens else 0.0
     accepted = counts.num_accepted_tokens / counts.num_drafts if counts.num_drafts else 0.0
@@ -302,10 +283,13 @@ def draft_metrics(counts: DraftCounts) -> dict[str, float]:
     }
 
 
+# -- metrics by task: `<task>/<metric>`. A task is a dataset with its environment, processor and prompt files.
+
+
 def task_step_metrics(
     handles: Sequence[GroupHandle], tasks: Sequence[str], *, current_weight_version: int
 ) -> dict[str, float]:
-    """Of each task: the number of its samples in this step and, where it has some, part of `rollout_metrics`."""
+    """For each task: the number of its samples in this step and, if it has some, part of `rollout_metrics`."""
 
     def of_task(groups: Sequence[GroupHandle]) -> dict[str, float]:
         metrics = rollout_metrics(groups, current_weight_version=current_weight_version)
@@ -317,7 +301,7 @@ def task_step_metrics(
 def task_validation_metrics(
     handles: Sequence[GroupHandle], tasks: Sequence[str], *, k_values: Sequence[int] = ()
 ) -> dict[str, float]:
-    """Of each task: the number of its samples and, where it has some, its `validation_metrics`."""
+    """For each task: the number of its samples and, if it has some, its `validation_metrics`."""
     return _by_task(handles, tasks, lambda groups: validation_metrics(groups, k_values=k_values))
 
 
@@ -326,7 +310,7 @@ def _by_task(
     tasks: Sequence[str],
     metrics_of: Callable[[Sequence[GroupHandle]], dict[str, float]],
 ) -> dict[str, float]:
-    if len(tasks) < 2:  # what is known of the run is known of its only task
+    if len(tasks) < 2:  # the metrics of the run are those of its only task
         return {}
     metrics: dict[str, float] = {}
     for task in tasks:

@@ -1,4 +1,4 @@
-"""What a run writes down of its rollouts, and whether another run can train from it."""
+"""Recording the rollouts of a run, and checking whether another run can train from the record."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
-from nemo_rl.algorithms.setup.model_inputs import digest
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.records import StepIndex, put_aside, read_index, recorded_steps, steps_text
 from nemo_rl.types import BatchPlan, GroupHandle
 from nemo_rl.utils.checkpoint.manager import flat_differences
-from nemo_rl.utils.files import size_text
+from nemo_rl.utils.files import digest, size_text
 
 
 def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides whether recorded samples can be trained on, out of the identity of the run.
+    """The part of the identity of a run on which recorded samples depend.
 
-    Learning rates, losses, shaping of rewards and seeds may be others in a run that replays. Experts of tokens must be
-    in the record where a run takes them; a run that does not leaves them alone.
+    A run that replays may have other learning rates, losses, reward shaping and seeds. With router replay, the record
+    must hold the experts of the tokens.
     """
     rollout, generation = config.rollout, config.policy.generation
     replay = {"policy.router_replay": {"enabled": True}} if config.policy.router_replay.enabled else {}
@@ -38,10 +37,10 @@ def record_identity(config: RolloutMasterConfig, identity: Mapping[str, Any]) ->
 
 
 def check_record(root: Path, identity: Mapping[str, Any], key: str) -> None:
-    """Whether a run of this `record_identity` can train from the record below `root`; `key` names it.
+    """Check that a run of this `record_identity` can train from the record below `root`, the value of `key`.
 
     Raises:
-        FileNotFoundError, ValueError: with what is missing or different.
+        FileNotFoundError, ValueError: what is missing or different.
     """
     steps = recorded_steps(root) if root.is_dir() else []
     if not steps:
@@ -58,10 +57,10 @@ def check_record(root: Path, identity: Mapping[str, Any], key: str) -> None:
 
 
 def check_record_folder(root: Path, identity: Mapping[str, Any], key: str) -> None:
-    """Whether what is recorded below `root` already, if anything, is of a run of this `record_identity`.
+    """Check that `root`, the value of `key`, holds no record of a run with other sizes or another model.
 
     Raises:
-        ValueError: the folder, which `key` names, holds the record of a run with other sizes, or of another model.
+        ValueError: the differences.
     """
     steps = recorded_steps(root) if root.is_dir() else []
     if not steps:
@@ -73,7 +72,7 @@ def check_record_folder(root: Path, identity: Mapping[str, Any], key: str) -> No
 
 
 class RolloutRecorder:
-    """Has the groups of every training step written by the rollout worker, one step at a time, in the background."""
+    """Makes the rollout worker write the groups of every training step, one step at a time, in the background."""
 
     def __init__(self, config: RolloutMasterConfig, tools: RunTools, rollouts: RolloutCollector) -> None:
         self.settings = config.rollout.rollout_record
@@ -89,11 +88,7 @@ class RolloutRecorder:
         self.num_steps = 0
 
     def start(self, after_step: int) -> None:
-        """Make ready for the steps after `after_step`; what an earlier run recorded of them is put aside.
-
-        Raises:
-            ValueError: the folder holds the record of a run with other sizes, or of another model.
-        """
+        """Prepare for the steps after `after_step`: move an earlier record of them aside, `check_record_folder`."""
         self.root.mkdir(parents=True, exist_ok=True)
         check_record_folder(self.root, self.identity, self.key)
         if aside := put_aside(self.root, after_step):
@@ -109,9 +104,9 @@ class RolloutRecorder:
         *,
         weight_version: int,
     ) -> dict[str, float]:
-        """Begin to write step `step`, once the one before is written. Returns metrics.
+        """Begin to write step `step` after the previous one is written. Returns metrics.
 
-        `trained` groups are those of `plan`; None where nothing is trained.
+        `trained` are the groups of `plan`, which is None if nothing is trained.
         """
         self.finish()
         advantages: list[list[float]] = [[0.0] * len(group.samples) for group in trained]
@@ -135,7 +130,7 @@ class RolloutRecorder:
         return {"recorded_bytes": float(self.num_bytes)}
 
     def finish(self) -> None:
-        """Wait for the step that is being written."""
+        """Wait until the present step is written."""
         written = self.rollouts.finish_records()
         if written and not self.num_bytes:
             free = shutil.disk_usage(self.root).free
@@ -145,7 +140,7 @@ class RolloutRecorder:
         self.num_bytes += written
 
     def end(self) -> None:
-        """Wait for the last step and say what there is."""
+        """Wait for the last step and report the size of the record."""
         self.finish()
         if self.num_steps:
             self.console.info(f"{self.num_steps} steps of rollouts, {size_text(self.num_bytes)}, are in {self.root}")

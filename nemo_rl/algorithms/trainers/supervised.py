@@ -1,19 +1,21 @@
-"""Learning from the rows of a dataset: SFT, DPO and reward models differ in the loss and in what they score first.
+"""Training on the rows of a dataset: SFT, DPO and reward models share this step, `SupervisedTrainer.step`.
 
-One step is `SupervisedTrainer.step`; each of its statements is a phase and a method below it.
+SFT and reward models are this trainer with a loss and a head task of their own (`NLLLoss` with `Logprobs`,
+`PreferenceLoss` with `Scalars`; chosen in `setup/supervised.py`) and nothing else, so they have no file. DPO has to
+score its rows first: `dpo.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, packing_metrics, plan_samples, token_imbalance
 from nemo_rl.algorithms.trainers.metrics import flops_metrics
-from nemo_rl.algorithms.trainers.policy_trainer import PolicyTrainer
-from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Schedule
+from nemo_rl.algorithms.trainers.trainer import DataExhausted, RunTools, Trainer
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -25,18 +27,18 @@ MAX_PROBLEMS_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedParts:
-    """What a run that learns from rows is made of."""
+    """The components of a run that learns from rows."""
 
     policy: PolicyInterface
     loader: ExampleLoader
-    num_batches: int | None  # of an epoch; None: not known before it ends
-    # By the name of the set. Groups that were lost with the worker that made them are made again.
+    num_batches: int | None  # in an epoch; None: not known before it ends
+    # By the name of the set. A call tokenises the set again if its rows were lost with their worker.
     validation: Mapping[str, Callable[[], Sequence[ExampleHandle]]]
     flops: ModelFlops
 
 
-class SupervisedTrainer(PolicyTrainer):
-    """A `PolicyTrainer` with one optimizer step per batch of rows. `task` is what the loss gets of each token."""
+class SupervisedTrainer(Trainer):
+    """A `Trainer` with one optimizer step per batch of rows. The loss gets the outputs of `task` for each token."""
 
     def __init__(
         self,
@@ -50,8 +52,9 @@ class SupervisedTrainer(PolicyTrainer):
         in_epochs = None if parts.num_batches is None else loop.max_num_epochs * parts.num_batches
         num_steps = loop.max_num_steps if in_epochs is None else min(loop.max_num_steps, in_epochs)
         super().__init__(
-            Schedule.of(loop, num_steps=num_steps),
+            loop,
             tools,
+            num_steps=num_steps,
             policies=[parts.policy],
             data=parts.loader,
             nonfinite_action=config.policy.nonfinite_action,
@@ -64,6 +67,11 @@ class SupervisedTrainer(PolicyTrainer):
         self.loss_fn = loss_fn
         self.task = task
         # run-time
+        self.plan_rows = partial(
+            plan_examples,
+            num_ranks=parts.policy.data_parallel_size,
+            micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
+        )
         self.flops = parts.flops
         self.batching = Batching.of(
             config.policy,
@@ -72,10 +80,10 @@ class SupervisedTrainer(PolicyTrainer):
         )
 
     def start(self) -> None:
-        """Resume if there is a checkpoint. Rows of validation sets that are left out are said here, once.
+        """Resume if there is a checkpoint. Warns once of the rows of validation sets that are left out.
 
         Raises:
-            ValueError: when a validation set has no other rows.
+            ValueError: all rows of a validation set are left out.
         """
         for name, tokenise in self.validation.items():
             rows = [row for handle in tokenise() for row in handle.rows]
@@ -97,7 +105,7 @@ class SupervisedTrainer(PolicyTrainer):
     # -- the phases, in order
 
     def next_batch(self) -> list[ExampleHandle]:
-        """The next batch of rows, tokenised while the last one was learned; raises DataExhausted after the last."""
+        """The next batch of rows, tokenised during the last step; raises DataExhausted after the last batch."""
         with self.phase("data_loading"):
             batch = self.loader.next()
         if batch is None:
@@ -105,35 +113,29 @@ class SupervisedTrainer(PolicyTrainer):
         return batch
 
     def plan(self, batch: Sequence[ExampleHandle]) -> BatchPlan:
-        """Which row in which rank and micro-batch; the workers fetch their rows."""
-        plan = plan_examples(
-            batch,
-            num_ranks=self.policy.data_parallel_size,
-            batching=self.batching,
-            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
-        )
+        """Which row goes to which rank and micro-batch; the workers fetch their rows."""
+        plan = self.plan_rows(batch, batching=self.batching)
         self.record("train", packing_metrics(plan, self.batching))
         with self.phase("data_processing"):
             self.policy.load(plan)
         return plan
 
     def score(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
-        """What the loss needs beside the tokens: nothing, unless a subclass says so. Also before a validation."""
+        """Compute what the loss needs besides the tokens: nothing here. Runs in a validation too."""
 
     def update(self) -> None:
         """The optimizer step."""
         with self.phase("policy_training"):
-            result = self.take_steps(self.policy, self.loss_fn, self.task)
-        self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
+            self.take_steps(self.policy, self.loss_fn, self.task)
 
     def report(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> None:
-        """What is known of the step from metadata; rows that are left out are counted and said."""
+        """Metrics of the step from metadata; warns of rows that are left out."""
         rows = [row for handle in batch for row in handle.rows]
         self.state.consumed_samples += len(rows)
         self.record("train", self._left_out(rows, "this step"))
         lengths = [length for row in rows if row.problem is None for length in row.lengths]
         self.record("train", {"total_num_tokens": sum(lengths)})
-        seconds = self.timer.get_timing_metrics("sum")
+        seconds = self.timer.get_timing_metrics()
         total, training, workers = sum(seconds.values()), seconds["policy_training"], self.run.cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]
         self.record("timing/train", {"valid_tokens_per_sec_per_gpu": valid_tokens / total / workers})
@@ -145,8 +147,7 @@ class SupervisedTrainer(PolicyTrainer):
             "policy_training_tokens_per_sec_per_gpu": sum(lengths) / training / workers,
             "average_token_imbalance": token_imbalance(plan),
         }
-        is_frozen = self.run.policy.adapters.enabled
-        train_flops = self.flops.train(lengths, is_frozen=is_frozen)
+        train_flops = self.flops.train(lengths, is_frozen=self.run.policy.adapters.enabled)
         throughput |= flops_metrics(train_flops, training, workers, self.policy.peak_flops)
         self.record("performance", throughput)
 
@@ -162,38 +163,28 @@ class SupervisedTrainer(PolicyTrainer):
     # -- validation
 
     def validate(self) -> dict[str, float]:
-        """`validation-<set>_<metric>` of every set, and `val_loss`: that of all of them as one set.
+        """`validation-<set>_<metric>` of every set, and `val_loss` over all sets together.
 
-        A loss is a mean over tokens, of pairs over pairs.
+        A loss is a mean over tokens, for pairs over pairs.
         """
         metrics: dict[str, float] = {}
         count = "global_valid_toks" if self.run.sequences_per_row == 1 else "global_valid_seqs"
+        batching = self.batching
+        if isinstance(batching.train, FixedSize):
+            size = FixedSize(self.run.loop.val_micro_batch_size)
+            batching = Batching(train=size, logprobs=size, quadratic_weight=batching.quadratic_weight)
         weighted, total = 0.0, 0.0
         for name, tokenise in self.validation.items():
             handles = tokenise()
-            found = self._evaluate(handles)
+            plan = self.plan_rows(handles, batching=batching)
+            self.policy.load(plan)
+            self.score(handles, plan)
+            found = self.policy.evaluate(self.loss_fn, self.task)
             found["num_left_out"] = float(sum(row.problem is not None for handle in handles for row in handle.rows))
             metrics |= {f"validation-{name}_{metric}": value for metric, value in found.items()}
             weighted += found["loss"] * found[count]
             total += found[count]
         return metrics | {"val_loss": weighted / total}
-
-    def _evaluate(self, handles: Sequence[ExampleHandle]) -> dict[str, float]:
-        plan = plan_examples(
-            handles,
-            num_ranks=self.policy.data_parallel_size,
-            batching=self._validation_batching(),
-            micro_batch_multiple=self.run.policy.backend_cfg.micro_batch_multiple,
-        )
-        self.policy.load(plan)
-        self.score(handles, plan)
-        return self.policy.evaluate(self.loss_fn, self.task)
-
-    def _validation_batching(self) -> Batching:
-        if not isinstance(self.batching.train, FixedSize):
-            return self.batching
-        size = FixedSize(self.run.loop.val_micro_batch_size)
-        return Batching(train=size, logprobs=size, quadratic_weight=self.batching.quadratic_weight)
 
 
 def plan_examples(
@@ -201,7 +192,7 @@ def plan_examples(
 ) -> BatchPlan:
     """One optimizer step of all rows. Rows that are left out have mask 0.
 
-    Where ranks and micro-batches cannot share them evenly, the shortest row is repeated with mask 0.
+    If ranks and micro-batches cannot share the rows evenly, the shortest row is repeated with mask 0.
     """
     groups = [handle.ref for handle in handles]
     samples = [
@@ -219,11 +210,7 @@ def plan_examples(
     for _ in range(-len(samples) % (num_ranks * micro_batch_multiple)):
         # The same group under another number, so that the copy is a row of its own on the worker.
         groups.append(groups[shortest.group])
-        samples.append(
-            PlannedSample(
-                group=len(groups) - 1, index=shortest.index, lengths=shortest.lengths, advantage=0.0, mask=0.0
-            )
-        )
+        samples.append(replace(shortest, group=len(groups) - 1, mask=0.0))
     return plan_samples(
         samples,
         groups,

@@ -1,4 +1,4 @@
-"""What every algorithm's loop shares: when to validate, to save, to log and to end. An algorithm brings its step.
+"""The loop that all algorithms share: when to validate, save, log and stop. An algorithm brings its step.
 
 while steps are left: step -> validate if due -> checkpoint if due -> log
 """
@@ -6,33 +6,48 @@ while steps are left: step -> validate if due -> checkpoint if due -> log
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+import torch
+
+from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.utils.checkpoint.manager import CheckpointManager, check_identity
-from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite
+from nemo_rl.models.policy.batch.microbatches import reduce_steps
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.types import LossFunction, TrainResult
+from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
+from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
 from nemo_rl.utils.timer import TimeoutChecker, Timer
 
-logger = logging.getLogger(__name__)
-
 MAX_RECOVERIES_AT_ONE_STEP = 2
 CONTROLLER_RNG = Path("rng", "controller.safetensors")
+DATALOADER_STATE = "train_dataloader.pt"
 
 
 class DataExhausted(Exception):
-    """The training data has been passed over `max_num_epochs` times."""
+    """The training data has been passed over `max_num_epochs` times, or a record ends."""
+
+
+class NonFiniteLoss(RuntimeError):
+    """A loss or gradient was not finite and `policy.nonfinite_action` is `stop`."""
+
+
+class DataPosition(Protocol):
+    """Where a run is in its data."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -42,36 +57,14 @@ class TrainerState:
     total_steps: int = 0
     consumed_samples: int = 0
     total_valid_tokens: int = 0
-    best_validation: float | None = None  # of the metric that early stopping watches
+    best_validation: float | None = None  # best value of the metric that early stopping watches
     validations_without_best: int = 0  # since then
     stopped_early: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When the loop does what."""
-
-    num_steps: int | None  # None: until the data ends
-    val_period: int
-    val_at_start: bool
-    val_at_end: bool
-    early_stopping: EarlyStoppingConfig = field(default_factory=EarlyStoppingConfig)
-
-    @classmethod
-    def of(cls, config: LoopConfig, *, num_steps: int | None) -> Schedule:
-        """As the algorithm's section says, for a run of `num_steps`."""
-        return cls(
-            num_steps=num_steps,
-            val_period=config.val_period,
-            val_at_start=config.val_at_start,
-            val_at_end=config.val_at_end,
-            early_stopping=config.early_stopping,
-        )
-
-
 @dataclass(kw_only=True)
 class RunTools:
-    """What a run writes to and is shown on."""
+    """Logging, console and checkpointing of a run."""
 
     logger: Logger
     console: RunConsole
@@ -81,19 +74,39 @@ class RunTools:
 
 
 class Trainer(ABC):
-    """A run: state, tools and the loop. Subclasses implement `step`, `validate`, `write_state` and `read_state`.
+    """A run: state, tools, the policies and the loop. Subclasses implement `step` and `validate`.
 
-    With `checkpointing.async_save` at most one checkpoint is on its way to the disk while the next steps are taken. It
-    is looked after between steps, and finished before the next one begins and before the run ends.
+    `policies` are the policies that are trained and saved, PPO's value model included. Metrics of a policy other than
+    the first carry its name (`value/loss`). `data` is saved with them. `num_steps` None: until the data ends.
+
+    With `checkpointing.async_save` at most one checkpoint is being written while the next steps run. The loop looks
+    after it between steps, and finishes it before the next checkpoint begins and before the run ends.
     """
 
-    def __init__(self, schedule: Schedule, tools: RunTools) -> None:
-        self.schedule = schedule
+    def __init__(
+        self,
+        loop: LoopConfig,
+        tools: RunTools,
+        *,
+        num_steps: int | None,
+        policies: Sequence[PolicyInterface],
+        data: DataPosition,
+        nonfinite_action: str,
+    ) -> None:
+        self.loop = loop
+        self.num_steps = num_steps
         self.tools = tools
+        # what is trained and saved
+        self.policies = policies
+        self.data = data
+        self.nonfinite_action = nonfinite_action
+        # how to replace dead workers, by the prefix of their names; the error of any other death ends the run
+        self.replacements: dict[str, Callable[[], None]] = {policy.name_prefix: policy.restart for policy in policies}
+        # run-time
         self.state = TrainerState()
         self.timer = Timer()
-        self.validated_at = -1  # step after which the last validation ran
         self.metrics: dict[str, float] = {}  # of the step in progress, by logged name
+        self.validated_at = -1  # step after which the last validation ran
         self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
         self.pending_save: PendingSave | None = None
         self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
@@ -106,34 +119,18 @@ class Trainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics of a validation, by name without prefix."""
 
-    @abstractmethod
-    def write_state(self, directory: Path) -> StateWrite:
-        """Write everything the next step depends on under `directory`.
-
-        With `checkpointing.async_save` other processes may write on after the return; what they write is the present
-        state.
-        """
-
-    @abstractmethod
-    def read_state(self, directory: Path) -> None:
-        """Inverse of `write_state`."""
-
-    def recover(self, error: WorkerDied) -> None:
-        """Rebuild what died. The default cannot: the error ends the run."""
-        raise error
-
     # -- the loop
 
     def train(self) -> None:
         """Run until the steps, the data or the time are used up."""
         num_recoveries, failed_at = 0, -1
-        if self.schedule.num_steps is not None:
-            self.tools.console.set_num_steps(self.schedule.num_steps)
+        if self.num_steps is not None:
+            self.tools.console.set_num_steps(self.num_steps)
         with self.tools.console, self._save_settled():
-            if self.schedule.val_at_start and self.state.total_steps == 0:
+            if self.loop.val_at_start and self.state.total_steps == 0:
                 self._validate()
                 self._log()
-                self._say_if_stopped_early()
+                self._announce_early_stop()
             self.deadline.start_iterations()
             while not (self._is_last_step() or self.state.stopped_early):
                 try:
@@ -143,7 +140,7 @@ class Trainer(ABC):
                     failed_at = self.state.total_steps
                     if num_recoveries > MAX_RECOVERIES_AT_ONE_STEP:
                         raise
-                    self._recover(error)
+                    self.recover(error)
                     continue
                 if is_last:
                     return
@@ -155,7 +152,7 @@ class Trainer(ABC):
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
-            self._finish_early()
+            self._end_with_the_data()
             return True
         self.state.total_steps += 1
         self._advance_save()
@@ -163,60 +160,52 @@ class Trainer(ABC):
             self._validate()
         out_of_time = self.deadline.check_save()
         ends = out_of_time or self.state.stopped_early
-        if ends or self._checkpoint_is_due():
+        if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
             self._checkpoint()
         if ends or self._is_last_step():
             self._finish_save()
         self._log()
         self.deadline.mark_iteration()
-        self._say_if_stopped_early()
+        self._announce_early_stop()
         if out_of_time and not self.state.stopped_early:
             self.tools.console.info(
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
 
-    def _say_if_stopped_early(self) -> None:
-        if self.state.stopped_early:
-            name = self.schedule.early_stopping.metric_name
-            self.tools.console.info(f"{name} is good enough or gets no better: done")
-
-    def _finish_early(self) -> None:
+    def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
         self.metrics, self.timer = {}, Timer()
-        validates = self.schedule.val_at_end and self.validated_at != self.state.total_steps
+        validates = self.loop.val_at_end and self.validated_at != self.state.total_steps
         if validates:
             self._validate()
         self._finish_save()
-        if self.state.total_steps > 0 and not self._checkpoint_exists():
-            self._checkpoint()
-            self._finish_save()
+        if self.checkpointer is not None and self.state.total_steps > 0:
+            latest = self.checkpointer.get_latest_checkpoint_path()
+            if latest is None or latest.name != f"step_{self.state.total_steps}":
+                self._checkpoint()
+                self._finish_save()
         if validates:
             self._log()
 
     def _is_last_step(self) -> bool:
-        return self.schedule.num_steps is not None and self.state.total_steps >= self.schedule.num_steps
+        return self.num_steps is not None and self.state.total_steps >= self.num_steps
 
     def _validation_is_due(self) -> bool:
-        period = self.schedule.val_period
-        return (period > 0 and self.state.total_steps % period == 0) or (
-            self.schedule.val_at_end and self._is_last_step()
-        )
-
-    def _checkpoint_is_due(self) -> bool:
-        return self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step()
+        period = self.loop.val_period
+        is_periodic = period > 0 and self.state.total_steps % period == 0
+        return is_periodic or (self.loop.val_at_end and self._is_last_step())
 
     def _validate(self) -> None:
         with self.phase("validation"):
             metrics = self.validate()
         self.record("validation", metrics)
         self.validated_at = self.state.total_steps
-        self._watch(metrics)
+        self._update_early_stopping(metrics)
         self.record("timing/validation", {"total_validation_time": self.timer.get_latest_elapsed("validation")})
 
-    def _watch(self, metrics: Mapping[str, float]) -> None:
-        """Early stopping: whether the run ends with this validation."""
-        settings, state = self.schedule.early_stopping, self.state
+    def _update_early_stopping(self, metrics: Mapping[str, float]) -> None:
+        settings, state = self.loop.early_stopping, self.state
         if settings.metric_name is None:
             return
         value = metrics[settings.metric_name.removeprefix("val:")]
@@ -227,11 +216,16 @@ class Trainer(ABC):
             state.validations_without_best += 1
         is_reached = settings.threshold is not None and sign * (value - settings.threshold) >= 0
         is_spent = settings.patience is not None and state.validations_without_best >= settings.patience
-        self.state.stopped_early = is_reached or is_spent
+        state.stopped_early = is_reached or is_spent
+
+    def _announce_early_stop(self) -> None:
+        if self.state.stopped_early:
+            name = self.loop.early_stopping.metric_name
+            self.tools.console.info(f"{name} is good enough or gets no better: done")
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
-        self.record("timing/train", self.timer.get_timing_metrics("sum"))
+        self.record("timing/train", self.timer.get_timing_metrics())
         self.timer.reset()
         metrics, self.metrics = self.metrics, {}
         self.tools.logger.log_metrics(metrics, self.state.total_steps)
@@ -249,75 +243,81 @@ class Trainer(ABC):
         with self.tools.console.phase(name), self.timer.time(name):
             yield
 
-    # -- checkpoints
+    # -- optimizer steps
 
-    def _checkpoint_exists(self) -> bool:
-        latest = self.checkpointer.get_latest_checkpoint_path() if self.checkpointer is not None else None
-        return self.checkpointer is None or (latest is not None and latest.name == f"step_{self.state.total_steps}")
+    def take_steps(
+        self, policy: PolicyInterface, loss_fn: LossFunction, task: HeadTask, *, num_passes: int = 1
+    ) -> TrainResult:
+        """The optimizer steps of the loaded plan, `num_passes` times over.
 
-    def _checkpoint(self) -> None:
-        if self.checkpointer is None:
-            return
-        self._finish_save()
-        with self.phase("checkpointing"):
-            info = {**dataclasses.asdict(self.state), "identity": self.tools.identity}
-            self.pending_save = self.checkpointer.start_save(
-                self.state.total_steps,
-                self._start_write,
-                info,
-                self.tools.resolved_config_yaml,
-                self.metrics,
-            )
-        if not self.tools.checkpointing.async_save:
-            self._finish_save()
-
-    def _start_write(self, directory: Path) -> StateWrite:
-        (directory / CONTROLLER_RNG).parent.mkdir()
-        save_rng_state(directory / CONTROLLER_RNG, devices=False)  # the devices are the workers'
-        return self.write_state(directory)
-
-    def _advance_save(self) -> None:
-        """Look after a save that runs in the background. Raises what went wrong with it."""
-        if self.pending_save is None:
-            return
-        pending, self.pending_save = self.pending_save, None
-        if pending.advance() is None:
-            self.pending_save = pending
+        If a loss or gradient is not finite, its samples are written down; then the run stops or skips the update, as
+        `policy.nonfinite_action` says.
+        """
+        results = []
+        for _ in range(num_passes):
+            results.append(policy.train(loss_fn, task))
+            if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
+                break
+        result = merge_results(results)
+        if result.nonfinite_samples:
+            self._report_nonfinite(policy, result)
+        metrics = {
+            **result.metrics,
+            "grad_norm": math.fsum(result.grad_norms) / len(result.grad_norms),
+            "lr": result.learning_rates[-1],
+            "num_skipped_steps": result.num_skipped_steps,
+        }
+        if policy is self.policies[0]:
+            self.record("train", metrics)
+            self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
         else:
-            self.deadline.note_save(pending.seconds)
+            self.record(f"train/{policy.name_prefix}", metrics)
+        return result
 
-    def _finish_save(self) -> None:
-        """Wait for a save that runs. Raises what went wrong with it."""
-        if self.pending_save is None:
-            return
-        pending, self.pending_save = self.pending_save, None
-        with self.phase("checkpointing"):
-            pending.finish()
-        self.deadline.note_save(pending.seconds)
+    def _report_nonfinite(self, policy: PolicyInterface, result: TrainResult) -> None:
+        step = self.state.total_steps + 1
+        records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
+        owner = "" if policy is self.policies[0] else f"{policy.name_prefix}_"
+        path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
+        text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
+        if self.nonfinite_action == "stop":
+            raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
+        self.tools.console.warn(text)
 
-    @contextmanager
-    def _save_settled(self) -> Iterator[None]:
-        """No save is left running when the block is left, by whatever way."""
-        try:
-            yield
-        except BaseException as error:
-            self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
-            raise
-        assert self.pending_save is None
+    # -- state
 
-    def _settle_save(self, *, can_wait: bool) -> None:
-        """After an error: finish a save that runs, or give it up where that would mean to wait for dead workers."""
-        pending, self.pending_save = self.pending_save, None
-        if pending is None:
-            return
-        if not (can_wait or pending.is_written):
-            pending.discard()
-            self.tools.console.warn(f"the checkpoint of step {pending.step} was still being written and is given up")
-            return
-        try:
-            pending.finish()
-        except (RuntimeError, OSError, ValueError) as failure:  # the error that ends the run is told, not this one
-            self.tools.console.warn(f"the checkpoint of step {pending.step} could not be finished: {failure}")
+    def write_state(self, directory: Path) -> StateWrite:
+        """Write everything the next step depends on under `directory`.
+
+        With `checkpointing.async_save` the workers may still be writing on return; they write the present state.
+        """
+        self.write_own_state(directory)
+        torch.save(self.data.state_dict(), directory / DATALOADER_STATE)
+        checkpointing = self.tools.checkpointing
+        request = SaveRequest(
+            save_optimizer=checkpointing.save_optimizer,
+            save_consolidated=checkpointing.save_consolidated,
+            model_save_format=checkpointing.model_save_format or "torch_save",
+            in_background=checkpointing.async_save,
+        )
+        return AllWritten([policy.save_checkpoint(directory, request) for policy in self.policies])
+
+    def read_state(self, directory: Path) -> None:
+        """Inverse of `write_state`."""
+        require_optimizer(directory)
+        for policy in self.policies:
+            policy.load_checkpoint(directory, load_optimizer=True)
+        self.data.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
+        self.read_own_state(directory)
+
+    def write_own_state(self, directory: Path) -> None:  # noqa: B027
+        """Write the state of a subclass."""
+
+    def read_own_state(self, directory: Path) -> None:  # noqa: B027
+        """Inverse of `write_own_state`, after policies and data have been restored."""
+
+    def abandon_step(self) -> None:  # noqa: B027
+        """Forget the unfinished work of a step that failed."""
 
     def resume(self) -> bool:
         """Continue from the newest sound checkpoint of this run; False when there is none."""
@@ -332,17 +332,104 @@ class Trainer(ABC):
         self.read_state(path)
         load_rng_state(path / CONTROLLER_RNG, devices=False)
         self.tools.console.info(f"resumed from {path} after step {self.state.total_steps}")
-        if self.state.stopped_early and self.schedule.early_stopping.metric_name is None:
+        if self.state.stopped_early and self.loop.early_stopping.metric_name is None:
             self.state.stopped_early = False
         elif self.state.stopped_early:
             self.tools.console.info("it was stopped early, and stays so; early_stopping.metric_name=null would go on")
         return True
 
-    def _recover(self, error: WorkerDied) -> None:
+    def recover(self, error: WorkerDied) -> None:
+        """Replace the dead workers and go back to the last checkpoint. Raises `error` if either is impossible."""
         self._settle_save(can_wait=False)
         if self.checkpointer is None or self.checkpointer.latest_sound() is None:
             raise error
         self.metrics, self.timer = {}, Timer()
-        self.recover(error)
+        self.replace_dead(error)
         self.tools.console.warn(f"{error}\nit is replaced, and the run goes on from the last checkpoint")
         self.resume()
+
+    def replace_dead(self, error: WorkerDied) -> None:
+        """New workers in place of those that died. Raises `error` if nothing can replace them."""
+        replacements = [replace for prefix, replace in self.replacements.items() if error.is_of(prefix)]
+        if not replacements:
+            raise error
+        self.abandon_step()
+        for replace in replacements:
+            replace()
+
+    # -- checkpoints
+
+    def _checkpoint(self) -> None:
+        if self.checkpointer is None:
+            return
+        self._finish_save()
+        with self.phase("checkpointing"):
+            self.pending_save = self.checkpointer.start_save(
+                self.state.total_steps,
+                self._start_write,
+                {**dataclasses.asdict(self.state), "identity": self.tools.identity},
+                self.tools.resolved_config_yaml,
+                self.metrics,
+            )
+        if not self.tools.checkpointing.async_save:
+            self._finish_save()
+
+    def _start_write(self, directory: Path) -> StateWrite:
+        (directory / CONTROLLER_RNG).parent.mkdir()
+        save_rng_state(directory / CONTROLLER_RNG, devices=False)  # workers save the generators of their devices
+        return self.write_state(directory)
+
+    def _advance_save(self) -> None:
+        """Continue a background save as far as possible without waiting. Raises its errors."""
+        if self.pending_save is None:
+            return
+        pending, self.pending_save = self.pending_save, None
+        if pending.advance() is None:
+            self.pending_save = pending
+        else:
+            self.deadline.note_save(pending.seconds)
+
+    def _finish_save(self) -> None:
+        """Wait for a background save. Raises its errors."""
+        if self.pending_save is None:
+            return
+        pending, self.pending_save = self.pending_save, None
+        with self.phase("checkpointing"):
+            pending.finish()
+        self.deadline.note_save(pending.seconds)
+
+    @contextmanager
+    def _save_settled(self) -> Iterator[None]:
+        """No save is still running after the block, however it ends."""
+        try:
+            yield
+        except BaseException as error:
+            self._settle_save(can_wait=isinstance(error, Exception) and not isinstance(error, WorkerError))
+            raise
+        assert self.pending_save is None
+
+    def _settle_save(self, *, can_wait: bool) -> None:
+        """After an error: finish a background save, or discard it if finishing would wait for dead workers."""
+        pending, self.pending_save = self.pending_save, None
+        if pending is None:
+            return
+        if not (can_wait or pending.is_written):
+            pending.discard()
+            self.tools.console.warn(f"the checkpoint of step {pending.step} was still being written and is given up")
+            return
+        try:
+            pending.finish()
+        except (RuntimeError, OSError, ValueError) as failure:  # the error that ends the run is told, not this one
+            self.tools.console.warn(f"the checkpoint of step {pending.step} could not be finished: {failure}")
+
+
+def merge_results(results: Sequence[TrainResult]) -> TrainResult:
+    """One result of several passes over a plan: counts add up, means are averaged."""
+    return TrainResult(
+        losses=[loss for result in results for loss in result.losses],
+        grad_norms=[norm for result in results for norm in result.grad_norms],
+        learning_rates=[rate for result in results for rate in result.learning_rates],
+        metrics=reduce_steps([result.metrics for result in results]),
+        num_skipped_steps=sum(result.num_skipped_steps for result in results),
+        nonfinite_samples=sorted({sample for result in results for sample in result.nonfinite_samples}),
+    )

@@ -1,7 +1,7 @@
 """Message logs: conversations whose messages own their tokens.
 
-The token ids of all messages, one after another, are exactly what the chat template and the tokenizer make of the whole
-conversation: it is rendered and tokenised once, and each token goes to the message in whose text it starts.
+A conversation is rendered and tokenised once, as a whole, and each token belongs to the message in whose text it
+starts. So the token ids of all messages, concatenated, are exactly those of the chat template and the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,23 +14,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from nemo_rl.data.chat.template import ChatTemplate, format_chat, plain_message
+from nemo_rl.data.chat.template import ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
-
-
-def render_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    add_generation_prompt: bool = False,
-    tools: list[dict[str, Any]] | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-) -> str:
-    """The conversation as text, by the tokenizer's chat template, which sees all keys of a message."""
-    template = ChatTemplate(tokenizer, tools, chat_template_kwargs or {})
-    return template.render([plain_message(message) for message in messages], prompt=add_generation_prompt)[0]
 
 
 def get_formatted_message_log(
@@ -43,20 +29,20 @@ def get_formatted_message_log(
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> LLMMessageLogType:
-    """The messages with the rendered text of each as its `content`, its `token_ids` int64 [n], and its `loss_spans`.
+    """The messages, each with its rendered text as `content`, its `token_ids` int64 [n], and its `loss_spans`.
 
-    A system prompt of the task goes first unless the log begins with one; its prompt template is filled with the first
-    user message. `add_bos_token` and `add_eos_token` add the token where the template itself does not. Where a template
-    renders an early message differently once more follow, the text that the whole conversation has counts.
+    The system prompt of the task goes first unless the log begins with one; the prompt template of the task is filled
+    with the first user message. `add_bos_token` and `add_eos_token` add the token if the template does not. Some
+    templates render an early message differently when others follow; the text in the whole conversation counts.
 
-    With `add_generation_prompt` the header of an assistant's turn is given and belongs to the message before it, and a
-    log that does not end with the assistant ends with such a header. Without it, the header is part of the assistant's
-    message. `loss_spans`, [begin, end) of the message's tokens, are what its author wrote: no header that is given and
-    no white space behind the mark that ends the turn; for the assistant, what `{% generation %}` blocks of the template
-    hold, where it has them and headers are given.
+    With `add_generation_prompt` the header of an assistant's turn belongs to the message before it, and a log that does
+    not end with the assistant ends with such a header. Without it, the header is part of the assistant's message.
+    `loss_spans`, [begin, end) of the message's tokens, are what its author wrote: without the header, and without white
+    space after the end-of-turn token. If the template has `{% generation %}` blocks, and with `add_generation_prompt`,
+    the spans of the assistant are the contents of the blocks.
 
     Raises:
-        ValueError: when there is no message, or the template refuses the conversation or leaves out a role.
+        ValueError: if there is no message, or the template refuses the conversation or omits a role.
     """
     if not message_log:
         raise ValueError("a conversation without a single message")
@@ -99,38 +85,48 @@ def _with_task_prompts(message_log: Sequence[Mapping[str, Any]], spec: TaskDataS
     return messages
 
 
+def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> list[int]:
+    """The tokens of `tail`, the text that follows a sampled turn.
+
+    If `last`, the last token that the model sampled, is the end-of-turn token at the beginning of `tail`, the rest
+    begins after it.
+    """
+    # Tokenised after a special token, as in the conversation: some tokenizers begin a separate text with a space.
+    token_ids: list[int] = tokenizer(f"{tokenizer.eos_token}{tail}", add_special_tokens=False)["input_ids"]
+    assert token_ids[0] == tokenizer.eos_token_id
+    del token_ids[0]
+    special = set(tokenizer.all_special_ids)
+    end = next((i for i, token in enumerate(token_ids) if token in special), None)
+    return token_ids[end + 1 :] if end is not None and token_ids[end] == last else token_ids
+
+
 @dataclass(frozen=True)
 class ObservationRenderer:
-    """Token ids that lead from the end of a sampled turn to the start of the next, with an observation in between.
+    """Renders the observation between two sampled turns as token ids. Picklable.
 
-    They are what the chat template puts after the content of an assistant's turn: the mark that ends the turn, the
-    observation, the header of the next answer. What of the mark the model has sampled itself is left away. A role that
-    the template refuses or leaves out (many know nothing of "environment") is rendered as a user message. Picklable.
+    These are what the chat template writes from the end of the assistant's content to the next answer: the end-of-turn
+    token (unless the model has sampled it), the observation, and the header of the answer. A role that the template
+    refuses or omits (many do not know "environment") is rendered as a user message.
     """
 
     tokenizer: PreTrainedTokenizerBase
-    _roles: dict[str, str] = field(default_factory=dict, compare=False)  # as the environment says -> as rendered
+    _roles: dict[str, str] = field(default_factory=dict, compare=False)  # of an observation -> as rendered
 
     def __call__(self, observation: Mapping[str, str], *, sampled: Sequence[int]) -> list[int]:
-        """`sampled` are the tokens of the turn, with its end where the model sampled one.
+        """`sampled`: the tokens of the turn, including its end-of-turn token if the model sampled one.
 
         Raises:
-            ValueError: when the template allows no message of a user after an answer.
+            ValueError: if the template allows no user message after an answer.
         """
-        token_ids = self._tokens(self._text(observation))
-        special = set(self.tokenizer.all_special_ids)
-        end = next((i for i, token in enumerate(token_ids) if token in special), None)
-        if end is not None and len(sampled) > 0 and int(sampled[-1]) == token_ids[end]:
-            return token_ids[end + 1 :]
-        return token_ids
+        return tokens_after_turn(self._text(observation), self.tokenizer, int(sampled[-1]) if len(sampled) else None)
 
     def seen_and_rendered(
         self, prompt: Sequence[Mapping[str, Any]], answers: Sequence[str], observation: Mapping[str, str]
     ) -> tuple[str, str]:
-        """A conversation up to the header of its next answer: as the model sees it, and as the template writes it.
+        """A conversation up to the header of its next answer: as the model sees it, and as the template renders it.
 
-        Each answer is followed by the observation. Where the two differ, the template writes earlier turns differently
-        once more follow: an episode does not, it goes on from the tokens it has.
+        The observation follows each answer. If the two texts differ, the template renders earlier turns differently
+        when others follow. An episode does not: it continues from the tokens it has.
         """
         template = ChatTemplate(self.tokenizer)
         role = self.role(observation["role"])
@@ -139,6 +135,13 @@ class ObservationRenderer:
             seen += answer + self._text(observation)
             conversation += [{"role": "assistant", "content": answer}, {**observation, "role": role}]
         return seen, template.try_render(conversation, prompt=True) or ""
+
+    def role(self, role: str) -> str:
+        """The role that observations of this role are rendered with: itself, or user."""
+        if role not in self._roles:
+            placeholder = "OBSERVATIONCONTENT"
+            self._roles[role] = role if placeholder in (self._tail(role, placeholder) or "") else "user"
+        return self._roles[role]
 
     def _text(self, observation: Mapping[str, str]) -> str:
         tail = self._tail(self.role(observation["role"]), observation["content"])
@@ -149,71 +152,16 @@ class ObservationRenderer:
             )
         return tail
 
-    def role(self, role: str) -> str:
-        """The role that a message of this role is rendered as: itself, or user."""
-        if role not in self._roles:
-            mark = "OBSERVATIONCONTENT"
-            self._roles[role] = role if mark in (self._tail(role, mark) or "") else "user"
-        return self._roles[role]
-
     def _tail(self, role: str, content: str) -> str | None:
-        """What the template writes behind the content of an answer that a message follows; None if it refuses."""
-        mark = "ANSWERCONTENT"
+        """The text after the content of an answer that a message follows; None if the template refuses it."""
+        placeholder = "ANSWERCONTENT"
         messages = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": mark},
+            {"role": "assistant", "content": placeholder},
             {"role": role, "content": content},
         ]
-        before, _, tail = (ChatTemplate(self.tokenizer).try_render(messages, prompt=True) or "").partition(mark)
+        before, _, tail = (ChatTemplate(self.tokenizer).try_render(messages, prompt=True) or "").partition(placeholder)
         return tail if before else None
-
-    def _tokens(self, tail: str) -> list[int]:
-        """Behind a special token, as in the conversation: some tokenizers begin a text of its own with a space."""
-        first = str(self.tokenizer.eos_token)
-        token_ids = self.tokenizer(first + tail, add_special_tokens=False)["input_ids"]
-        assert token_ids[0] == self.tokenizer.eos_token_id
-        return token_ids[1:]
-
-
-def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
-    """One conversation with the values of each key joined: tensors concatenated on dim 0, everything else listed."""
-    flat: dict[str, Any] = {}
-    for key in get_keys_from_message_log(message_log):
-        values = [message[key] for message in message_log if key in message]
-        if all(isinstance(value, torch.Tensor) for value in values):
-            flat[key] = torch.cat(values)
-        else:
-            flat[key] = values
-    return flat
-
-
-def get_keys_from_message_log(message_log: LLMMessageLogType) -> list[str]:
-    """Every key of any message, in order of first appearance."""
-    return list(dict.fromkeys(key for message in message_log for key in message))
-
-
-def batched_message_log_to_flat_message(
-    message_logs: Sequence[LLMMessageLogType],
-    pad_value_dict: Mapping[str, int | float] | None = None,
-    make_sequence_length_divisible_by: int = 1,
-) -> tuple[BatchedDataDict[Any], torch.Tensor]:
-    """Conversations as one right-padded batch: (tensors [B, S] and lists by key, lengths int32 [B])."""
-    flats = [
-        BatchedDataDict({k: _batch_of_one(v) for k, v in message_log_to_flat_messages(log).items()})
-        for log in message_logs
-    ]
-    lengths = torch.tensor([flat["token_ids"].shape[1] for flat in flats], dtype=torch.int32)
-    batch = BatchedDataDict.from_batches(flats, pad_value_dict=pad_value_dict)
-    missing = -batch["token_ids"].shape[1] % make_sequence_length_divisible_by
-    for key, value in batch.items():
-        if missing and isinstance(value, torch.Tensor) and value.ndim == 2:
-            pad = (pad_value_dict or {}).get(key, 0)
-            batch[key] = torch.nn.functional.pad(value, (0, missing), value=pad)
-    return batch, lengths
-
-
-def _batch_of_one(value: Any) -> Any:
-    return value[None] if isinstance(value, torch.Tensor) else [value]
 
 
 def add_loss_mask_to_message_log(
@@ -221,9 +169,9 @@ def add_loss_mask_to_message_log(
     roles_to_train_on: Sequence[str] = ("assistant",),
     only_unmask_final: bool = False,
 ) -> None:
-    """Put `token_loss_mask` (1 on tokens to train on, like `token_ids`) into every message, in place.
+    """Add `token_loss_mask` to every message in place: like `token_ids`, 1 on tokens to train on, 0 elsewhere.
 
-    Of a message to train on these are the tokens in its `loss_spans`, or all of them where it has none.
+    In a message to train on, these are the tokens in its `loss_spans`, or all tokens if it has none.
     """
     for message_log in message_logs:
         for i, message in enumerate(message_log):

@@ -1,8 +1,8 @@
-"""Conversations that come as text, turn by turn, as token ids in which sampled turns stay as they were sampled.
+"""Conversations that an outside agent sends as text -> token ids in which sampled turns keep their sampled tokens.
 
-An outside agent sends the whole conversation with every request, as messages. Rendered and tokenised anew, what the
-model said before may come out as other tokens than it sampled. So the tokens of each answer are remembered, by the
-conversation they ended, and only what came after them is tokenised.
+The agent sends the whole conversation with every request, as messages. If earlier answers were rendered and tokenised
+again, they could become other tokens than the model sampled. So the tokens of each conversation are remembered with its
+answer, and only the text after them is tokenised.
 """
 
 from __future__ import annotations
@@ -18,32 +18,25 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
+from nemo_rl.data.chat.messages import tokens_after_turn
 from nemo_rl.data.chat.template import ChatTemplate, format_chat, plain_message
 
-MAX_REMEMBERED_TOKENS = 64_000_000  # 256 MB; the conversation that was used least recently is forgotten first
+MAX_REMEMBERED_TOKENS = 64_000_000  # 256 MB; the least recently used conversation is forgotten first
 
-# What clients send back of an answer and no template reads.
+# Keys of an answer that clients send back and no template reads.
 _CLIENT_KEYS = ("refusal", "annotations", "audio", "function_call")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedPrompt:
-    """What an engine is given. `retokenized`: the number of earlier answers that went through the tokenizer again."""
+class ChatPrompt:
+    """The tokens for an engine."""
 
     token_ids: list[int]
-    retokenized: int
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A conversation that ends with an answer, as the engine saw it."""
-
-    token_ids: np.ndarray  # int32 [T]
-    retokenized: int
+    retokenized: int  # number of earlier answers that were tokenised again
 
 
 class ServedChat:
-    """Belongs to one server. `kwargs` are arguments of the chat template."""
+    """The conversations of one server. `kwargs` are arguments of the chat template."""
 
     def __init__(
         self,
@@ -54,16 +47,15 @@ class ServedChat:
         self.tokenizer = tokenizer
         self.kwargs = dict(kwargs)
         self.max_remembered_tokens = max_remembered_tokens
-        self._special = set(tokenizer.all_special_ids)
-        self._mark = f"ANSWER{secrets.token_hex(16)}"  # stands for an answer; no conversation holds it by chance
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._placeholder = f"ANSWER{secrets.token_hex(16)}"  # no conversation contains it by chance
+        self._known: OrderedDict[bytes, tuple[np.ndarray, int]] = OrderedDict()  # (token ids, number retokenised)
         self._num_tokens = 0
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> ServedPrompt:
-        """The tokens of a conversation, with the header of the answer to come.
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: list[dict[str, Any]] | None) -> ChatPrompt:
+        """The tokens of a conversation, with the header of the next answer.
 
         Raises:
-            ValueError: when the conversation is not one, or the chat template refuses it or a part of it.
+            ValueError: for an invalid conversation, or if the chat template refuses it or a part of it.
         """
         asked = [_message(message) for message in messages]
         if asked[-1]["role"] == "assistant":
@@ -72,13 +64,19 @@ class ServedChat:
         answers = [index for index, message in enumerate(asked) if message["role"] == "assistant"]
         for index in reversed(answers):
             key = _key(asked[: index + 1], tools)
-            known = self._known.get(key)
-            if known is not None and (tail := self._tail(asked, index, template, int(known.token_ids[-1]))) is not None:
+            if key not in self._known:
+                continue
+            known, retokenized = self._known[key]
+            marked = [*asked[:index], {"role": "assistant", "content": self._placeholder}, *asked[index + 1 :]]
+            before, _, tail = (template.try_render(marked, prompt=True) or "").rpartition(self._placeholder)
+            if before:  # otherwise the template does not show the answer as it is
                 self._known.move_to_end(key)
                 after = sum(answer > index for answer in answers)
-                return ServedPrompt(token_ids=[*known.token_ids.tolist(), *tail], retokenized=known.retokenized + after)
+                rest = tokens_after_turn(tail, self.tokenizer, int(known[-1]))
+                return ChatPrompt(token_ids=[*known.tolist(), *rest], retokenized=retokenized + after)
         chat = format_chat(asked, template, add_bos=False, add_eos=False, add_generation_prompt=True)
-        return ServedPrompt(token_ids=self._tokens(chat.text), retokenized=len(answers))
+        ids: list[int] = self.tokenizer(chat.text, add_special_tokens=False)["input_ids"]
+        return ChatPrompt(token_ids=ids, retokenized=len(answers))
 
     def remember(
         self,
@@ -88,53 +86,27 @@ class ServedChat:
         token_ids: Sequence[int],
         retokenized: int,
     ) -> None:
-        """`token_ids`, prompt and completion, are those of `messages` with `answer` behind them.
+        """Remember the tokens of a conversation: `token_ids` are those of the prompt and of the sampled `answer`.
 
-        Of several answers that read the same, the newest is remembered; ids of tool calls tell answers apart.
+        Of several answers with the same text, the newest is remembered; ids of tool calls tell answers apart.
         """
         key = _key([_message(message) for message in (*messages, answer)], tools)
         if key in self._known:
-            self._num_tokens -= len(self._known.pop(key).token_ids)
-        self._known[key] = _Known(np.asarray(token_ids, dtype=np.int32), retokenized)
+            self._num_tokens -= len(self._known.pop(key)[0])
+        self._known[key] = np.asarray(token_ids, dtype=np.int32), retokenized
         self._num_tokens += len(token_ids)
         while self._num_tokens > self.max_remembered_tokens:
-            _, forgotten = self._known.popitem(last=False)
-            self._num_tokens -= len(forgotten.token_ids)
-
-    def _tail(self, asked: list[dict[str, Any]], index: int, template: ChatTemplate, last: int) -> list[int] | None:
-        """Tokens from the end of answer `index` on; None where the template does not show the answer as it is.
-
-        Of the mark that ends the answer, what the model has sampled as its `last` token is left away.
-        """
-        marked = [*asked[:index], {"role": "assistant", "content": self._mark}, *asked[index + 1 :]]
-        before, _, tail = (template.try_render(marked, prompt=True) or "").rpartition(self._mark)
-        if not before:
-            return None
-        token_ids = self._behind_an_end(tail)
-        end = next((i for i, token in enumerate(token_ids) if token in self._special), None)
-        return token_ids[end + 1 :] if end is not None and token_ids[end] == last else token_ids
-
-    def _behind_an_end(self, tail: str) -> list[int]:
-        """Tokens of `tail` behind a special token: some tokenizers begin a text of its own with a space."""
-        token_ids = self._tokens(f"{self.tokenizer.eos_token}{tail}")
-        assert token_ids[0] == self.tokenizer.eos_token_id
-        return token_ids[1:]
-
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+            _, (forgotten, _) = self._known.popitem(last=False)
+            self._num_tokens -= len(forgotten)
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message in OpenAI's format as templates take it: one text, and arguments of calls as objects."""
+    """A message in OpenAI's format as templates take it: content as one text, arguments of calls as objects."""
     plain = {key: value for key, value in plain_message(message).items() if key not in _CLIENT_KEYS}
     role = "system" if plain["role"] == "developer" else plain["role"]
     plain |= {"role": role, "content": _text(plain["content"])}
-    if "tool_calls" in plain:
-        plain["tool_calls"] = [_call(call) for call in plain["tool_calls"]]
-        if not plain["tool_calls"]:
-            del plain["tool_calls"]
-    return plain
+    calls = [_call(call) for call in plain.pop("tool_calls", [])]
+    return {**plain, "tool_calls": calls} if calls else plain
 
 
 def _text(content: Any) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 from pydantic import Field
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import Options, options_of, require_used_keys
 from nemo_rl.utils.task_formats import CALCULATOR, fill
@@ -64,18 +64,13 @@ def check_split(name: str, split: str) -> None:
         raise ValueError(f"{name}: split must be one of {', '.join(SPLITS)}, got {split!r}")
 
 
-def sampled(name: str, space: Sequence[T], num_samples: int | None, split: str, seed: int) -> list[T]:
+def sampled(space: Sequence[T], num_samples: int | None, split: str, seed: int) -> list[T]:
     """`num_samples` items of `space`: all of them in random order, again and again.
 
     `num_samples` defaults to 10,000 for training, and otherwise to each item once.
-
-    Raises:
-        ValueError: for `num_samples` below 1.
     """
     if num_samples is None:
         num_samples = DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else len(space)
-    if num_samples < 1:
-        raise ValueError(f"{name}: num_samples must be 1 or more, got {num_samples}")
     generator = np.random.default_rng(seed)
     items: list[T] = []
     while len(items) < num_samples:
@@ -98,8 +93,6 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
             f"arithmetic: operators must be some of {' '.join(OPERATIONS)} without repetition, written as one string "
             f"such as '+-'; got {operators!r}"
         )
-    if max_operand < 0:
-        raise ValueError(f"arithmetic: max_operand must be 0 or more, got {max_operand}")
     check_split("arithmetic", split)
 
     def problems() -> Iterator[tuple[str, int]]:
@@ -125,19 +118,15 @@ def arithmetic_rows(
     seed: int = 42,
     split: str = "train",
 ) -> list[dict[str, str]]:
-    """Rows {"problem", "expected_answer"}; see `sampled`.
-
-    Raises:
-        ValueError: see `arithmetic_space`; also for `num_samples` below 1.
-    """
+    """Rows {"problem", "expected_answer"}; see `sampled`. ValueError as `arithmetic_space`."""
     space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
-    chosen = sampled("arithmetic", space, num_samples, split, seed)
+    chosen = sampled(space, num_samples, split, seed)
     return [{"problem": problem, "expected_answer": str(value)} for problem, value in chosen]
 
 
 class _Options(StrictModel):
-    num_samples: int | None = None
-    max_operand: int = 9
+    num_samples: int | None = Field(default=None, ge=1)
+    max_operand: int = Field(default=9, ge=0)
     operators: str = "+-"
 
 

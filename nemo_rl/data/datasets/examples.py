@@ -11,9 +11,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig
 from nemo_rl.data.datasets.files import (
     JsonLines,
@@ -169,7 +169,7 @@ def load_openai_format(cfg: TableConfig) -> Rows | StreamedTable:
 
 
 class _OpenAssistantOptions(StrictModel):
-    paths: str = "best"
+    paths: Literal["best", "all"] = "best"
     lang: str | None = None
 
 
@@ -183,8 +183,6 @@ def load_open_assistant(cfg: TableConfig) -> list[Row]:
         ValueError: for other kwargs, for `streaming` (a tree is spread over the table), and as `load_table`.
     """
     options = options_of(cfg, _OpenAssistantOptions)
-    if options.paths not in ("best", "all"):
-        raise ValueError(f"open_assistant: kwargs.paths must be best or all, got {options.paths!r}")
     if cfg.is_streamed:
         raise ValueError("dataset 'open_assistant' cannot be streamed: a conversation is spread over its table")
     require_used_keys(cfg, (), "the dataset has columns of its own")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig
 from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable
 

@@ -59,7 +59,7 @@ def load_hub_set(cfg: TableConfig) -> Rows | StreamedTable:
     Raises:
         ValueError: for `kwargs`, a missing column, or a section of another kind; otherwise as `load_table`.
     """
-    return HUB_SETS[_name_without_kwargs(cfg)].load(cfg)
+    return HUB_SETS[str(cfg.dataset_name)].load(cfg)
 
 
 def load_evaluation_set(cfg: DatasetConfig) -> Rows:
@@ -68,13 +68,7 @@ def load_evaluation_set(cfg: DatasetConfig) -> Rows:
     Raises:
         ValueError: for `kwargs` or a missing column; otherwise as `load_table`.
     """
-    return EVAL_DATASETS[_name_without_kwargs(cfg)].load(cfg)
-
-
-def _name_without_kwargs(cfg: TableConfig) -> str:
-    if cfg.kwargs:
-        raise ValueError(f"dataset {cfg.dataset_name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
-    return str(cfg.dataset_name)
+    return EVAL_DATASETS[str(cfg.dataset_name)].load(cfg)
 
 
 def answer_kind(dataset_name: str | None) -> AnswerKind:
@@ -131,6 +125,8 @@ class HubTable:
         """All subsets in one table, which has the `columns`. A local copy has neither split nor subsets."""
         import datasets
 
+        if cfg.kwargs:
+            raise ValueError(f"dataset {cfg.dataset_name!r} takes no kwargs, got {', '.join(cfg.kwargs)}")
         subsets = (cfg.subset,) if cfg.subset or cfg.data_path else self.subsets
         split = cfg.split or (None if cfg.data_path else self.split)
         path = cfg.data_path or self.path

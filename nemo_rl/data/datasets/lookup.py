@@ -10,8 +10,9 @@ import random
 from typing import Any
 
 import xxhash
+from pydantic import Field
 
-from nemo_rl.config.base import StrictModel
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import check_split, demonstrate_arithmetic, generated_options, in_split, sampled
 from nemo_rl.utils.task_formats import answer, passages, search
@@ -51,7 +52,7 @@ def places_of(split: str) -> list[str]:
 
 
 class _Options(StrictModel):
-    num_samples: int | None = None
+    num_samples: int | None = Field(default=None, ge=1)
     corpus_seed: int = DEFAULT_SEED
 
 
@@ -66,7 +67,7 @@ def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"
-    places = sampled("lookup", places_of(split), options.num_samples, split, cfg.seed)
+    places = sampled(places_of(split), options.num_samples, split, cfg.seed)
     return [{"problem": question(place), "expected_answer": code_of(place, options.corpus_seed)} for place in places]
 
 

@@ -81,8 +81,8 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         load_file = import_object(_LOAD_FILE, "dataset_name")
         return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
     raise ValueError(
-        f"unknown dataset {name!r}; {did_you_mean(name, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a Hugging "
-        "Face path (owner/name) and an import path (package.module:function) work too"
+        f"unknown dataset {name!r}; {did_you_mean(factory, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a "
+        "Hugging Face path (owner/name) and an import path (package.module:function) work too"
     )
 
 

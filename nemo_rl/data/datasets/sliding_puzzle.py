@@ -11,7 +11,9 @@ import functools
 import random
 from typing import Any
 
-from nemo_rl.config.base import StrictModel
+from pydantic import Field
+
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
 from nemo_rl.data.datasets.arithmetic import HELD_OUT_ONE_IN, check_split, generated_options, in_split
 from nemo_rl.utils.sliding_puzzle import (
@@ -55,8 +57,6 @@ def sliding_puzzle_rows(
     fewest, most = shuffle_range(shuffle_moves)
     check_split("sliding_puzzle", split)
     num_samples = DEFAULT_NUM_SAMPLES[split] if num_samples is None else num_samples
-    if num_samples < 1:
-        raise ValueError(f"sliding_puzzle: num_samples must be 1 or more, got {num_samples}")
     rng = random.Random(seed)
     limit = {} if max_moves is None else {"max_moves": max_moves}
     made: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ def sliding_puzzle_rows(
 class _Options(StrictModel):
     size: int | list[int] = 5
     shuffle_moves: int | list[int] = 10
-    num_samples: int | None = None
+    num_samples: int | None = Field(default=None, ge=1)
     max_moves: int | None = None
 
 

@@ -9,10 +9,11 @@ chairman assignment problem", Discrete Mathematics 32 (1980).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -24,52 +25,61 @@ from nemo_rl.types import Prompt
 MAX_HASHED_ROWS = 10_000
 
 
-class PromptSource(Protocol):
-    """Batches of prompts, epoch after epoch, with a position that can be saved.
+class PromptSource(ABC):
+    """Batches of `num_prompts_per_step` prompts, epoch after epoch, with a position that can be saved.
 
     Iterating yields the rest of the current epoch and moves to the next epoch. A yielded batch counts as consumed:
     after it, `state_dict` describes a source whose next batch is the following one.
+
+    `drop_last` omits the incomplete batch at the end of an epoch. `size_key` is the configuration key of the batch
+    size, for messages.
     """
 
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the data."""
-        ...
+    def __init__(
+        self, num_prompts_per_step: int, *, shuffle: bool, seed: int, drop_last: bool, size_key: str, **order: Any
+    ) -> None:
+        self.num_prompts_per_step = num_prompts_per_step
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.size_key = size_key
+        self.epoch = 0  # completed passes over the data
+        self.batches_done = 0  # batches of the current epoch that were yielded
+        # Everything that determines the order of prompts.
+        size = {"num_prompts_per_step": num_prompts_per_step}
+        self._settings = {**order, **size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
 
     @property
-    def batches_done(self) -> int:
-        """Batches of the current epoch that were yielded."""
-        ...
-
-    @property
+    @abstractmethod
     def num_batches(self) -> int | None:
         """Batches in an epoch; None for a stream, whose length is not known."""
-        ...
 
+    @abstractmethod
     def __iter__(self) -> Iterator[list[Prompt]]: ...
 
+    @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Identity of the data, for checkpoints; JSON-able."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """The position and the settings that determine the order; JSON-able."""
-        ...
+        return {"epoch": self.epoch, "batches_done": self.batches_done, **self._settings}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; ValueError if a setting that determines the order has changed."""
-        ...
+        """Continue from a saved state.
 
-
-def check_same_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError, listing the differences, if a setting that determines the order has changed."""
-    differences = [f"{k}: was {saved.get(k)}, now {v}" for k, v in now.items() if saved.get(k) != v]
-    if differences:
-        raise ValueError(
-            "the saved position in the data cannot be continued, the data or its order changed: "
-            + "; ".join(differences)
-            + ". Restore these settings, or start a new run in another checkpoint directory"
-        )
+        Raises:
+            ValueError: if a setting that determines the order has changed; it lists the differences.
+        """
+        changed = [f"{k}: was {state.get(k)}, now {v}" for k, v in self._settings.items() if state.get(k) != v]
+        if changed:
+            raise ValueError(
+                "the saved position in the data cannot be continued, the data or its order changed: "
+                + "; ".join(changed)
+                + ". Restore these settings, or start a new run in another checkpoint directory"
+            )
+        self.epoch = int(state["epoch"])
+        self.batches_done = int(state["batches_done"])
 
 
 def rows_digest(rows: Iterator[Row]) -> str:
@@ -144,11 +154,8 @@ class PromptDataset:
         return identity
 
 
-class PromptDataLoader:
-    """The `PromptSource` of data with a length: batches of `num_prompts_per_step` prompts.
-
-    `drop_last` omits the incomplete batch at the end of an epoch. `size_key` is the configuration key of the batch
-    size, for messages.
+class PromptDataLoader(PromptSource):
+    """Prompts of a dataset with a length.
 
     If parts of the dataset have weights, every batch is divided by them (`MixedOrder`). An epoch has as many prompts as
     without weights, and the passes over each part continue across epochs: a part with a large weight and few rows is
@@ -177,16 +184,19 @@ class PromptDataLoader:
                 "(data.train.repeat)"
             )
         self.dataset = dataset
-        self.num_prompts_per_step = num_prompts_per_step
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
-        self.epoch = 0
-        self.batches_done = 0  # of the current epoch
         self.mixed: MixedOrder | None = None
         if dataset.weights is not None:
             lengths = [len(part) for part in dataset.parts]
             self.mixed = MixedOrder(lengths, dataset.weights, shuffle=shuffle, seed=seed)
+        super().__init__(
+            num_prompts_per_step,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            size_key=size_key,
+            num_prompts=len(dataset),
+            weights=self.mixed.weights if self.mixed is not None else None,
+        )
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -194,67 +204,33 @@ class PromptDataLoader:
         return full if self.drop_last else full + (rest > 0)
 
     @property
-    def num_batches(self) -> int | None:
-        """Batches in an epoch."""
+    def num_batches(self) -> int:
         return len(self)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        order = self._order(self.epoch) if self.mixed is None else None
-        while self.batches_done < len(self):
-            batch = [self.dataset[index] for index in self._next_indices(order)]
-            self.batches_done += 1
-            if self.batches_done == len(self):
-                self.epoch, self.batches_done = self.epoch + 1, 0
-                yield batch
-                return
-            yield batch
-
-    def _next_indices(self, order: np.ndarray | None) -> list[int]:
-        """Dataset indices of the next batch; `order` is the permutation of an epoch without weights."""
-        start = self.batches_done * self.num_prompts_per_step
-        end = start + self.num_prompts_per_step
-        if self.mixed is None:
-            assert order is not None
-            return [int(index) for index in order[start:end]]
-        per_epoch = len(self.dataset)
+        size, per_epoch = self.num_prompts_per_step, len(self.dataset)
         if self.drop_last:
-            per_epoch -= per_epoch % self.num_prompts_per_step
-        positions = range(self.epoch * per_epoch + start, self.epoch * per_epoch + min(end, per_epoch))
-        rows = [self.mixed.row(position) for position in positions]
-        return [self.dataset.start_of(number) + index for number, index in rows]
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return np.random.default_rng([self.seed, epoch]).permutation(len(self.dataset))
+            per_epoch -= per_epoch % size
+        order = np.arange(len(self.dataset))
+        if self.shuffle and self.mixed is None:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        while self.batches_done < len(self):
+            positions = range(self.batches_done * size, min((self.batches_done + 1) * size, per_epoch))
+            if self.mixed is None:
+                batch = [self.dataset[int(order[position])] for position in positions]
+            else:
+                rows = [self.mixed.row(self.epoch * per_epoch + position) for position in positions]
+                batch = [self.dataset[self.dataset.start_of(number) + index] for number, index in rows]
+            self.batches_done += 1
+            is_last = self.batches_done == len(self)
+            if is_last:
+                self.epoch, self.batches_done = self.epoch + 1, 0
+            yield batch
+            if is_last:
+                return
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the data, for checkpoints; see `PromptDataset.fingerprint`."""
         return self.dataset.fingerprint()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position and the settings that determine the order; JSON-able."""
-        return {"epoch": self.epoch, "batches_done": self.batches_done, **self._settings()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: if a setting that determines the order has changed; it lists the differences.
-        """
-        check_same_order(state, self._settings())
-        self.epoch = int(state["epoch"])
-        self.batches_done = int(state["batches_done"])
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "num_prompts": len(self.dataset),
-            "num_prompts_per_step": self.num_prompts_per_step,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "weights": self.mixed.weights if self.mixed is not None else None,
-        }
 
 
 def schedule(weights: Sequence[int]) -> np.ndarray:
@@ -299,11 +275,6 @@ class MixedOrder:
         self.shuffle = shuffle
         self.seed = seed
         self._permutation = lru_cache(maxsize=2 * len(self.lengths))(self._make_permutation)
-
-    @property
-    def shares(self) -> list[float]:
-        """The share of all prompts of each dataset."""
-        return [weight / sum(self.weights) for weight in self.weights]
 
     @cached_property
     def _period(self) -> np.ndarray:

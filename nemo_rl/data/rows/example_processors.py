@@ -10,7 +10,7 @@ keeps its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
@@ -50,9 +50,6 @@ class PreferenceDatum(TypedDict):
     task_name: NotRequired[str]
     margin: NotRequired[float]  # by how much the chosen answer is preferred
     problem: NotRequired[Problem | None]
-
-
-ExampleProcessor = Callable[..., ExampleDatum | PreferenceDatum]
 
 
 def sft_processor(

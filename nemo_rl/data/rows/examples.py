@@ -36,7 +36,13 @@ logger = logging.getLogger(__name__)
 NUM_STUB_TOKENS = 4  # tokens kept of a sequence that is left out
 NUM_TRIED_ROWS = 32
 # The source files that determine tokens, besides the module of the processor.
-CODE_OF_TOKENS = ("chat/template.py", "chat/messages.py", "rows/example_processors.py", "rows/examples.py")
+CODE_OF_TOKENS = (
+    "interfaces.py",
+    "chat/template.py",
+    "chat/messages.py",
+    "rows/example_processors.py",
+    "rows/examples.py",
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class ExampleMaker:
                 Example(sample_id=_sample_id(prompt, name), token_ids=nothing, token_mask=nothing.astype(bool))
                 for name in answers
             ]
-            return examples, _meta(prompt, examples, str(error), "bad_row")
+            return examples, _meta(prompt, examples, str(error), problem_kind="bad_row")
 
     def make(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
         """As a call, but an unusable row raises.
@@ -110,10 +116,13 @@ class ExampleMaker:
         lengths = {name or "messages": int(datum[f"length_{name}" if name else "length"]) for name in names}
         problem = datum.get("problem") or self._problem(logs, examples, lengths)
         if problem is None:
-            return examples, _meta(prompt, examples, None, "")
-        examples = [_stub(example) for example in examples]
+            return examples, _meta(prompt, examples)
+        for example in examples:  # a stub: a few tokens without loss
+            kept = example.token_ids[:NUM_STUB_TOKENS]
+            example.token_ids = kept if len(kept) else np.zeros(1, dtype=np.int32)
+            example.token_mask = np.zeros(len(example.token_ids), dtype=bool)
         text = _in_terms_of_table(f"row {prompt.prompt_id}, column {problem.column!r}: {problem.text}", task)
-        return examples, _meta(prompt, examples, text, problem.kind)
+        return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
         own_masks = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
@@ -196,14 +205,16 @@ def _sample_id(prompt: Prompt, answer: str) -> str:
     return f"{prompt.prompt_id}/{answer}" if answer else prompt.prompt_id
 
 
-def _meta(prompt: Prompt, examples: Sequence[Example], problem: str | None, kind: str) -> ExampleMeta:
+def _meta(
+    prompt: Prompt, examples: Sequence[Example], problem: str | None = None, *, problem_kind: str = ""
+) -> ExampleMeta:
     return ExampleMeta(
         prompt_id=prompt.prompt_id,
         index=0,
         lengths=tuple(len(example.token_ids) for example in examples),
         num_loss_tokens=sum(int(example.token_mask.sum()) for example in examples),
         problem=problem,
-        problem_kind=kind,
+        problem_kind=problem_kind,
     )
 
 
@@ -212,14 +223,6 @@ def _in_terms_of_table(text: str, task: Task) -> str:
     for column, source in task.columns.items():
         text = text.replace(f"column {column!r}", f"column {source!r}")
     return text
-
-
-def _stub(example: Example) -> Example:
-    kept = example.token_ids[:NUM_STUB_TOKENS]
-    kept = kept if len(kept) else np.zeros(1, dtype=np.int32)
-    return Example(
-        sample_id=example.sample_id, token_ids=kept, token_mask=np.zeros(len(kept), dtype=bool), margin=example.margin
-    )
 
 
 def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[StreamedRows], label: str) -> None:
@@ -266,14 +269,6 @@ class ExamplePool(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ahead:
-    """A batch that is being tokenised, and the state of the source after it."""
-
-    pending: Any
-    state: dict[str, Any]
-
-
 class ExampleLoader:
     """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
 
@@ -287,7 +282,7 @@ class ExampleLoader:
         self.max_num_epochs = max_num_epochs
         self._state = prompts.state_dict()
         self._batches = self._remaining()
-        self._ahead: _Ahead | None = None
+        self._ahead: tuple[Any, dict[str, Any]] | None = None  # a started batch, and the state of the source after it
 
     def next(self) -> list[ExampleHandle] | None:
         """The next batch; None after the last epoch. After an error the loader stands after the last batch returned."""
@@ -295,19 +290,18 @@ class ExampleLoader:
         if ahead is None:
             return None
         try:
-            handles = self.pool.finish(ahead.pending)
+            pending, state = ahead
+            handles = self.pool.finish(pending)
             following = self._start()
         except BaseException:
             self.load_state_dict(self._state)
             raise
-        self._state, self._ahead = ahead.state, following
+        self._state, self._ahead = state, following
         return handles
 
-    def _start(self) -> _Ahead | None:
+    def _start(self) -> tuple[Any, dict[str, Any]] | None:
         prompts = next(self._batches, None)
-        if prompts is None:
-            return None
-        return _Ahead(pending=self.pool.start(prompts), state=self.prompts.state_dict())
+        return None if prompts is None else (self.pool.start(prompts), self.prompts.state_dict())
 
     def _remaining(self) -> Iterator[list[Prompt]]:
         while self.prompts.epoch < self.max_num_epochs:

@@ -1,4 +1,4 @@
-"""What the model will see of a dataset, token by token, and which tokens it learns from."""
+"""A preview of a dataset: the tokens of its rows, which of them carry loss, and a summary of lengths and problems."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.types import Example, ExampleMeta, MakeExample, Prompt
 
-QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
-CONTEXT_TOKENS = 5  # before a token, from which a tokenizer knows how to write it
-# Neighbouring tokens take turns, so that their borders are seen.
+QUANTILES = {0.0: "shortest", 0.1: "10%", 0.5: "median", 0.9: "90%", 0.99: "99%", 1.0: "longest"}
+CONTEXT_TOKENS = 5  # tokens decoded before a token, on which its text may depend
+# Neighbouring tokens alternate, so that their borders are visible.
 CONTEXT_STYLES = ("grey62", "grey62 on grey19")
 LOSS_STYLES = ("black on green3", "black on pale_green1")
 SPECIAL_STYLE = " bold underline"
@@ -25,12 +25,12 @@ SPECIAL_STYLE = " bold underline"
 
 @dataclass(frozen=True)
 class PromptPreview:
-    """The `MakeExample` of what is sampled from: a prompt, whose tokens carry no loss."""
+    """The `MakeExample` of prompts, whose tokens carry no loss."""
 
     process: PromptProcessor
 
     def __call__(self, prompt: Prompt) -> tuple[list[Example], ExampleMeta]:
-        """The tokens of a prompt. Raises ValueError when the row lacks what its processor needs."""
+        """The tokens of a prompt. Raises ValueError if the row lacks what its processor needs."""
         datum = self.process(prompt)
         ids = np.concatenate([np.asarray(message["token_ids"], dtype=np.int32) for message in datum["message_log"]])
         is_out = datum["loss_multiplier"] == 0.0
@@ -50,7 +50,7 @@ class PromptPreview:
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """The text of each token, special tokens included; of one that is a part of a character, its own name."""
+    """The text of each token, special tokens included; the token's name if it is only part of a character."""
     names = tokenizer.convert_ids_to_tokens(list(token_ids))
     texts = []
     for end in range(1, len(token_ids) + 1):
@@ -65,7 +65,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
 
 
 def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured: bool) -> Text:
-    """A sequence, token by token: tokens that carry loss in green, or in [ ] where there are no colours."""
+    """A sequence token by token. Tokens that carry loss are green, or in [ ] without colours."""
     ids = example.token_ids.tolist()
     special = set(tokenizer.all_special_ids) | {
         number for number, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -87,13 +87,13 @@ def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured
 
 @dataclass(kw_only=True)
 class LengthSummary:
-    """Lengths and problems of rows, as they are added."""
+    """Lengths and problems of the rows that were added."""
 
     num_rows: int = 0
-    lengths: list[int] = field(default_factory=list)  # of each sequence that is learned from
+    lengths: list[int] = field(default_factory=list)  # of each sequence to train on
     num_loss_tokens: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, str] = field(default_factory=dict)  # of each kind of problem, the first
+    reasons: dict[str, str] = field(default_factory=dict)  # the first of each kind of problem
 
     def add(self, meta: ExampleMeta) -> None:
         self.num_rows += 1
@@ -105,12 +105,12 @@ class LengthSummary:
             self.reasons.setdefault(meta.problem_kind, meta.problem)
 
     def show(self, console: Console, total: int | None) -> None:
-        """Print quantiles of the lengths, and how many rows are left out and why. `total`: rows of the dataset."""
+        """Print quantiles of the lengths, and how many rows are left out and why. `total`: size of the dataset."""
         of_all = "" if total is None else f" of {total}"
         console.print(Text(f"{self.num_rows}{of_all} rows, {len(self.lengths)} sequences", style="bold"))
         if self.lengths:
-            table = Table("tokens", *(_quantile_name(q) for q in QUANTILES), "mean", "sum")
-            values = np.quantile(self.lengths, QUANTILES, method="inverted_cdf")
+            table = Table("tokens", *QUANTILES.values(), "mean", "sum")
+            values = np.quantile(self.lengths, list(QUANTILES), method="inverted_cdf")
             mean = f"{np.mean(self.lengths):.1f}"
             table.add_row("per sequence", *(str(value) for value in values), mean, str(sum(self.lengths)))
             console.print(table)
@@ -119,10 +119,6 @@ class LengthSummary:
         console.print(Text(f"{self.kinds.total()} rows are left out" + (":" if self.kinds else "")))
         for kind, number in self.kinds.most_common():
             console.print(Text(f"  {number} {kind}, e.g. {self.reasons[kind]}", style="yellow"), soft_wrap=True)
-
-
-def _quantile_name(quantile: float) -> str:
-    return {0.0: "shortest", 0.5: "median", 1.0: "longest"}.get(quantile, f"{quantile:.0%}")
 
 
 def show_rows(
@@ -138,29 +134,24 @@ def show_rows(
     """Print the first `num_shown` rows token by token, then a summary of all `prompts` and the `note`.
 
     Raises:
-        ValueError: when a row lacks what is needed, where `make` does not count that as a problem (`PromptPreview`).
+        ValueError: if a row lacks something and `make` does not count that as a problem (`PromptPreview`).
     """
     summary = LengthSummary()
     for number, prompt in enumerate(prompts):
         examples, meta = make(prompt)
         summary.add(meta)
-        if number < num_shown:
-            _show_row(console, examples, meta, tokenizer)
+        if number >= num_shown:
+            continue
+        console.rule(Text(f"row {meta.prompt_id}"))
+        if meta.problem is not None:
+            console.print(Text(f"left out ({meta.problem_kind}): {meta.problem}", style="yellow"), soft_wrap=True)
+            continue
+        for example in examples:
+            counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
+            margin = f", margin {example.margin:g}" if example.margin else ""
+            console.print(Text(f"{example.sample_id}: {counts}{margin}", style="bold"), soft_wrap=True)
+            console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     console.rule()
     summary.show(console, total)
     if note:
         console.print(Text(note))
-
-
-def _show_row(
-    console: Console, examples: Sequence[Example], meta: ExampleMeta, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    console.rule(Text(f"row {meta.prompt_id}"))
-    if meta.problem is not None:
-        console.print(Text(f"left out ({meta.problem_kind}): {meta.problem}", style="yellow"), soft_wrap=True)
-        return
-    for example in examples:
-        counts = f"{len(example.token_ids)} tokens, {int(example.token_mask.sum())} of them carry loss"
-        margin = f", margin {example.margin:g}" if example.margin else ""
-        console.print(Text(f"{example.sample_id}: {counts}{margin}", style="bold"), soft_wrap=True)
-        console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)

@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.messages import get_formatted_message_log
 from nemo_rl.data.interfaces import Row, TaskDataSpec, row_tools
-from nemo_rl.types import DatumSpec, LLMMessageLogType, ProcessorFn
+from nemo_rl.types import DatumSpec, ProcessorFn
 from nemo_rl.utils.registry import find, import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS
 
@@ -40,7 +39,8 @@ class PromptParts:
 def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn:
     """A processor from a function `(row, idx) -> PromptParts`.
 
-    The messages go through prompt file and chat template. A prompt longer than `max_seq_length` tokens becomes a stub.
+    The messages go through prompt file and chat template. A prompt longer than `max_seq_length` tokens becomes a stub:
+    its `loss_multiplier` is 0, and its messages keep a few tokens. `length` stays the real length, for the metrics.
     """
 
     @wraps(parts_of)
@@ -72,24 +72,13 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
         )
         if parts.stop_strings is not None:
             datum["stop_strings"] = parts.stop_strings
-        return cut_to_length(datum, max_seq_length)
+        if max_seq_length is not None and datum["length"] > max_seq_length:
+            kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(log)))
+            datum["message_log"] = [{**message, "token_ids": message["token_ids"][:kept]} for message in log]
+            datum["loss_multiplier"] = 0.0
+        return datum
 
     return process
-
-
-def cut_to_length(datum: DatumSpec, max_seq_length: int | None) -> DatumSpec:
-    """The datum unchanged or, if it is too long, a stub with `loss_multiplier` 0.
-
-    `length` of a stub stays the real length, which is counted and reported; its messages keep a few tokens.
-    """
-    if max_seq_length is None or datum["length"] <= max_seq_length:
-        return datum
-    kept = max(1, min(NUM_STUB_TOKENS, max_seq_length // len(datum["message_log"])))
-    stub: LLMMessageLogType = [
-        {**message, "token_ids": torch.as_tensor(message["token_ids"], dtype=torch.int64)[:kept]}
-        for message in datum["message_log"]
-    ]
-    return DatumSpec(**{**datum, "message_log": stub, "loss_multiplier": 0.0})
 
 
 @prompt_processor

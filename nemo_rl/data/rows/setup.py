@@ -21,7 +21,7 @@ from nemo_rl.data.config import (
     first_free,
 )
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import Row, StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import answer_text, find_processor, problem_text
 from nemo_rl.types import DatumSpec, Prompt
@@ -84,7 +84,10 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
                 f"{', '.join(env_config) or 'none'}"
             )
     loaded = _LoadedTables(cfg.train)
-    validation = [*loaded.held_out, *(loaded.validation(dataset) for dataset in cfg.validation or [])]
+    validation = [
+        *loaded.held_out,
+        *(loaded.validation(dataset, load_rows(dataset)[0]) for dataset in cfg.validation or []),
+    ]
     return DataSetup(
         train=PromptDataset(loaded.train),
         validation=PromptDataset(validation) if validation else None,
@@ -101,7 +104,7 @@ def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
     loaded = _LoadedTables(cfg.train)
     validation = {DEFAULT_VALIDATION_SET: PromptDataset(loaded.held_out)} if loaded.held_out else {}
     for name, dataset in cfg.validation_sets:
-        validation[name] = PromptDataset([loaded.validation(dataset)])
+        validation[name] = PromptDataset([loaded.validation(dataset, load_rows(dataset)[0])])
     return ExampleSetup(train=loaded.streams or PromptDataset(loaded.train), validation=validation, tasks=loaded.tasks)
 
 
@@ -118,26 +121,29 @@ class _LoadedTables:
         for cfg in train:
             if cfg.is_streamed:
                 table = load_stream(cfg)
-                self.streams.append(StreamedRows(**self._named(cfg, ""), table=table.table, convert=table.convert))
+                name, task = self._names_of(cfg)
+                self.streams.append(StreamedRows(name=name, task_name=task, table=table.table, convert=table.convert))
                 continue
             rows, held_out = load_rows(cfg)
             weight = cfg.weight if isinstance(cfg, DatasetConfig) else None
-            self.train.append(NamedRows(**self._named(cfg, ""), rows=rows, repeat=cfg.repeat, weight=weight))
+            name, task = self._names_of(cfg)
+            self.train.append(NamedRows(name=name, task_name=task, rows=rows, repeat=cfg.repeat, weight=weight))
             if held_out is not None:
-                self.held_out.append(NamedRows(**self._named(cfg, "/validation"), rows=held_out))
+                self.held_out.append(self.validation(cfg, held_out))
 
-    def validation(self, cfg: TableConfig) -> NamedRows:
-        """The rows of a dataset to validate on."""
-        rows, _ = load_rows(cfg)
-        return NamedRows(**self._named(cfg, "/validation"), rows=rows)
+    def validation(self, cfg: TableConfig, rows: Rows) -> NamedRows:
+        """Rows to validate on."""
+        name, task = self._names_of(cfg, "/validation")
+        return NamedRows(name=name, task_name=task, rows=rows)
 
-    def _named(self, cfg: TableConfig, suffix: str) -> dict[str, str]:
+    def _names_of(self, cfg: TableConfig, suffix: str = "") -> tuple[str, str]:
+        """(name of the rows, name of their task)."""
         name = first_free(dataset_label(cfg) + suffix, self._names)
         self._names.add(name)
         task_name = self._task_names.of(cfg)
         if task_name not in self.tasks:
             self.tasks[task_name] = make_task(task_name, cfg)
-        return {"name": name, "task_name": task_name}
+        return name, task_name
 
 
 def make_task(name: str, cfg: TableConfig) -> Task:

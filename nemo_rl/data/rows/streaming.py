@@ -1,16 +1,18 @@
-"""Prompts of datasets that do not fit: read once from front to back, shuffled block by block, resumed exactly."""
+"""Batches of prompts from datasets that are never loaded whole: read front to back, shuffled block by block."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from nemo_rl.data.interfaces import Row
-from nemo_rl.data.rows.dataloader import check_same_order, rows_digest
+from nemo_rl.data.rows.dataloader import PromptSource, rows_digest
+from nemo_rl.data.rows.setup import StreamedRows
 from nemo_rl.types import Prompt
 
 SHUFFLE_BLOCK = 10_000
@@ -19,9 +21,9 @@ NUM_HASHED_ROWS = 100
 
 @runtime_checkable
 class ResumableRows(Protocol):
-    """Rows that go on from a saved place without reading what lies before it, as `datasets.IterableDataset` does.
+    """Rows that continue from a saved position without reading the rows before it, as `datasets.IterableDataset` does.
 
-    `state_dict` is the place behind the rows that the last iteration has given; JSON-able.
+    `state_dict` is the position after the rows that the last iteration has given; JSON-able.
     """
 
     def __iter__(self) -> Iterator[Row]: ...
@@ -30,101 +32,66 @@ class ResumableRows(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedStream:
-    """A stream of rows under a name (unique among the datasets of a run, part of every prompt id)."""
-
-    name: str
-    task_name: str
-    open_rows: Callable[[], Iterable[Row]]
-    """Gives the rows from the first on, the same at every call; of a `datasets.IterableDataset`
-    `partial(copy.deepcopy, table)`, for shallow copies share their place. Not shuffled by itself: the buffer of such a
-    shuffle is in no saved state."""
-    convert: Callable[[Row], Row] | None = None  # applied to each row
-    repeat: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Position:
     """Where a block of an epoch begins."""
 
     block: int = 0  # number of the block
-    stream: int = 0  # index of the stream, repetitions counted
-    row: int = 0  # rows of the stream before
-    idx: int = 0  # rows of the epoch before
+    stream: int = 0  # index of the stream
+    row: int = 0  # rows of the stream before it
+    idx: int = 0  # rows of the epoch before it
     rows_state: dict[str, Any] | None = None  # of ResumableRows
 
 
-class _Reader:
-    """Reads the streams one after another, from a place on, in blocks."""
+def open_rows(stream: StreamedRows) -> Iterable[Row]:
+    """The rows of a stream from the first on. A deep copy: shallow copies of a table share its position."""
+    return copy.deepcopy(stream.table)
 
-    def __init__(self, streams: Sequence[NamedStream], place: _Place) -> None:
-        self._passes = [(stream, number) for stream in streams for number in range(stream.repeat)]
-        self._place = place
-        self._open(place.stream, place.row, place.rows_state)
-        self._idx = place.idx
-        self._block = place.block
 
-    def _open(self, stream: int, row: int = 0, state: dict[str, Any] | None = None) -> None:
-        self._stream, self._row = stream, row
-        self._rows: Iterable[Row] = self._passes[stream][0].open_rows() if stream < len(self._passes) else []
-        if state is not None:
-            assert isinstance(self._rows, ResumableRows), "a stream with a saved state stays one that has states"
-            self._rows.load_state_dict(state)
-        self._iterator = iter(self._rows) if state is not None else islice(self._rows, row, None)
-
-    def read(self, num_rows: int) -> tuple[_Place, list[Prompt]]:
-        """The next rows, fewer where the last stream ends, and the place where they begin."""
-        begin = self._here()
-        prompts: list[Prompt] = []
-        while len(prompts) < num_rows and self._stream < len(self._passes):
-            row = next(self._iterator, None)
+def _blocks(
+    streams: Sequence[StreamedRows], start: _Position, num_rows: int
+) -> Iterator[tuple[_Position, list[Prompt]]]:
+    """Blocks of `num_rows` prompts (the last one smaller) with the positions where they begin, from `start` on."""
+    here, rows, rest = start, None, iter(())
+    while True:
+        begin, prompts = here, []
+        while len(prompts) < num_rows and here.stream < len(streams):
+            stream = streams[here.stream]
+            if rows is None:
+                rows = open_rows(stream)
+                if here.rows_state is not None:
+                    assert isinstance(rows, ResumableRows), "a stream with a saved state stays one that has states"
+                    rows.load_state_dict(here.rows_state)
+                rest = iter(rows) if here.rows_state is not None else islice(rows, here.row, None)
+            row = next(rest, None)
             if row is None:
-                self._open(self._stream + 1)
-            else:
-                prompts.append(self._prompt(row))
-                self._row += 1
-                self._idx += 1
-        self._block += 1
-        return begin, prompts
-
-    def _here(self) -> _Place:
-        rows = self._rows
-        return _Place(
-            block=self._block,
-            stream=self._stream,
-            row=self._row,
-            idx=self._idx,
-            rows_state=rows.state_dict() if self._row > 0 and isinstance(rows, ResumableRows) else None,
-        )
-
-    def _prompt(self, row: Row) -> Prompt:
-        stream, repetition = self._passes[self._stream]
-        return Prompt(
-            prompt_id=f"{stream.name}:{self._row}" + (f"/{repetition}" if repetition else ""),
-            row=row if stream.convert is None else stream.convert(row),
-            idx=self._idx,
-            task_name=stream.task_name,
-        )
+                here, rows = replace(here, stream=here.stream + 1, row=0, rows_state=None), None
+                continue
+            prompt_id, task_name = f"{stream.name}:{here.row}", stream.task_name
+            prompts.append(Prompt(prompt_id=prompt_id, row=stream.convert(row), idx=here.idx, task_name=task_name))
+            here = replace(here, row=here.row + 1, idx=here.idx + 1)
+        if not prompts:
+            return
+        yield begin, prompts
+        state = rows.state_dict() if here.row > 0 and isinstance(rows, ResumableRows) else None
+        here = replace(here, block=here.block + 1, rows_state=state)
 
 
-class StreamedPrompts:
-    """The `PromptSource` of data that is read as a stream: one stream after another, every epoch anew.
+class StreamedPrompts(PromptSource):
+    """Prompts of streamed data: one stream after another, again in every epoch.
 
-    Rows are shuffled within blocks of `shuffle_block` rows; the permutation depends on seed, epoch and number of the
-    block alone. Memory: the rows of one block. Resuming reads that block again; of what lies before it nothing where
-    the rows have states of their own (`ResumableRows`), otherwise the rows are read and left out.
+    Rows are shuffled within blocks of `shuffle_block` rows, by a permutation that depends on seed, epoch and number of
+    the block alone. The rows of one block are in memory. Resuming reads that block again. It reads nothing before the
+    block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
 
-    `drop_last` leaves out the incomplete batch at the end of an epoch. `size_key` as in `PromptDataLoader`.
+    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state.
 
     Raises:
-        ValueError: while iterating, when an epoch has less than one batch.
+        ValueError: while iterating, if an epoch has less than one batch.
     """
-
-    num_batches: int | None = None
 
     def __init__(
         self,
-        streams: Sequence[NamedStream],
+        streams: Sequence[StreamedRows],
         num_prompts_per_step: int,
         *,
         shuffle: bool = True,
@@ -134,30 +101,30 @@ class StreamedPrompts:
         size_key: str = "policy.train_global_batch_size",
     ) -> None:
         self.streams = list(streams)
-        self.num_prompts_per_step = num_prompts_per_step
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
         self.shuffle_block = shuffle_block
-        self.size_key = size_key
-        self.epoch = 0
-        self.batches_done = 0  # of the current epoch
-        self._block = _Place()  # the block of the row that was handed out last
-        self._position = 0  # rows of it that were handed out
+        super().__init__(
+            num_prompts_per_step,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            size_key=size_key,
+            streams=[f"{stream.name} x 1" for stream in self.streams],
+            shuffle_block=shuffle_block,
+        )
+        self._block = _Position()  # the block of the last row that was yielded
+        self._position = 0  # rows of the block that were yielded
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        reader = _Reader(self.streams, self._block)
         first, batch = self._position, []
         block_size = self.shuffle_block if self.shuffle else self.num_prompts_per_step
-        while True:
-            begin, prompts = reader.read(block_size)
-            if not prompts:
-                break
-            order = self._order(begin.block, len(prompts))
+        for begin, prompts in _blocks(self.streams, self._block, block_size):
+            order = np.arange(len(prompts))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, self.epoch, begin.block]).permutation(len(prompts))
             for position in range(first, len(prompts)):
                 batch.append(prompts[order[position]])
                 if len(batch) == self.num_prompts_per_step:
-                    # Only here, so that the state always is the one behind the last batch.
+                    # Only here, so that the state always is the one after the last batch.
                     self._block, self._position = begin, position + 1
                     self.batches_done += 1
                     yield batch
@@ -166,55 +133,27 @@ class StreamedPrompts:
         if self.batches_done == 0 and (self.drop_last or not batch):
             raise ValueError(
                 f"the streamed training data has {len(batch)} rows, fewer than one step takes: set {self.size_key} "
-                f"(now {self.num_prompts_per_step}) to at most that, or repeat the dataset (data.train.repeat)"
+                f"(now {self.num_prompts_per_step}) to at most that, or name more data"
             )
-        self.epoch, self.batches_done, self._block, self._position = self.epoch + 1, 0, _Place(), 0
+        self.epoch, self.batches_done, self._block, self._position = self.epoch + 1, 0, _Position(), 0
         if batch and not self.drop_last:
             yield batch
 
-    def _order(self, block: int, num_rows: int) -> list[int]:
-        if not self.shuffle:
-            return list(range(num_rows))
-        return np.random.default_rng([self.seed, self.epoch, block]).permutation(num_rows).tolist()
+    @property
+    def num_batches(self) -> None:
+        return None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the data, for checkpoints: per stream its name, repeat, and a hash of its first 100 rows."""
+        """Per stream its name, and a hash of its first 100 rows."""
         return {
-            stream.name: {
-                "repeat": stream.repeat,
-                "first_rows_hash": rows_digest(islice(stream.open_rows(), NUM_HASHED_ROWS)),
-            }
+            stream.name: {"repeat": 1, "first_rows_hash": rows_digest(islice(open_rows(stream), NUM_HASHED_ROWS))}
             for stream in self.streams
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the source is and what decides the order; JSON-able."""
-        return {
-            "epoch": self.epoch,
-            "batches_done": self.batches_done,
-            "block": asdict(self._block),
-            "position": self._position,
-            **self._settings(),
-        }
+        return {**super().state_dict(), "block": asdict(self._block), "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ValueError: when the settings that decide the order are not those of the state; it lists the differences.
-        """
-        check_same_order(state, self._settings())
-        self.epoch = int(state["epoch"])
-        self.batches_done = int(state["batches_done"])
-        self._block = _Place(**state["block"])
+        super().load_state_dict(state)
+        self._block = _Position(**state["block"])
         self._position = int(state["position"])
-
-    def _settings(self) -> Mapping[str, Any]:
-        return {
-            "streams": [f"{stream.name} x {stream.repeat}" for stream in self.streams],
-            "num_prompts_per_step": self.num_prompts_per_step,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "drop_last": self.drop_last,
-            "shuffle_block": self.shuffle_block,
-        }

@@ -1,4 +1,4 @@
-"""Tokenised rows on disk, found by content: what makes them, and the row. Shared by processes, epochs and runs."""
+"""A cache of tokenised rows on disk, for all processes, epochs and runs. The key is the content of the row."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ MadeRow = tuple[list[Example], ExampleMeta]
 
 
 class DamagedCache(ValueError):
-    """A file is no token cache, or a value in it is not what was written."""
+    """A file is no token cache, or a value in it has changed."""
 
 
 def default_cache_dir() -> Path:
-    """`$NEMO_RL_CACHE` or `~/.cache/nemo_rl`, and in it `tokens`."""
+    """The folder `tokens` in `$NEMO_RL_CACHE` or `~/.cache/nemo_rl`."""
     return cache_root() / "tokens"
 
 
 class TokenCache:
-    """One SQLite file `<directory>/<fingerprint>.sqlite`, open in one thread; any number of processes at once.
+    """One SQLite file `<directory>/<fingerprint>.sqlite`, used by one thread in each of any number of processes.
 
-    `fingerprint` names everything but the row that decides its tokens (tokenizer, template, processor, limits). A file
-    that is damaged is put aside under another name, with a warning, and made anew. When a row cannot be written, with
-    a full disk, the cache goes on without it, with one warning.
+    `fingerprint` identifies everything except the row that determines its tokens (tokenizer, template, processor,
+    limits). A damaged file is renamed, with a warning, and a new one is made. If rows cannot be written, for example to
+    a full disk, the cache stops storing, with one warning.
 
     Raises:
-        ValueError: when the directory cannot be written.
+        ValueError: if the directory cannot be written.
     """
 
     def __init__(self, fingerprint: str, directory: str | Path | None = None) -> None:
@@ -59,11 +59,14 @@ class TokenCache:
         self._connection = self._open()
 
     def load(self, prompts: Sequence[Prompt]) -> list[MadeRow | None]:
-        """What is known of each row, under the ids of the prompts; None where nothing is."""
+        """The cached rows under the ids of the prompts; None for rows that are not cached."""
         keys = [self._key(prompt) for prompt in prompts]
         self._follow()
         try:
-            values = self._read([key for key in keys if key is not None])
+            known = [key for key in keys if key is not None]
+            holes = ",".join("?" * len(known))
+            rows = self._connection.execute(f"SELECT key, value FROM rows WHERE key IN ({holes})", known)
+            values: dict[bytes | None, bytes] = dict(rows)
             return [
                 decode_row(values[key], prompt) if key in values else None
                 for key, prompt in zip(keys, prompts, strict=True)
@@ -75,7 +78,7 @@ class TokenCache:
             return [None] * len(prompts)
 
     def store(self, prompts: Sequence[Prompt], made: Sequence[MadeRow]) -> None:
-        """Keep what was made of rows, in one transaction. Rows that have no exact JSON form are left out."""
+        """Store tokenised rows in one transaction. Rows without an exact JSON form are omitted."""
         keys = [self._key(prompt) for prompt in prompts]
         entries = [
             (key, encode_row(row, prompt.prompt_id))
@@ -90,7 +93,7 @@ class TokenCache:
                 self._connection.execute("BEGIN IMMEDIATE")
                 self._connection.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?)", entries)
         except sqlite3.DatabaseError as error:
-            logger.warning("tokenised rows are kept in %s no longer: %s", self.path, error)
+            logger.warning("tokenised rows are no longer stored in %s: %s", self.path, error)
             self._stores = False
 
     def close(self) -> None:
@@ -98,15 +101,11 @@ class TokenCache:
 
     def _key(self, prompt: Prompt) -> bytes | None:
         try:
-            # Not sorted: the order of keys is that in which a template writes a tool's description.
+            # Keys are not sorted: a template writes the description of a tool in their order.
             row = json.dumps([prompt.task_name, prompt.row], default=_exact, ensure_ascii=False)
         except TypeError:
             return None
         return xxhash.xxh3_128_digest(f"{self.fingerprint}\n{row}".encode("utf-8", "surrogatepass"))
-
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes | None, bytes]:
-        places = ",".join("?" * len(keys))
-        return dict(self._connection.execute(f"SELECT key, value FROM rows WHERE key IN ({places})", keys))
 
     def _open(self) -> sqlite3.Connection:
         try:
@@ -116,7 +115,7 @@ class TokenCache:
             return self._connect()
 
     def _follow(self) -> None:
-        """Leave a file that was put aside by another process, or removed, for the one in its place."""
+        """Open the file again if another process has renamed or removed it."""
         if not self.path.exists() or self.path.stat().st_ino != self._inode:
             self._connection.close()
             check_cache_dir(self.path.parent)
@@ -126,8 +125,8 @@ class TokenCache:
         self._inode = self.path.stat().st_ino if self.path.exists() else 0
         connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
-            # The rollback journal and not the write-ahead log, which needs memory shared by all processes: the folder
-            # may lie on a network. Without waiting for the disk: what is lost is made again.
+            # The rollback journal: the write-ahead log needs memory shared by all processes, and the folder may be on a
+            # network. No waiting for the disk: lost rows are made again.
             connection.execute("PRAGMA synchronous = OFF")
             (version,) = connection.execute("PRAGMA user_version").fetchone()
             self._inode = self.path.stat().st_ino
@@ -144,8 +143,8 @@ class TokenCache:
         return connection
 
     def _put_aside(self, error: Exception) -> None:
-        """Give a damaged file another name, unless another process has done so already."""
-        if isinstance(error, sqlite3.OperationalError):  # not the file, but what surrounds it
+        """Rename a damaged file, unless another process has already done so."""
+        if isinstance(error, sqlite3.OperationalError):  # the file is sound; the disk, say, is not
             raise ValueError(
                 f"the token cache {self.path} cannot be used: {error}; see that the folder is on a disk with room, or "
                 "switch the cache off with data.cache_tokens=false"
@@ -160,10 +159,10 @@ class TokenCache:
 
 
 def check_cache_dir(directory: str | Path | None = None) -> Path:
-    """The directory of token caches (default `default_cache_dir()`), made if it is not there.
+    """The directory of token caches (default `default_cache_dir()`), made if it does not exist.
 
     Raises:
-        ValueError: when it cannot be written.
+        ValueError: if it cannot be written.
     """
     path = Path(directory) if directory is not None else default_cache_dir()
     advice = "set NEMO_RL_CACHE to a folder that can be written, or switch the cache off with data.cache_tokens=false"
@@ -177,7 +176,7 @@ def check_cache_dir(directory: str | Path | None = None) -> Path:
 
 
 def encode_row(made: MadeRow, prompt_id: str) -> bytes:
-    """A made row as bytes: digest, JSON, token ids of all sequences, their masks. The inverse of `decode_row`."""
+    """A tokenised row as bytes: digest, JSON, token ids of all sequences, their masks. The inverse of `decode_row`."""
     examples, meta = made
     assert all(len(example.token_ids) == len(example.token_mask) for example in examples), prompt_id
     header = {
@@ -199,10 +198,10 @@ def encode_row(made: MadeRow, prompt_id: str) -> bytes:
 
 
 def decode_row(value: bytes, prompt: Prompt) -> MadeRow:
-    """A row as `encode_row` was given it, its arrays read-only, under the id of `prompt`.
+    """The row that `encode_row` was given, with read-only arrays, under the id of `prompt`.
 
     Raises:
-        DamagedCache: when the bytes are not those that were written.
+        DamagedCache: if the bytes have changed.
     """
     if len(value) < _PREFIX.size:
         raise DamagedCache("a value is too short")
@@ -237,7 +236,7 @@ def decode_row(value: bytes, prompt: Prompt) -> MadeRow:
 
 
 def _exact(value: Any) -> Any:
-    """What JSON lacks, in a form from which no two different values come out alike. Raises TypeError for the rest."""
+    """Values that JSON lacks, in a form that differs for different values. TypeError for all others."""
     if isinstance(value, _AS_REPR):
         return {type(value).__name__: repr(value)}
     if isinstance(value, np.ndarray | np.generic):

@@ -12,22 +12,172 @@ from typing import Any, NotRequired, TypedDict
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.code.sandbox.limits import LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxLimits, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import CodeEnvironmentConfig
+from nemo_rl.environments.config import CodeEnvironmentConfig, ProgramsConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.types import LLMMessageLogType
 
-# -- Programs in what a model says, and what a model is told about them. Pure functions on text.
+NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
+
+
+class CodeMetadata(TypedDict):
+    """A row has `tests` or `ground_truth`; the rest is the state of an episode."""
+
+    tests: NotRequired[list[Any]]  # {"input": stdin, "output": expected stdout}, or source with assertions
+    ground_truth: NotRequired[str]  # expected stdout of the program without input
+    best_score: NotRequired[float]
+
+
+@dataclass(frozen=True)
+class _Test:
+    """One run of a program. `expected` None: `check` must run to its end."""
+
+    stdin: str = ""
+    check: str = ""
+    expected: str | None = None
+
+    def passed(self, result: SandboxResult) -> bool:
+        if self.expected is None:
+            return result.finished
+        return result.exit_status == 0 and result.limit is None and same_output(result.stdout, self.expected)
+
+
+class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
+    """Runs the program of the last turn once for each test of its row, and answers with `<result>...</result>`.
+
+    An episode's rewards add up to the score of its best program. A program that hangs costs its own time limit.
+
+    Raises:
+        SandboxUnavailable: when this machine cannot isolate programs; see `sandbox.allow_weaker`.
+    """
+
+    def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig(**cfg)
+        self.pool = sandbox_pool(self.cfg)
+        self.num_programs = 0
+        self.limits_hit: Counter[LimitHit] = Counter()
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeMetadata]
+    ) -> EnvironmentReturn[CodeMetadata]:
+        """Evaluate the last turn of each conversation, all programs in parallel.
+
+        Raises:
+            ValueError: for a row with neither tests nor an expected output, or with an invalid test.
+        """
+        tests = [read_tests(known) for known in metadata]
+        programs = [find_program(str(log[-1]["content"])) for log in message_log_batch]
+        jobs = [
+            Program(cells=[source], stdin=test.stdin, check=test.check)
+            for source, of_row in zip(programs, tests, strict=True)
+            if source is not None
+            for test in of_row
+        ]
+        results = iter(self.pool.run(jobs))
+        observations: list[dict[str, str]] = []
+        after: list[CodeMetadata] = []
+        rewards: list[float] = []
+        ended: list[bool] = []
+        answers: list[str | None] = []
+        for known, source, of_row in zip(metadata, programs, tests, strict=True):
+            score, text, answer = 0.0, NO_PROGRAM, None
+            if source is not None:
+                score, text, answer = self._judge(of_row, [next(results) for _ in of_row])
+            best = known.get("best_score", 0.0)
+            observations.append({"role": "environment", "content": f"<result>\n{text}\n</result>"})
+            after.append({**known, "best_score": max(best, score)})
+            rewards.append(max(0.0, score - best))
+            ended.append(self.cfg.terminate_on_evaluation or source is None or score == 1.0)
+            answers.append(answer)
+        return EnvironmentReturn(
+            observations, after, [None] * len(after), torch.tensor(rewards), torch.tensor(ended), answers
+        )
+
+    def _judge(self, tests: list[_Test], results: list[SandboxResult]) -> tuple[float, str, str | None]:
+        """Score, text for the model, and the output as answer if there is one test without assertions."""
+        self.num_programs += len(results)
+        self.limits_hit.update(result.limit for result in results if result.limit is not None)
+        passed = [test.passed(result) for test, result in zip(tests, results, strict=True)]
+        fraction = sum(passed) / len(passed)
+        score = fraction if self.cfg.test_reward == "fraction" else float(fraction == 1.0)
+        shown = passed.index(False) if False in passed else 0
+        text = describe(results[shown], self.cfg.sandbox.limits, self.cfg.max_result_characters)
+        if len(tests) > 1 or tests[0].expected is None:
+            count = f"{sum(passed)} of {len(passed)} tests passed."
+            text = count if all(passed) else f"{count} Output of test {shown + 1}:\n{text}"
+        only = results[0] if len(results) == 1 and tests[0].expected is not None else None
+        return score, text, only.stdout.strip() if only else None
+
+    def global_post_process_and_metrics(
+        self, batch: BatchedDataDict[Any]
+    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+        """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of the programs since the last."""
+        rates = {f"programs_that_hit/{limit}": self.limits_hit[limit] / max(1, self.num_programs) for limit in LimitHit}
+        metrics = {
+            "solved_rate": (batch["rewards"] >= 1).float().mean().item(),
+            "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
+            "num_programs": float(self.num_programs),
+            **rates,
+        }
+        self.num_programs = 0
+        self.limits_hit.clear()
+        return batch, metrics
+
+    def shutdown(self) -> None:
+        """End the sandbox's processes."""
+        self.pool.close()
+
+
+def sandbox_pool(cfg: ProgramsConfig) -> SandboxPool:
+    """The sandbox of a section."""
+    sandbox = cfg.sandbox
+    return SandboxPool(
+        cfg.num_workers,
+        sandbox.limits,
+        preload=sandbox.preload,
+        site_packages=sandbox.site_packages,
+        allow_weaker=sandbox.allow_weaker,
+    )
+
+
+def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
+    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`. ValueError for another row."""
+    if metadata.get("tests") is None:
+        if metadata.get("ground_truth") is None:
+            raise ValueError(
+                "the code environment needs rows with 'tests' or an expected output: set processor: "
+                "code_data_processor and give rows a column tests, or expected_answer"
+            )
+        return [_Test(expected=str(metadata["ground_truth"]))]
+    tests = metadata["tests"]
+    tests = json.loads(tests) if isinstance(tests, str) else tests
+    if not isinstance(tests, Sequence) or not tests:
+        raise ValueError(f"tests of a row are a list that is not empty, got {tests!r:.200}")
+    found: list[_Test] = []
+    for test in tests:
+        if isinstance(test, str):
+            found.append(_Test(check=test))
+        elif isinstance(test, Mapping) and set(test) == {"input", "output"}:
+            found.append(_Test(stdin=str(test["input"]), expected=str(test["output"])))
+        else:
+            raise ValueError(
+                "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected "
+                f"stdout}}, got {test!r:.200}"
+            )
+    return found
+
+
+# Programs in the model's text, and results as text
 
 CODE = re.compile(r"<code>(.*?)(?:</code>|\Z)", re.DOTALL)
 FENCED = re.compile(r"```(?:python|py)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 def find_program(text: str) -> str | None:
-    """The program of a turn: its `<code>` blocks one after another, else its last fenced block of Python.
+    """The program of a turn: its `<code>` blocks in order, else its last fenced block of Python, else None.
 
-    The last block may be open: a stop string ends the turn before the mark. None: there is no program.
+    The last block may be open: a stop string may end the turn before the mark.
     """
     if blocks := CODE.findall(text):
         return "\n".join(block.strip("\n") for block in blocks)
@@ -37,16 +187,13 @@ def find_program(text: str) -> str | None:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Equal line by line, apart from white space at the ends of lines and of the text."""
-    return _lines(printed) == _lines(expected)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    """Whether two texts are equal line by line, apart from white space at the ends of lines and of the text."""
+    first, second = ([line.rstrip() for line in text.strip().splitlines()] for text in (printed, expected))
+    return first == second
 
 
 def shorten(text: str, max_characters: int) -> str:
-    """The text, or its beginning and its end with what is left out counted in between."""
+    """The text, or its beginning and its end with the number of omitted characters between them."""
     if len(text) <= max_characters:
         return text
     head = max_characters // 2
@@ -55,7 +202,7 @@ def shorten(text: str, max_characters: int) -> str:
 
 
 def describe(result: SandboxResult, limits: SandboxLimits, max_characters: int) -> str:
-    """What a program printed and how it ended, for the model."""
+    """The output of a program and how it ended, for the model."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
         parts.append(_reason(result.limit, limits))
@@ -80,174 +227,3 @@ def _reason(limit: LimitHit, limits: SandboxLimits) -> str:
         LimitHit.PROCESSES: "The program may not start processes.",
         LimitHit.FORBIDDEN: "The program may only use files in its own directory, and no network.",
     }[limit]
-
-
-NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
-
-
-class CodeMetadata(TypedDict):
-    """What a row gives, `tests` or `ground_truth`, and what an episode carries from turn to turn."""
-
-    tests: NotRequired[list[Any]]  # {"input": stdin, "output": expected stdout}, or source with assertions
-    ground_truth: NotRequired[str]  # expected stdout of the program without input
-    best_score: NotRequired[float]
-
-
-@dataclass(frozen=True)
-class _Test:
-    """One run of a program. `expected` None: `check` must run to its end."""
-
-    stdin: str = ""
-    check: str = ""
-    expected: str | None = None
-
-    def passed(self, result: SandboxResult) -> bool:
-        if self.expected is None:
-            return result.finished
-        return result.exit_status == 0 and result.limit is None and same_output(result.stdout, self.expected)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Verdict:
-    """What came of one conversation's program; None of it where the turn had none."""
-
-    score: float
-    observation: str
-    answer: str | None
-
-
-class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
-    """Runs the program of the last turn once for each test of its row, and answers with `<result>...</result>`.
-
-    An episode's rewards add up to the score of its best program. A program that hangs costs its own time limit.
-
-    Raises:
-        SandboxUnavailable: where this machine cannot isolate programs; see `sandbox.allow_weaker`.
-    """
-
-    def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig(**cfg)
-        sandbox = self.cfg.sandbox
-        self.pool = SandboxPool(
-            self.cfg.num_workers,
-            sandbox.limits,
-            preload=sandbox.preload,
-            site_packages=sandbox.site_packages,
-            allow_weaker=sandbox.allow_weaker,
-        )
-        self.num_programs = 0
-        self.limits_hit: Counter[LimitHit] = Counter()
-
-    def step(
-        self, message_log_batch: list[LLMMessageLogType], metadata: list[CodeMetadata]
-    ) -> EnvironmentReturn[CodeMetadata]:
-        """Evaluate the last turn of each conversation, all programs side by side.
-
-        Raises:
-            ValueError: for a row with neither tests nor an expected output, or with a test that is none.
-        """
-        tests = [read_tests(known) for known in metadata]
-        programs = [find_program(str(log[-1]["content"])) for log in message_log_batch]
-        verdicts = self._evaluate(programs, tests)
-        rewards: list[float] = []
-        after: list[CodeMetadata] = []
-        for known, verdict in zip(metadata, verdicts, strict=True):
-            best = known.get("best_score", 0.0)
-            rewards.append(max(0.0, verdict.score - best))
-            after.append({**known, "best_score": max(best, verdict.score)})
-        ended = [
-            self.cfg.terminate_on_evaluation or program is None or verdict.score == 1.0
-            for program, verdict in zip(programs, verdicts, strict=True)
-        ]
-        return EnvironmentReturn(
-            observations=[{"role": "environment", "content": verdict.observation} for verdict in verdicts],
-            metadata=after,
-            next_stop_strings=[None] * len(verdicts),
-            rewards=torch.tensor(rewards),
-            terminateds=torch.tensor(ended),
-            answers=[verdict.answer for verdict in verdicts],
-        )
-
-    def _evaluate(self, programs: Sequence[str | None], tests: Sequence[list[_Test]]) -> list[_Verdict]:
-        jobs = [
-            Program(cells=[source], stdin=test.stdin, check=test.check)
-            for source, of_row in zip(programs, tests, strict=True)
-            if source is not None
-            for test in of_row
-        ]
-        results = iter(self.pool.run(jobs))
-        verdicts: list[_Verdict] = []
-        for source, of_row in zip(programs, tests, strict=True):
-            if source is None:
-                verdicts.append(_Verdict(score=0.0, observation=_result(NO_PROGRAM), answer=None))
-            else:
-                verdicts.append(self._judge(of_row, [next(results) for _ in of_row]))
-        return verdicts
-
-    def _judge(self, tests: list[_Test], results: list[SandboxResult]) -> _Verdict:
-        self.num_programs += len(results)
-        self.limits_hit.update(result.limit for result in results if result.limit is not None)
-        passed = [test.passed(result) for test, result in zip(tests, results, strict=True)]
-        fraction = sum(passed) / len(passed)
-        score = fraction if self.cfg.test_reward == "fraction" else float(fraction == 1.0)
-        shown = passed.index(False) if False in passed else 0
-        text = describe(results[shown], self.cfg.sandbox.limits, self.cfg.max_result_characters)
-        if len(tests) > 1 or tests[0].expected is None:
-            count = f"{sum(passed)} of {len(passed)} tests passed."
-            text = count if all(passed) else f"{count} Output of test {shown + 1}:\n{text}"
-        only = results[0] if len(results) == 1 and tests[0].expected is not None else None
-        return _Verdict(score=score, observation=_result(text), answer=only.stdout.strip() if only else None)
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
-        """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of all programs since the last."""
-        rates = {f"programs_that_hit/{limit}": self.limits_hit[limit] / max(1, self.num_programs) for limit in LimitHit}
-        metrics = {
-            "solved_rate": (batch["rewards"] >= 1).float().mean().item(),
-            "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
-            "num_programs": float(self.num_programs),
-            **rates,
-        }
-        self.num_programs = 0
-        self.limits_hit.clear()
-        return batch, metrics
-
-    def shutdown(self) -> None:
-        """End the sandbox's processes."""
-        self.pool.close()
-
-
-def read_tests(metadata: Mapping[str, Any]) -> list[_Test]:
-    """The tests of a row, which has `tests` (a list, or one as JSON) or `ground_truth`.
-
-    Raises:
-        ValueError: when it has neither, or a test is not of the two forms.
-    """
-    if metadata.get("tests") is None:
-        if metadata.get("ground_truth") is None:
-            raise ValueError(
-                "the code environment needs rows with 'tests' or an expected output: set processor: "
-                "code_data_processor and give rows a column tests, or expected_answer"
-            )
-        return [_Test(expected=str(metadata["ground_truth"]))]
-    tests = metadata["tests"]
-    tests = json.loads(tests) if isinstance(tests, str) else tests
-    if not isinstance(tests, Sequence) or not tests:
-        raise ValueError(f"tests of a row are a list that is not empty, got {tests!r:.200}")
-    return [_test(test) for test in tests]
-
-
-def _test(test: Any) -> _Test:
-    if isinstance(test, str):
-        return _Test(check=test)
-    if isinstance(test, Mapping) and set(test) == {"input", "output"}:
-        return _Test(stdin=str(test["input"]), expected=str(test["output"]))
-    raise ValueError(
-        "a test is source with assertions ('assert f(2) == 4'), or {input: text of stdin, output: expected stdout}, "
-        f"got {test!r:.200}"
-    )
-
-
-def _result(text: str) -> str:
-    return f"<result>\n{text}\n</result>"

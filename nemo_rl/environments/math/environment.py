@@ -1,4 +1,4 @@
-"""Mathematics problems with a known answer: reward 1 when the conversation gives it, else 0, after one turn."""
+"""Mathematics problems with a known answer: reward 1 if the conversation gives it, else 0, after one turn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
-from nemo_rl.environments.math.verification import exact_integer
-from nemo_rl.environments.math.verifier_pool import Verification, VerificationResult, VerifierPool, died
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.math.verification import Verification, VerifierPool, died
+from nemo_rl.environments.rewards import response_text
 from nemo_rl.types import LLMMessageLogType
 
 
 class MathMetadata(TypedDict):
-    """What the processors give: the expected answer."""
+    """The metadata of a row: the expected answer."""
 
     ground_truth: str
 
@@ -30,62 +30,43 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
         is_math = self.cfg.verifier_type == "math"
         self.verifier: str = self.cfg.math_verify_impl if is_math else self.cfg.verifier_type
         self.pool = VerifierPool(self.cfg.num_workers, self.cfg.verify_timeout_s)
-        self.num_timed_out = 0  # since the metrics were last asked for
+        self.num_timed_out = 0  # since the last call of the metrics
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[MathMetadata]
     ) -> EnvironmentReturn[MathMetadata]:
-        """One turn, then the episode is over. A verification that ended its process has no verdict: see `failures`."""
+        """One turn, then the episode is over. A verification that ends its process has no verdict: see `failures`."""
         jobs = [
-            Verification(
-                verifier=self.verifier,
-                response="".join(str(message["content"]) for message in log if message["role"] == "assistant"),
-                ground_truth=str(truth["ground_truth"]),
-            )
+            Verification(self.verifier, response_text(log), str(truth["ground_truth"]))
             for log, truth in zip(message_log_batch, metadata, strict=True)
         ]
-        results = self._verify(jobs)
-        return EnvironmentReturn(
-            observations=[
-                {"role": "environment", "content": f"Environment: {'correct' if result.correct else 'incorrect'}"}
-                for result in results
-            ],
-            metadata=metadata,
-            next_stop_strings=[None] * len(results),
-            rewards=torch.tensor([float(result.correct) for result in results]),
-            terminateds=torch.ones(len(results)),
+        results = self.pool.run(jobs)
+        self.num_timed_out += sum(result.failure == "timeout" for result in results)
+        return one_turn(
+            ["correct" if result.correct else "incorrect" for result in results],
+            metadata,
+            torch.tensor([float(result.correct) for result in results]),
             answers=[result.answer for result in results],
             failures=[
                 died(job) if result.failure == "died" else None for job, result in zip(jobs, results, strict=True)
             ],
         )
 
-    def _verify(self, jobs: list[Verification]) -> list[VerificationResult]:
-        results: list[VerificationResult | None] = []
-        for job in jobs:
-            certain = exact_integer(job.response, job.ground_truth) if self.verifier == "hf_math_verify" else None
-            results.append(VerificationResult(correct=certain[0], answer=certain[1]) if certain else None)
-        open_jobs = [i for i, result in enumerate(results) if result is None]
-        for i, result in zip(open_jobs, self.pool.verify([jobs[i] for i in open_jobs]), strict=True):
-            results[i] = result
-            self.num_timed_out += result.failure == "timeout"
-        return [result for result in results if result is not None]
-
     def global_post_process_and_metrics(
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B],
-        `prompt_lengths` [B] and `group_id` (or, in its absence, the prompt's `text`), a list; rewards of samples that
-        did not end by themselves become 0. `num_verifications_timed_out` counts since the last call; they were wrong.
+        `prompt_lengths` [B] and `group_id` (or, in its absence, the prompt's `text`), a list.
+
+        Rewards of samples that did not end by themselves become 0. `num_verifications_timed_out` counts since the last
+        call; these answers were wrong.
         """
         num_timed_out, self.num_timed_out = self.num_timed_out, 0
         ended = batch["is_end"].float()
-        rewards = batch["rewards"] * ended
-        batch["rewards"] = rewards
+        batch["rewards"] = rewards = batch["rewards"] * ended
         groups: dict[str, list[float]] = defaultdict(list)
-        for group, reward in zip(
-            batch["group_id"] if "group_id" in batch else batch["text"], rewards.tolist(), strict=True
-        ):
+        group_ids = batch["group_id"] if "group_id" in batch else batch["text"]
+        for group, reward in zip(group_ids, rewards.tolist(), strict=True):
             groups[group].append(reward)
         correct = batch["generation_lengths"][rewards == 1].float()
         return batch, {

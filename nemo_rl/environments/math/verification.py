@@ -1,15 +1,29 @@
-"""Is this the answer? Pure functions on text; no torch, so that a verifier process starts quickly.
+"""Is this the answer? Verifiers, and the pool of processes that run them under a time limit.
 
-Every verifier takes (response, ground truth) and returns (correct, extracted answer or None).
+A verifier is a pure function (response, ground truth) -> (correct, extracted answer or None). Started with
+`python -m nemo_rl.environments.math.verification <limit in s>`, this module is such a process. It imports no torch, so
+that it starts quickly. The pool is our own: the executors of the standard library cannot end one process that hangs.
 """
 
 from __future__ import annotations
 
 import functools
+import json
+import logging
 import re
+import resource
+import signal
+import subprocess
+import sys
 import unicodedata
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
+
+logger = logging.getLogger(__name__)
 
 Verdict = tuple[bool, str | None]
 
@@ -18,10 +32,9 @@ INTEGER = re.compile(r"-?[1-9]\d{0,17}|0")
 
 
 def exact_integer(response: str, ground_truth: str) -> Verdict | None:
-    """The verdict without a parser, where it is certain: the response is one boxed integer, the truth an integer.
+    """The verdict without a parser if the response is one boxed integer and the truth an integer; otherwise None.
 
-    Both are in their only form (no leading zeros, no sign on zero), so equal numbers are equal texts. None: not such a
-    case.
+    Both are in canonical form (no leading zeros, no sign on zero), so equal numbers are equal texts.
     """
     found = BOXED_INTEGER.fullmatch(response)
     if found is None or INTEGER.fullmatch(ground_truth) is None:
@@ -31,11 +44,9 @@ def exact_integer(response: str, ground_truth: str) -> Verdict | None:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    import logging
-
     import math_verify
 
-    # It warns, once per process, that its signal-based time limits are off: the process has a limit of its own.
+    # It warns once per process that its signal-based time limits are off. The process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     gold = (math_verify.LatexExtractionConfig(),)
     answer = (math_verify.ExprExtractionConfig(), math_verify.LatexExtractionConfig())
@@ -138,3 +149,132 @@ VERIFIERS: dict[str, Callable[[str, str], Verdict]] = {
     "english_multichoice": english_multichoice,
     "multilingual_multichoice": multilingual_multichoice,
 }
+
+
+# Processes
+
+START_TIMEOUT_S = 120.0
+MAX_LOGGED_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A response to check against a ground truth. `verifier` is a name of VERIFIERS."""
+
+    verifier: str
+    response: str
+    ground_truth: str
+
+    def __str__(self) -> str:
+        truth, response = self.ground_truth[:MAX_LOGGED_CHARACTERS], self.response[-MAX_LOGGED_CHARACTERS:]
+        return f"ground truth {truth!r}, response {response!r}"
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """`failure` is None, "timeout" (counts as not correct) or "died" (there is no verdict, see `died`).
+
+    A verification "died" if it ended two processes: one alone may have been ended from outside.
+    """
+
+    correct: bool
+    answer: str | None = None
+    failure: str | None = None
+
+
+def died(job: Verification) -> str:
+    """The reason why a verification that ended two processes has no verdict."""
+    return f"verifier {job.verifier!r} ended its process twice, out of memory or by a crash, at {job}"
+
+
+class _Verifier(LineWorker[Verification, VerificationResult]):
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+
+    def run(self, job: Verification) -> VerificationResult:
+        certain = exact_integer(job.response, job.ground_truth) if job.verifier == "hf_math_verify" else None
+        if certain is not None:
+            return VerificationResult(*certain)
+        for _ in range(2):
+            result = self._try(job)
+            if result is not None:
+                return result
+            logger.warning("a verifier process was ended or stopped, from outside or by a response: %s", job)
+        return VerificationResult(correct=False, failure="died")
+
+    def _try(self, job: Verification) -> VerificationResult | None:
+        """None when the process is gone, or is stopped by a signal."""
+        if self.lines is None:
+            self._start()
+        assert self.lines is not None
+        try:
+            self.lines.send(json.dumps([job.verifier, job.response, job.ground_truth]).encode())
+            correct, answer = json.loads(self.lines.receive(self.timeout_s))
+        except (BrokenPipeError, EOFError):
+            self.close()
+            return None
+        except TimeoutError:
+            stat = Path(f"/proc/{self.lines.process.pid}/stat").read_text()
+            self.close()
+            if stat.rpartition(")")[2].split()[0] in "Tt":  # stopped: the time says nothing about the verification
+                return None
+            logger.warning("verification took longer than %.1f s, counted as wrong: %s", self.timeout_s, job)
+            return VerificationResult(correct=False, failure="timeout")
+        return VerificationResult(correct=correct, answer=answer)
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "nemo_rl.environments.math.verification", str(self.timeout_s)]
+        self.lines = LineProcess(command, stderr=subprocess.DEVNULL)
+        try:
+            self.lines.receive(START_TIMEOUT_S)
+        except (EOFError, TimeoutError) as error:
+            self.close()
+            raise RuntimeError(
+                f"a verifier process did not start ({error!r}): run `{' '.join(command)}` to see why"
+            ) from error
+
+
+class VerifierPool(WorkerPool[Verification, VerificationResult]):
+    """`num_workers` verifier processes.
+
+    If no process is ended from outside, jobs take at most about (jobs / workers) * limit seconds.
+    """
+
+    def __init__(self, num_workers: int, timeout_s: float) -> None:
+        super().__init__([_Verifier(timeout_s) for _ in range(num_workers)])
+
+
+MEMORY_LIMIT_BYTES = 4 << 30
+# Errors of the parser on text that is not mathematics, or of a number too large to be written: a wrong answer.
+WRONG = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+GRACE_S = 2.0  # the pool kills first; this is for a pool that is gone
+
+
+def main() -> None:
+    """Read [verifier, response, ground truth] and write [correct, extracted answer] as JSON lines, after "ready".
+
+    The process ends with its standard input, and by itself if a verification outlives its limit and nobody kills it.
+    """
+    limit_s = float(sys.argv[1])
+    replies = sys.stdout
+    sys.stdout = sys.stderr  # output of libraries must not get between the replies
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    hf_math_verify("\\boxed{1}", "1")  # imports
+    replies.write('"ready"\n')
+    replies.flush()
+    for line in sys.stdin:
+        name, response, ground_truth = json.loads(line)
+        verifier = VERIFIERS[name]  # outside the try: an unknown name is not a wrong answer
+        signal.setitimer(signal.ITIMER_REAL, limit_s + GRACE_S)  # SIGALRM at its default ends the process
+        try:
+            verdict = verifier(response, ground_truth)
+        except WRONG as error:
+            logger.info("%s: %r", name, error)
+            verdict = (False, None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(json.dumps(verdict) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

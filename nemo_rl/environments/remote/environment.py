@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -13,7 +14,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt
 from nemo_rl.environments.config import RemoteEnvironmentConfig
-from nemo_rl.environments.http_client import HttpFailure, JsonClient
+from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.remote import protocol
 from nemo_rl.types import LLMMessageLogType
@@ -28,29 +29,26 @@ class _Connection:
     def __init__(self, cfg: RemoteEnvironmentConfig) -> None:
         self.cfg = cfg
         self.url = cfg.base_url.rstrip("/")
-        self.client = self._client(cfg.timeout_s, cfg.max_retries)
-
-    def _client(self, timeout_s: float, max_retries: int) -> JsonClient:
-        return JsonClient(
-            token_variable=self.cfg.token_env,
+        self.client = JsonClient(
+            token_variable=cfg.token_env,
             token_key="token_env",
-            timeout_s=timeout_s,
-            max_retries=max_retries,
-            backoff_s=self.cfg.backoff_s,
+            timeout_s=cfg.timeout_s,
+            max_retries=cfg.max_retries,
+            backoff_s=cfg.backoff_s,
         )
 
     async def check_server(self) -> None:
         """Wait until the server answers. ValueError if it does not in time, or refuses this client."""
-        client = self._client(min(HEALTH_TIMEOUT_S, self.cfg.start_timeout_s), max_retries=0)
+        once = replace(self.client, timeout_s=min(HEALTH_TIMEOUT_S, self.cfg.start_timeout_s), max_retries=0)
         deadline = asyncio.get_running_loop().time() + self.cfg.start_timeout_s
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
-                    answer, _ = await client.request(session, "GET", f"{self.url}/health")
+                    answer, _ = await once.request(session, "GET", f"{self.url}/health")
                     protocol.check_version(answer)
                     return
                 except (HttpFailure, protocol.ProtocolError) as error:
-                    is_final = isinstance(error, protocol.ProtocolError) or error.is_final
+                    is_final = isinstance(error, protocol.ProtocolError | FinalHttpFailure)
                     if is_final or asyncio.get_running_loop().time() > deadline:
                         raise ValueError(
                             f"base_url: no environment server answers at {self.url}: {error}. Start one with "

@@ -150,15 +150,16 @@ def check_address(host: str, token: str | None) -> None:
         )
 
 
-async def start(
+async def serve(
     environment: EnvironmentInterface[Any],
     *,
     name: str,
     host: str = "127.0.0.1",
     port: int = 0,
     token: str | None = None,
-) -> tuple[web.AppRunner, int]:
-    """A server that runs until `runner.cleanup()`, and its port; port 0 takes a free one.
+    on_start: Callable[[int], None] = lambda port: None,
+) -> None:
+    """Serve until SIGINT or SIGTERM; port 0 takes a free port, and `on_start` gets the port.
 
     Raises:
         ValueError: for an address that other machines can reach without a token.
@@ -169,27 +170,15 @@ async def start(
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-    except OSError:
+        await _serve_until_signal(runner, on_start)
+    finally:
         await runner.cleanup()
-        raise
-    return runner, int(runner.addresses[0][1])
 
 
-async def serve(
-    environment: EnvironmentInterface[Any],
-    *,
-    name: str,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    token: str | None = None,
-    on_start: Callable[[int], None] = lambda port: None,
-) -> None:
-    """Serve until SIGINT or SIGTERM; `on_start` gets the port."""
-    runner, port = await start(environment, name=name, host=host, port=port, token=token)
+async def _serve_until_signal(runner: web.AppRunner, on_start: Callable[[int], None]) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    on_start(port)
+    on_start(int(runner.addresses[0][1]))
     await ended.wait()
-    await runner.cleanup()

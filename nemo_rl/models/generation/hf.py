@@ -11,8 +11,6 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -30,23 +28,12 @@ _GATHER_S = 0.005  # a batch leaves when no request has arrived for this long
 class GeneratingPolicy(Protocol):
     """A policy whose workers have `generate`."""
 
-    def prepare_generation(self) -> None:
-        """Prepare the workers for `generate`. Called again after workers were replaced."""
-        ...
-
+    def prepare_generation(self) -> None: ...  # called again after workers were replaced
     @property
-    def generating_workers(self) -> list[Any]:
-        """Actor handles by rank."""
-        ...
-
+    def generating_workers(self) -> list[Any]: ...  # actor handles by rank
     @property
-    def data_coordinates(self) -> list[int]:
-        """The data-parallel coordinate of each worker."""
-        ...
-
-    def check_health(self) -> None:
-        """Raise WorkerDied, with the worker's name, if a worker is gone."""
-        ...
+    def data_coordinates(self) -> list[int]: ...  # the data-parallel coordinate of each worker
+    def check_health(self) -> None: ...  # raises WorkerDied, with the worker's name, if a worker is gone
 
 
 class HfGeneration(GenerationInterface):
@@ -62,25 +49,12 @@ class HfGeneration(GenerationInterface):
         timeout_s: float | None = None,
     ) -> None:
         self._policy = policy
-        self._name_prefix = name_prefix
-        self._bytes_of_stopped = 0
         builder = RayWorkerBuilder(WORKER, max_model_len)
-        self._start = partial(
-            RayWorkerGroup, cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s
-        )
-        self._worker = self._start()
 
-    @property
-    def name_prefix(self) -> str:
-        return self._name_prefix
+        def start(index: int) -> RayWorkerGroup:
+            return RayWorkerGroup(cluster, builder, name_prefix=name_prefix, num_workers=1, timeout_s=timeout_s)
 
-    @property
-    def workers(self) -> list[Any]:
-        return self._worker.workers
-
-    @property
-    def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_stopped + self._worker.controller_tensor_bytes
+        super().__init__(1, start, name_prefix)
 
     def connect_policy(self) -> None:
         """Prepare the policy's current workers and send requests to them from now on."""
@@ -88,58 +62,24 @@ class HfGeneration(GenerationInterface):
         self._send_ranks()
 
     def _send_ranks(self) -> None:
-        ranks = PolicyRanks(workers=self._policy.generating_workers, data_ranks=self._policy.data_coordinates)
-        self._worker.call_one(0, "use", ranks)
+        self._call_all("use", self._policy.generating_workers, self._policy.data_coordinates)
 
     def rest(self) -> None:
         """Drop all requests and return when the policy's workers are free."""
-        self._worker.call_one(0, "rest")
-
-    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        self.rest()
-
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        raise NotImplementedError("the policy's workers generate: no weights are sent")
-
-    def wait(self, futures: Sequence[Any]) -> None:
-        assert not futures
-
-    def finish_weight_update(self, version: int) -> None:
-        self._worker.call_one(0, "set_weight_version", version)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Nothing to move: the weights are the policy's."""
-
-    def offload(self) -> None:
-        self.rest()
-
-    def reset_prefix_cache(self) -> None:
-        """No cache outlives a request."""
+        self._call_all("rest")
 
     def dead_workers(self) -> list[int]:
         """[0] if the actor is gone. Raises WorkerDied if a worker of the policy is."""
         self._policy.check_health()
         try:
-            self._worker.call_one(0, "ping")
+            self._call_all("ping")
         except WorkerDied:
             return [0]
         return []
 
-    def abandon_requests(self) -> None:
-        self._worker.call_one(0, "abandon_requests")
-
     def restart_worker(self, index: int) -> None:
-        assert index == 0
-        self._bytes_of_stopped += self._worker.controller_tensor_bytes
-        self._worker.shutdown()
-        self._worker = self._start()
+        super().restart_worker(index)
         self._send_ranks()
-
-    def shutdown(self) -> None:
-        self._worker.shutdown()
 
 
 class SharedWeights:
@@ -161,17 +101,6 @@ class SharedWeights:
         return {"sync_s": seconds, "gather_s": 0.0, "pack_s": 0.0, "bytes": 0.0, "num_buckets": 0.0}
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyRanks:
-    """The workers that generate completions."""
-
-    workers: Sequence[Any]
-    """Actor handles by rank. Every batch calls all of them, because they gather the weights together."""
-
-    data_ranks: Sequence[int]
-    """The data-parallel coordinate of each worker. Workers with the same one generate the same completions."""
-
-
 class HfWorker:
     """Accepts requests as an engine does, and has the policy's ranks answer them, one batch after another.
 
@@ -181,7 +110,8 @@ class HfWorker:
 
     def __init__(self, max_model_len: int) -> None:
         self._max_model_len = max_model_len
-        self._ranks: PolicyRanks | None = None
+        self._ranks: Sequence[Any] = ()  # actor handles of the policy's workers, by rank
+        self._data_ranks: Sequence[int] = ()
         self._weight_version = -1  # no weights yet
         self._waiting: dict[str, GenerationRequest] = {}
         self._in_batch: set[str] = set()  # requests of the current batch that were not aborted
@@ -189,13 +119,20 @@ class HfWorker:
         self._generating: asyncio.Task[None] | None = None
         self._death: str | None = None
 
-    async def use(self, ranks: PolicyRanks) -> None:
-        """Send batches to these ranks from now on."""
+    async def use(self, ranks: Sequence[Any], data_ranks: Sequence[int]) -> None:
+        """Send batches to these actor handles from now on.
+
+        A batch calls all of them, because they gather the weights together. Ranks with the same data-parallel
+        coordinate in `data_ranks` generate the same completions.
+        """
         await self.rest()
-        self._ranks = ranks
+        self._ranks, self._data_ranks = ranks, data_ranks
         self._death = None
 
-    async def set_weight_version(self, version: int) -> None:
+    async def start_weight_update(self, *, clear_cache: bool) -> None:
+        await self.rest()
+
+    async def finish_weight_update(self, version: int) -> None:
         """Set the version of the policy's weights. No batch may be in progress."""
         assert self._generating is None, "the weights changed while completions were generated"
         self._weight_version = version
@@ -233,6 +170,12 @@ class HfWorker:
         if self._generating is not None:
             await self._generating
 
+    async def onload(self, tags: Sequence[str] | None) -> None:
+        """Nothing to move: the weights are the policy's."""
+
+    async def offload(self) -> None:
+        await self.rest()
+
     async def check_health(self) -> None:
         """Raise EngineDied if a rank of the policy died."""
         if self._death is not None:
@@ -256,12 +199,12 @@ class HfWorker:
             self._generating = None
 
     async def _generate(self, batch: dict[str, GenerationRequest]) -> None:
-        assert self._ranks is not None, "use() comes first"
+        assert self._ranks, "use() comes first"
         self._in_batch = set(batch)
-        shares = split_requests(list(batch.values()), max(self._ranks.data_ranks) + 1)
+        shares = split_requests(list(batch.values()), max(self._data_ranks) + 1)
         calls = [
             worker.call.remote("generate", shares[data_rank], self._weight_version)
-            for worker, data_rank in zip(self._ranks.workers, self._ranks.data_ranks, strict=True)
+            for worker, data_rank in zip(self._ranks, self._data_ranks, strict=True)
         ]
         try:
             answers = [answer for part in await asyncio.gather(*calls) for answer in part]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
+from nemo_rl.distributed.worker_groups import RayWorkerGroup, start_groups, wait_groups
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.refit.transfer import Transport
 from nemo_rl.types import GenerationAnswer
+
+logger = logging.getLogger(__name__)
 
 GENERATION = "generation"
 """Name under which generation registers with the `Accelerator`."""
@@ -80,7 +84,7 @@ def prompt_problem(num_prompt_tokens: int, max_model_len: int) -> str | None:
 
 
 class GenerationInterface(ABC):
-    """Replicas of an engine that completes token sequences.
+    """Replicas of an engine that completes token sequences. Each replica is a worker group, so it can restart alone.
 
     A client sends a list of `GenerationRequest` with `worker.call.remote("submit", requests)` to one of `workers`, and
     awaits `worker.call.remote("drain")`, which returns a list of `GenerationAnswer`. A completion depends neither on
@@ -91,110 +95,100 @@ class GenerationInterface(ABC):
     `finish_weight_update`.
     """
 
+    def __init__(self, num_replicas: int, start: Callable[[int], RayWorkerGroup], name_prefix: str) -> None:
+        self.name_prefix = name_prefix  # of worker names, which appear in errors
+        self._start = start
+        self._bytes_of_stopped = 0
+        self._replicas = start_groups(num_replicas, start)
+
     @property
-    @abstractmethod
     def workers(self) -> list[Any]:
-        """Actor handles, one per data-parallel replica."""
+        """Actor handles, one per replica."""
+        return [replica.workers[0] for replica in self._replicas]
 
     @property
-    @abstractmethod
-    def name_prefix(self) -> str:
-        """Prefix of the worker names that appear in errors."""
-
-    @property
-    @abstractmethod
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
+        return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
 
-    @abstractmethod
     def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
         """Tell every engine where the weights will be. Call again after a replica was restarted.
 
         The keys of `init_info` depend on the transport.
         """
+        self._call_all("init_weight_transfer", init_info)
 
-    @abstractmethod
     def start_weight_update(self, *, clear_cache: bool = True) -> None:
         """Pause sampling and prepare for buckets. Requests in flight wait, then continue with the new weights.
 
         With `clear_cache` their KV cache is recomputed with the new weights; otherwise they keep it. Requests that
         begin after the update never use KV of the old weights.
         """
+        self._call_all("start_weight_update", clear_cache=clear_cache)
 
-    @abstractmethod
     def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
         """Begin to read one bucket on every replica. Returns one future per replica, for `wait`.
 
         `turn` counts the buckets of a sync from 0. Buckets are read in this order, even if calls arrive in another.
         """
+        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
 
-    @abstractmethod
     def wait(self, futures: Sequence[Any]) -> None:
         """Wait for futures of `receive_bucket_async`."""
+        wait_groups(self._replicas, futures)
 
-    @abstractmethod
     def finish_weight_update(self, version: int) -> None:
         """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
+        self._call_all("finish_weight_update", version)
 
-    @abstractmethod
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Move "weights", "kv_cache", or both (None) back onto the device."""
+        self._call_all("onload", list(tags) if tags is not None else None)
 
-    @abstractmethod
     def offload(self) -> None:
         """Free the device. No request may be in flight."""
-
-    @abstractmethod
-    def reset_prefix_cache(self) -> None:
-        """Drop the KV cache of finished requests."""
+        self._call_all("offload")
 
     @abstractmethod
     def dead_workers(self) -> list[int]:
         """Replicas whose process or engine is gone."""
 
-    @abstractmethod
     def abandon_requests(self) -> None:
         """Drop the requests in flight on every replica."""
+        self._call_all("abandon_requests")
 
-    @abstractmethod
     def restart_worker(self, index: int) -> None:
         """Stop replica `index`, dead or alive, and start a new one. It has no weights until the next sync."""
+        old = self._replicas[index]
+        logger.warning("restarting %s", old.name_prefix)
+        self._bytes_of_stopped += old.controller_tensor_bytes
+        old.shutdown()
+        self._replicas[index] = self._start(index)
 
     def draft_counts(self) -> DraftCounts:
         """Statistics of speculative decoding since the replicas were started; zeros without it."""
         return DraftCounts()
 
-    @abstractmethod
     def shutdown(self) -> None:
         """Stop the workers and their engines. May be called more than once."""
+        for replica in self._replicas:
+            replica.shutdown()
+
+    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        refs = [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
+        return wait_groups(self._replicas, refs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Arguments of an engine, the same on each of its nodes."""
 
-    model: str
-    """Directory or hub name of the model. With `load_format="dummy"` only its configuration is read."""
-
-    tokenizer: str
-    """Directory or hub name of the tokenizer."""
-
-    cfg: GenerationConfig
-    """`policy.generation`. Its sampling defaults are not used: each request has its own."""
-
+    model: str  # directory or hub name; with `load_format="dummy"` only its configuration is read
+    tokenizer: str  # directory or hub name
+    cfg: GenerationConfig  # `policy.generation`; its sampling defaults are not used, as each request has its own
     device: Literal["cpu", "cuda"]
-
-    seed: int
-    """Seed of the engine. Each request has its own."""
-
-    load_format: Literal["dummy", "auto"] = "dummy"
-    """"dummy": the weights come from the policy. "auto": from `model`."""
-
+    seed: int  # of the engine; each request has its own
+    load_format: Literal["dummy", "auto"] = "dummy"  # "dummy": the policy sends the weights; "auto": from `model`
     weight_transfer: Transport = "packed_shm"
-    """Transport of the weights, as registered by `weight_loader`."""
-
-    replica: int = 0
-    """Number of this replica, for messages."""
-
-    return_routed_experts: bool = False
-    """Return the experts of every token with completions."""
+    replica: int = 0  # number of this replica, for messages
+    return_routed_experts: bool = False  # return the experts of every token with completions

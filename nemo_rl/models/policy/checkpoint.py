@@ -2,25 +2,23 @@
 
     policy/config.json, generation_config.json
     policy/weights/                the tensors, parameters and persistent buffers, under their Hugging Face names
-    policy/weights/consolidated/   a Hugging Face model directory, when asked for
-    policy/optimizer/              the optimizer's state by parameter name, and settings.pt
+    policy/weights/consolidated/   a Hugging Face model directory, on request
+    policy/optimizer/              the optimizer's state, `<parameter>.<state>`, and settings.pt
 
-`weights/` and `optimizer/` are torch distributed checkpoints: every rank writes the part it holds, and a policy on
-other ranks or another mesh reads what it needs of them. A rank may hold any part of the model: the functions here take
-a mapping from name to tensor or DTensor.
+`weights/` and `optimizer/` are torch distributed checkpoints: every rank writes its part, and a policy on other ranks
+or another mesh reads what it needs. A rank may hold any part of the model: functions take name -> tensor.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageWriter
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -38,30 +36,182 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import load_tensors, saved_tensors
 
-# -- The state of an optimizer by parameter name, so that it can be saved on one set of ranks and loaded on another.
+SETTINGS_NAME = "settings.pt"
+
+
+def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of the parts of a model that this rank holds, by Hugging Face name.
+
+    Tied tensors appear once. `trained_only` leaves out buffers and frozen parameters, so that adapters remain. FSDP
+    modules must be resharded: the optimizer does not know gathered parameters.
+    """
+    tensors = dict(named for module in modules for named in named_tensors(module))
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not trained_only}
+
+
+def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each tensor, as `check_checkpoint_fits` compares it. Works on the meta device."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+# -- saving
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyState:
+    """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor] | None  # None: not saved
+    settings: Mapping[str, Any] | None  # see `_optimizer_settings`
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: LRScheduler | None,
+    ) -> PolicyState:
+        """`tensors`: as `policy_tensors` returns them, the parameters of the optimizer among them."""
+        weights = {name: tensor.detach() for name, tensor in tensors.items()}
+        if optimizer is None:
+            return cls(weights=weights, optimizer=None, settings=None)
+        return cls(
+            weights=weights,
+            optimizer=_as_tensors(_optimizer_values(tensors, optimizer)),
+            settings=_optimizer_settings(optimizer, scheduler),
+        )
+
+    def on_host(self) -> PolicyState:
+        """Copies in host memory, which later steps do not change."""
+        optimizer = None if self.optimizer is None else _on_host(self.optimizer)
+        return replace(self, weights=_on_host(self.weights), optimizer=optimizer)
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def save_state(
+    state: PolicyState, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None
+) -> None:
+    """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.
+
+    Raises:
+        RuntimeError: on all ranks if one of them cannot write, with the text of its error.
+    """
+    save_tensors(state.weights, directory / "weights", model_save_format, group)
+    if state.optimizer is not None:
+        save_tensors(state.optimizer, directory / "optimizer", "torch_save", group)
+        if _is_first():
+            torch.save(state.settings, directory / "optimizer" / SETTINGS_NAME)
+
+
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor],
+    directory: Path,
+    model_save_format: ModelSaveFormat,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the parts of `tensors` (name -> tensor or DTensor) that this rank holds. Collective over `group`.
+
+    Ranks may name different tensors; a part that several ranks hold is written once. Raises as `save_state`.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        if model_save_format == "safetensors":
+            writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
+        else:
+            dcp.save(dict(tensors), checkpoint_id=str(directory), process_group=group)
+    except CheckpointException as error:  # not a subclass of Exception: handlers that report failures would miss it
+        raise RuntimeError(f"{directory} could not be written: {error}") from error
+
+
+class AsyncSaver:
+    """Writes the state of a policy in a thread while training goes on: one save at a time, the same on every rank.
+
+    Construction is a collective over all ranks: the thread has a gloo group of its own, because two threads must not
+    share a group.
+    """
+
+    def __init__(self, timeout_s: float = 3600.0, write: Callable[..., None] = save_state) -> None:
+        self._write = write
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def start(self, state: Any, directory: Path, model_save_format: ModelSaveFormat) -> None:
+        """Copy `state`, the first argument of `write`, to host memory and begin to write the copy."""
+        assert self._pending is None, "finish() comes before the next start()"
+        assert isinstance(self._group, dist.ProcessGroup)
+        self._pending = self._thread.submit(self._write, state.on_host(), directory, model_save_format, self._group)
+
+    def finish(self) -> None:
+        """Wait until every rank has written. Raises as `save_state`."""
+        assert self._pending is not None, "start() comes first"
+        try:
+            self._pending.result()
+        finally:
+            self._pending = None
+
+    def close(self) -> None:
+        """Wait for a running save, whatever its outcome. Call it before the process group is destroyed."""
+        self._thread.shutdown(wait=True)
+
+
+# -- loading
+
+
+def load_optimizer(
+    tensors: Mapping[str, torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    directory: Path,
+) -> None:
+    """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
+
+    Raises:
+        CheckpointError: another kind of optimizer or schedule saved them.
+    """
+    folder = directory / "optimizer"
+    _allocate_saved(tensors, optimizer, set(saved_tensors(folder)))
+    values = _optimizer_values(tensors, optimizer)
+    loaded = _as_tensors(values)
+    load_tensors(loaded, folder)
+    for full_name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            name, _, key = full_name.rpartition(".")
+            optimizer.state[tensors[name]][key] = type(value)(loaded[full_name].item())
+    _load_settings(torch.load(folder / SETTINGS_NAME, weights_only=True), optimizer, scheduler)
+
+
+# -- the state of an optimizer by parameter name
 #
-#     <parameter>.<state>      e.g. model.norm.weight.exp_avg: sharded like the parameter, or a number all ranks share
-#     OptimizerSettings        hyperparameters of the groups and the scheduler's counters, equal on all ranks
-#
-# A rank names the parameters it holds: pipeline stages name different ones.
+# Names are the parameters' Hugging Face names on whichever pipeline stage holds them. torch's own state-dict helpers
+# (torch.distributed.checkpoint.state_dict) would name parameters after one root module per rank, invent state for
+# parameters that had no gradient yet, and move step counters between number and tensor: a resumed run would not be
+# bitwise the uninterrupted one.
+
+_PUT_BACK = "put policy.optimizer back to what the checkpoint's config.yaml says"
 
 
-def optimizer_tensors(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`<parameter>.<state>` -> value for every trained parameter that has state. Values are tensors or numbers.
+def _optimizer_values(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`<parameter>.<state>` -> tensor or number, for every trained parameter with state.
 
-    `parameters` may name more than the optimizer holds, and must name all that it holds.
+    `parameters` names all parameters that the optimizer holds, and perhaps more.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     return {
         f"{names[id(parameter)]}.{key}": value
-        for parameter in _parameters(optimizer)
+        for parameter in _trained(optimizer)
         if parameter in optimizer.state
         for key, value in optimizer.state[parameter].items()
     }
 
 
-def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Numbers become tensors without dimensions; what is neither number nor tensor cannot be saved."""
+def _as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Numbers become 0-d tensors. CheckpointError for values that are neither numbers nor tensors."""
     for name, value in values.items():
         if not isinstance(value, torch.Tensor | int | float):
             raise CheckpointError(
@@ -71,22 +221,51 @@ def as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}
 
 
-def optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Learning rates, betas, ... of each group, and the scheduler's counters: plain values, copied."""
+def _allocate_saved(
+    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, saved_names: set[str]
+) -> None:
+    """Give the optimizer the state tensors that were saved, and no others; their values are loaded later.
+
+    A parameter that had no gradient before the checkpoint has no state in it.
+    """
+    optimizer.state.clear()
+    optimizer.zero_grad(set_to_none=True)
+    _init_optim_state(optimizer)  # a step without gradient and learning rate, which changes no parameter
+    saved: dict[str, set[str]] = {}
+    for full_name in saved_names:
+        parameter_name, _, key = full_name.rpartition(".")
+        saved.setdefault(parameter_name, set()).add(key)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for parameter in list(_trained(optimizer)):
+        name = names[id(parameter)]
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
+            continue
+        keys = set(optimizer.state[parameter]) if parameter in optimizer.state else set()
+        if keys != saved[name]:
+            there, here = (", ".join(sorted(found)) or "nothing" for found in (saved[name], keys))
+            raise CheckpointError(
+                f"the checkpoint keeps {there} of {name}, {type(optimizer).__name__} needs {here}: {_PUT_BACK}"
+            )
+
+
+def _optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
+    """Hyperparameters of each group and the scheduler's counters, equal on all ranks: plain values, copied."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     counters = None if scheduler is None else scheduler.state_dict()
     return copy.deepcopy({"class": _class_name(optimizer), "param_groups": groups, "scheduler": counters})
 
 
-def load_optimizer_settings(
+def _load_settings(
     settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
 ) -> None:
-    """Inverse of `optimizer_settings`. Raises CheckpointError when they are of another optimizer or schedule."""
-    if settings["class"] != _class_name(optimizer):  # Adam and AdamW, say, keep the same state and differ in a setting
+    """Inverse of `_optimizer_settings`. CheckpointError if they are of another optimizer or schedule."""
+    # Compared by name, because Adam and AdamW, for example, keep the same state.
+    if settings["class"] != _class_name(optimizer):
         raise CheckpointError(
             f"the checkpoint was saved by {settings['class']}, this run has {_class_name(optimizer)}: {_PUT_BACK}"
         )
-    groups: Sequence[Mapping[str, Any]] = settings["param_groups"]
+    groups = settings["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(groups)} groups of parameters, this run's "
@@ -109,243 +288,8 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-_PUT_BACK = "put policy.optimizer back to what the checkpoint's config.yaml says"
-
-
-def prepare_state(
-    parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, saved_names: Sequence[str] | set[str]
-) -> None:
-    """Give the optimizer the state tensors that were saved, and no others; their values are to be loaded.
-
-    A parameter that had no gradient before the checkpoint has no state in it. Raises CheckpointError when the state of
-    a parameter is that of another optimizer.
-    """
-    _allocate_state(optimizer)
-    saved: dict[str, set[str]] = {}
-    for full_name in saved_names:
-        parameter_name, _, key = full_name.rpartition(".")
-        saved.setdefault(parameter_name, set()).add(key)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for parameter in list(_parameters(optimizer)):
-        name = names[id(parameter)]
-        if name not in saved:
-            optimizer.state.pop(parameter, None)
-            continue
-        keys = set(optimizer.state[parameter]) if parameter in optimizer.state else set()
-        if keys != saved[name]:
-            raise CheckpointError(
-                f"the checkpoint keeps {_listed(saved[name])} of {name}, {type(optimizer).__name__} needs "
-                f"{_listed(keys)}: {_PUT_BACK}"
-            )
-
-
-def _listed(keys: set[str]) -> str:
-    return ", ".join(sorted(keys)) if keys else "nothing"
-
-
-def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    # Optimizers make their state in the first step. With no gradient and no learning rate it changes no parameter.
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-    for parameter in _parameters(optimizer):
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad)
-
-
-logger = logging.getLogger(__name__)
-
-SETTINGS_NAME = "settings.pt"
-
-
-def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers of the parts of a model that this rank holds, by Hugging Face name.
-
-    Tied tensors come once. `trained_only` leaves out what is frozen, and buffers: what is left are adapters.
-    FSDP modules must be resharded: gathered parameters are not those that the optimizer knows.
-    """
-    tensors = dict(named for module in modules for named in named_tensors(module))
-    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not trained_only}
-
-
-def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor, as `check_checkpoint_fits` compares it. Works on the meta device."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank (a collective for a DTensor), contiguous: gloo garbles strided tensors."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-
-
-# -- what is saved
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyState:
-    """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
-
-    weights: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor] | None  # None: not saved
-    settings: Mapping[str, Any] | None
-
-    @classmethod
-    def of(
-        cls,
-        tensors: Mapping[str, torch.Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        scheduler: LRScheduler | None,
-    ) -> PolicyState:
-        """`tensors` as `policy_tensors` gives them: the parameters that the optimizer holds are among them."""
-        weights = {name: tensor.detach() for name, tensor in tensors.items()}
-        if optimizer is None:
-            return cls(weights=weights, optimizer=None, settings=None)
-        return cls(
-            weights=weights,
-            optimizer=as_tensors(optimizer_tensors(tensors, optimizer)),
-            settings=optimizer_settings(optimizer, scheduler),
-        )
-
-    def on_host(self) -> PolicyState:
-        """Copies in host memory, which later steps do not change."""
-        return replace(
-            self,
-            weights=_on_host(self.weights),
-            optimizer=None if self.optimizer is None else _on_host(self.optimizer),
-        )
-
-
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def save_state(
-    state: PolicyState,
-    directory: Path,
-    model_save_format: ModelSaveFormat,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.
-
-    Raises RuntimeError on all ranks when one of them cannot write; the text holds its error.
-    """
-    save_tensors(state.weights, directory / "weights", model_save_format, group)
-    if state.optimizer is not None:
-        save_tensors(state.optimizer, directory / "optimizer", "torch_save", group)
-        if _is_first():
-            torch.save(state.settings, directory / "optimizer" / SETTINGS_NAME)
-
-
-def load_weights(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
-    """Fill `tensors` in place from `directory/weights`, whatever ranks and format it was saved with. Collective."""
-    load_tensors(tensors, directory / "weights")
-
-
-def load_optimizer(
-    tensors: Mapping[str, torch.Tensor],
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    directory: Path,
-) -> None:
-    """Restore the optimizer of the parameters in `tensors`, and the scheduler, from `directory/optimizer`. Collective.
-
-    Raises:
-        CheckpointError: when they were saved by another kind of optimizer or schedule.
-    """
-    folder = directory / "optimizer"
-    prepare_state(tensors, optimizer, set(saved_tensors(folder)))
-    values = optimizer_tensors(tensors, optimizer)
-    loaded = as_tensors(values)
-    load_tensors(loaded, folder)
-    numbers = {name: type(value)(loaded[name].item()) for name, value in values.items() if _is_number(value)}
-    if numbers:
-        _put_numbers(tensors, optimizer, numbers)
-    settings = torch.load(folder / SETTINGS_NAME, weights_only=True)
-    load_optimizer_settings(settings, optimizer, scheduler)
-
-
-def _is_number(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor)
-
-
-def _put_numbers(
-    tensors: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer, numbers: Mapping[str, Any]
-) -> None:
-    for full_name, number in numbers.items():
-        name, _, key = full_name.rpartition(".")
-        optimizer.state[tensors[name]][key] = number
-
-
-# -- tensors of a rank <-> files of all ranks
-
-
-def save_tensors(
-    tensors: Mapping[str, torch.Tensor],
-    directory: Path,
-    model_save_format: ModelSaveFormat,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Write the parts of `tensors` (name -> tensor or DTensor) that this rank holds. Collective over `group`.
-
-    Ranks may name different tensors; what several ranks hold is written once. Raises RuntimeError as `save_state`.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    try:
-        if model_save_format == "safetensors":
-            writer = HuggingFaceStorageWriter(path=str(directory), save_distributed=True)
-            dcp.save(dict(tensors), storage_writer=writer, process_group=group)
-        else:
-            dcp.save(dict(tensors), checkpoint_id=str(directory), process_group=group)
-    except CheckpointException as error:  # which is no Exception: it would pass by those who report failures
-        raise RuntimeError(f"{directory} could not be written: {error}") from error
-
-
-class HeldState(Protocol):
-    """What a rank holds of a policy, and can be written without it."""
-
-    def on_host(self) -> Self:
-        """Copies in host memory, which later steps do not change."""
-        ...
-
-
-class AsyncSaver:
-    """Writes the state of a policy in a thread while training goes on. One at a time, the same on every rank.
-
-    Construction is a collective over all ranks: the thread talks through a group of its own, over gloo, because two
-    threads must not take turns on one group.
-    """
-
-    def __init__(self, timeout_s: float = 3600.0, write: Callable[..., None] = save_state) -> None:
-        self._write = write
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-
-    def start(self, state: HeldState, directory: Path, model_save_format: ModelSaveFormat) -> None:
-        """Copy `state` to host memory and begin to write it. Later steps do not change what is written."""
-        assert self._pending is None, "finish() comes before the next start()"
-        assert isinstance(self._group, dist.ProcessGroup)
-        self._pending = self._thread.submit(self._write, state.on_host(), directory, model_save_format, self._group)
-
-    def finish(self) -> None:
-        """Wait until every rank has written. Raises what `save_state` raised."""
-        assert self._pending is not None, "start() comes first"
-        pending = self._pending
-        try:
-            pending.result()
-        finally:
-            self._pending = None
-
-    def close(self) -> None:
-        """Wait for a save that runs, whatever comes of it. To be called before the process group is destroyed."""
-        self._thread.shutdown(wait=True)
 
 
 # -- Hugging Face model directories
@@ -353,12 +297,11 @@ class AsyncSaver:
 
 def save_config(config: PretrainedConfig, directory: Path) -> None:
     """Rank 0 writes config.json."""
-    if not _is_first():
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(config)
-    config.use_cache = True  # off while training; whoever loads the model generates with it
-    config.save_pretrained(directory)
+    if _is_first():
+        directory.mkdir(parents=True, exist_ok=True)
+        config = copy.deepcopy(config)
+        config.use_cache = True  # off while training, but needed to generate
+        config.save_pretrained(directory)
 
 
 def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
@@ -369,18 +312,11 @@ def save_model_files(hf: PreTrainedModel, directory: Path) -> None:
         hf.generation_config.save_pretrained(directory)
 
 
-def save_consolidated(tensors: Iterable[ExportedTensor], hf: PreTrainedModel, directory: Path) -> None:
-    """A Hugging Face model directory, its tensors in the dtype they are kept in, gathered one at a time.
-
-    Collective over all ranks, which list the same tensors in the same order; rank 0 writes. `hf` gives the
-    configuration.
-    """
-    save_model_files(hf, directory)
-    save_consolidated_tensors(tensors, directory)
-
-
 def save_consolidated_tensors(tensors: Iterable[ExportedTensor], directory: Path) -> None:
-    """The weights of a Hugging Face model directory, gathered one at a time. Collective; rank 0 writes."""
+    """The weights of a Hugging Face model directory, in their own dtypes, gathered one at a time.
+
+    Collective over all ranks, which list the same tensors in the same order; rank 0 writes.
+    """
     whole = ((tensor.name, tensor.gather(None)) for tensor in tensors)
     if _is_first():
         write_safetensors(whole, directory)
@@ -393,7 +329,7 @@ def save_consolidated_tensors(tensors: Iterable[ExportedTensor], directory: Path
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, max_file_bytes: int = 4 << 30
 ) -> None:
-    """Files of at most `max_file_bytes` (or one tensor) and their index; one file's tensors are held at a time."""
+    """Write files of at most `max_file_bytes` (or one tensor) and their index. Holds one file's tensors at a time."""
     weight_map: dict[str, str] = {}
     sizes: list[int] = []
     for number, pending in enumerate(_files(tensors, max_file_bytes), start=1):

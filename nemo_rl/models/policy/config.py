@@ -8,8 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.base import Derived, StrictModel
-from nemo_rl.config.rules import NotYet, anything, one_of, switched_off
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
@@ -41,8 +40,7 @@ class TokenizerConfig(StrictModel):
     """Arguments of the template, e.g. `{enable_thinking: true}`."""
 
     not_yet: ClassVar = (
-        NotYet("audio", one_of(None)),
-        NotYet("video", one_of(None)),
+        *not_yet("audio", "video", neutral=one_of(None)),
         NotYet("use_processor", one_of(False, None)),
         NotYet("use_fastokens", one_of(False, None), harmless=True),
     )
@@ -57,7 +55,7 @@ class OptimizerConfig(StrictModel):
     kwargs: dict[str, Any] = Field(
         default_factory=lambda: {"lr": 5.0e-6, "weight_decay": 0.01, "betas": [0.9, 0.999], "eps": 1.0e-8}
     )
-    """Its arguments. Given as a whole: what is left out falls back to the optimizer's own defaults."""
+    """Its arguments, which replace the default ones as a whole; the others have the optimizer's own defaults."""
 
 
 class SchedulerConfig(StrictModel):
@@ -204,8 +202,7 @@ class DTensorConfig(StrictModel):
 
     not_yet: ClassVar = (
         NotYet("_v2", one_of(True, False, None)),
-        NotYet("moe_parallelizer", one_of({}, None)),
-        NotYet("automodel_kwargs", one_of({}, None)),
+        *not_yet("moe_parallelizer", "automodel_kwargs", neutral=one_of({}, None)),
     )
 
     rules: ClassVar = {
@@ -232,37 +229,30 @@ PackingAlgorithm = Literal[
 ]
 
 
-class DynamicBatchingConfig(StrictModel):
-    """Micro-batches of similar lengths, as many samples as a budget of padded tokens allows."""
+class TokenBudgetConfig(StrictModel):
+    """Micro-batches sized by tokens."""
 
     enabled: bool = False
-    """Size micro-batches by tokens; excludes sequence_packing."""
+    """Size micro-batches by tokens; dynamic_batching and sequence_packing exclude each other."""
 
     train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, padding included, of one forward and backward pass of a rank; null: `train_micro_batch_size` samples of
-    the greatest length."""
+    """Tokens (with dynamic batching, padding included) of one forward and backward pass of a rank; null:
+    `train_micro_batch_size` samples of the greatest length."""
 
     logprob_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens, padding included, of one forward pass when logprobs are recomputed; null: `logprob_batch_size` samples of
-    the greatest length."""
+    """Tokens of one forward pass when logprobs are recomputed; null: `logprob_batch_size` samples of the greatest
+    length."""
+
+
+class DynamicBatchingConfig(TokenBudgetConfig):
+    """Micro-batches of similar lengths, as many samples as a budget of padded tokens allows."""
 
     sequence_length_round: int = Field(default=64, ge=1)
     """Lengths are rounded up to a multiple of this, so that few shapes occur."""
 
 
-class SequencePackingConfig(StrictModel):
+class SequencePackingConfig(TokenBudgetConfig):
     """Micro-batches filled with whole sequences up to a budget of tokens, by bin packing."""
-
-    enabled: bool = False
-    """Fill micro-batches by tokens; excludes dynamic_batching."""
-
-    train_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward and backward pass of a rank; null: those of `train_micro_batch_size` samples of
-    the greatest length."""
-
-    logprob_mb_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one forward pass when logprobs are recomputed; null: those of `logprob_batch_size` samples of the
-    greatest length."""
 
     algorithm: Annotated[
         PackingAlgorithm, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)
@@ -371,8 +361,7 @@ class PolicyConfig(StrictModel):
         NotYet("generation_batch_size", anything),
         NotYet("offload_optimizer_for_logprob", one_of(False, None), harmless=True),
         NotYet("precision", lambda value: value != "float16"),
-        NotYet("fsdp_offload_enabled", one_of(False, None)),
-        NotYet("activation_checkpointing_enabled", one_of(False, None)),
+        *not_yet("fsdp_offload_enabled", "activation_checkpointing_enabled", neutral=one_of(False, None)),
     )
 
     rules: ClassVar = {
@@ -380,7 +369,7 @@ class PolicyConfig(StrictModel):
             "excludes {section}.sequence_packing.enabled: both fill micro-batches by tokens; switch one of them off"
         ),
         "padding_free=false excludes sequence_packing.enabled": (
-            "packed sequences lie end to end; set it to null, or {section}.sequence_packing.enabled=false and "
+            "packed sequences have no padding; set it to null, or {section}.sequence_packing.enabled=false and "
             "{section}.dynamic_batching.enabled=true"
         ),
         # backends
@@ -455,7 +444,7 @@ class PolicyConfig(StrictModel):
     def _check_context(self, chunks: int) -> Iterator[tuple[str, str]]:
         """Context parallelism cuts every sequence into `chunks` equal parts; shorter ones than the longest are padded.
 
-        Two chunks are those of one rank, which cuts nothing.
+        One rank, with two chunks, cuts nothing.
         """
         longest = self.max_total_sequence_length
         if chunks == 2 or longest % chunks == 0:
@@ -495,6 +484,21 @@ def _as_megatron(kwargs: Mapping[str, Any]) -> str:
     if not values:
         return f", and use {section}"
     return ", and carry its values over: " + " ".join(f"{section}.{name}={value}" for name, value in values.items())
+
+
+class SecondModelConfig(PolicyConfig):
+    """A critic or a teacher, which reads the samples of the policy: keys as in `policy`."""
+
+    train_micro_batch_size: Annotated[int, Derived("${policy.train_micro_batch_size}"), Field(ge=1)] = 4
+    """Samples of one forward and backward pass of a rank; for a teacher only the default of `logprob_batch_size`."""
+
+    max_total_sequence_length: Annotated[int, Derived("${policy.max_total_sequence_length}"), Field(ge=1)] = 512
+    """Tokens of the longest sample: prompt, completions and environment turns."""
+
+    precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${policy.precision}")] = "bfloat16"
+    """Data type of the forward and backward pass."""
+
+    not_yet: ClassVar = (*PolicyConfig.not_yet, NotYet("generation", anything))
 
 
 class RolloutPolicyConfig(PolicyConfig):

@@ -26,228 +26,42 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.checkpoint import (
-    load_tensors,
-    names_and_shapes,
-    policy_tensors,
-    save_config,
-    write_safetensors,
-)
-from nemo_rl.models.policy.dtensor.lora import merge
+from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors, save_config, write_safetensors
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
 from nemo_rl.models.policy.peft_format import CONFIG_FILE as ADAPTER_CONFIG
-from nemo_rl.models.policy.peft_format import PeftAdapter, last_part, read_peft_adapter, tensor_names
+from nemo_rl.models.policy.peft_format import PeftAdapter, last_part, layer_of, read_peft_adapter, tensor_names
+from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.models.policy.weight_loading import checkpoint_files
+from nemo_rl.refit.layout import merge
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.manifest import find_damage, sealed_digest, sealed_names
-from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
+from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, load_tensors, saved_tensors
 from nemo_rl.utils.files import file_lock, remove_tree
 
-# -- An adapter in PEFT's format and its base model -> one Hugging Face model directory.
-#
-# The files of the base model are rewritten one by one, with their names, dtypes and everything an adapter does not
-# touch.
+logger = logging.getLogger(__name__)
 
+DCP_CONVERTER = "examples/converters/convert_dcp_to_hf.py"
+MEGATRON_CONVERTER = "examples/converters/convert_megatron_to_hf.py"
+CONVERTED = "converted"  # a folder beside the checkpoints
 KEPT_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
-
-
-def merge_adapter(adapter_directory: Path, base_name: str, base_path: str, output: Path) -> None:
-    """Write into `output`, an empty directory, the base model with the adapter merged into its weights.
-
-    `base_name` is what the base model is called, and `base_path` its directory or hub name. The tokenizer is the
-    adapter's where it has one, else that of the base model.
-
-    Raises:
-        ValueError: for an adapter that cannot be merged into this model.
-    """
-    adapter = read_peft_adapter(adapter_directory)
-    trained_on = adapter.base_model_name
-    if trained_on is not None and last_part(trained_on) != last_part(base_name):
-        raise ValueError(
-            f"the adapter in {adapter_directory} was trained on {trained_on!r}, not on {base_name!r}; if these are the "
-            "same model, change base_model_name_or_path in its adapter_config.json"
-        )
-    base = _base_directory(base_name, base_path)
-    files = _weight_files(base)
-    layers = _layers(adapter, files)
-    for file in sorted(set(files.values())):
-        _merge_file(Path(file), layers, adapter, output)
-    _copy_rest(base, adapter_directory, output)
-
-
-def _base_directory(name: str, path: str) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        try:
-            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in KEPT_SUFFIXES)]
-            directory = Path(snapshot_download(path, allow_patterns=patterns))
-        except (OSError, ValueError) as error:
-            raise ValueError(
-                f"the base model {name!r} is neither a directory nor a model of the hub that can be had: {error}"
-            ) from error
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"the base model {name!r} is no model directory: it has no config.json")
-    if "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
-        raise ValueError(f"the base model {name!r} is quantised; merge into the model it was made from")
-    return directory
-
-
-def _weight_files(base: Path) -> dict[str, str]:
-    try:
-        files = checkpoint_files(str(base))
-    except SafetensorError as error:
-        raise ValueError(f"{base} holds a damaged file: {error}; copy it anew") from error
-    if files is None:
-        raise ValueError(f"{base} has no *.safetensors; load the model with transformers and save_pretrained it first")
-    return files
-
-
-def _layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
-    """Names of the adapted layers, once both matrices of each and the weight they go with are seen to fit."""
-    if f"base_model.model.{HEAD_WEIGHT}" in adapter.shapes:
-        raise ValueError(
-            f"the adapter in {adapter.directory} is that of a reward model, whose head is no part of the base model; "
-            "train with checkpointing.save_consolidated=true, which writes the merged model, or merge it with PEFT "
-            "(AutoModelForSequenceClassification, PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
-        )
-    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in adapter.shapes}
-    expected = {name for layer in layers for name in tensor_names(layer)}
-    problems = [f"{name} is missing in the adapter" for name in sorted(expected - adapter.shapes.keys())]
-    problems += [f"{name} is no matrix of a linear layer" for name in sorted(adapter.shapes.keys() - expected)]
-    problems += [
-        f"{layer}.weight is not in the base model" for layer in sorted(layers) if f"{layer}.weight" not in files
-    ]
-    for layer in sorted(layers) if not problems else ():
-        with safe_open(files[f"{layer}.weight"], framework="pt") as file:
-            shape = list(file.get_slice(f"{layer}.weight").get_shape())
-        lora_a, lora_b = (list(adapter.shapes[name]) for name in tensor_names(layer))
-        if lora_a != [adapter.rank, shape[-1]] or lora_b != [shape[0], adapter.rank]:
-            problems.append(f"{layer}: the adapter's {lora_b} x {lora_a} does not go with the weight's {shape}")
-    if problems:
-        listed = "\n  ".join(problems[:8])
-        raise ValueError(f"the adapter in {adapter.directory} cannot be merged into this base model:\n  {listed}")
-    return layers
-
-
-def _merge_file(source: Path, layers: set[str], adapter: PeftAdapter, output: Path) -> None:
-    tensors = {}
-    with safe_open(source, framework="pt") as weights, safe_open(adapter.weights, framework="pt") as matrices:
-        for name in weights.keys():  # noqa: SIM118 (no iterator)
-            tensors[name] = weights.get_tensor(name)
-            layer = name.removesuffix(".weight")
-            if layer in layers and layer != name:
-                lora_a, lora_b = (matrices.get_tensor(matrix) for matrix in tensor_names(layer))
-                tensors[name] = merge(tensors[name], lora_a, lora_b, adapter.alpha / adapter.rank)
-        save_file(tensors, output / source.name, metadata=weights.metadata())
-
-
-def _copy_rest(base: Path, adapter: Path, output: Path) -> None:
-    for file in base.iterdir():
-        if file.suffix in KEPT_SUFFIXES and not file.name.startswith("pytorch_model"):
-            shutil.copy(file, output / file.name)
-    if (adapter / "tokenizer_config.json").is_file():
-        for name in TOKENIZER_FILES:
-            (output / name).unlink(missing_ok=True)
-            if (adapter / name).is_file():
-                shutil.copy(adapter / name, output / name)
-
-
-logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-DCP_CONVERTER = "examples/converters/convert_dcp_to_hf.py"
-MEGATRON_CONVERTER = "examples/converters/convert_megatron_to_hf.py"
-CONVERTED = "converted"  # beside the checkpoints
 _STEP = re.compile(r"step_(\d+)")
 _NUM_DIGITS = 12  # of the digest in the name of a converted directory
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where the parts of a model lie."""
-
-    weights: Path
-    policy: Path  # config.json, generation_config.json and tokenizer/
-    is_model_directory: bool  # weights is a Hugging Face model directory of its own
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointModel:
-    """A checkpoint as a model directory."""
-
-    model: Path  # with the tokenizer of the checkpoint
-    step: Path  # the checkpoint taken
-    digest: str  # of everything in that checkpoint
-
-
-def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> None:
-    """Write `output` from `checkpoint`. `dtype` of the parameters, such as "bfloat16"; None: as they were saved.
-
-    The whole model is held in memory once, in `dtype`; of one that Megatron saved, some tensors at a time. `output`
-    appears when it is whole.
-
-    Raises:
-        ValueError, CheckpointError, OSError: with what to change.
-    """
-    _check_free(output)
-    source = find_source(checkpoint)
-    with _whole_or_not_at_all(output) as partial:
-        if source.is_model_directory:
-            _convert_model_directory(source.weights, partial, dtype)
-        elif is_megatron_checkpoint(source.policy):
-            _convert_megatron(source, partial, dtype)
-        else:
-            _convert_shards(source, partial, dtype)
-        _copy_tokenizer(source, partial)
-
-
-def convert_megatron_checkpoint(
-    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
-) -> None:
-    """`convert_checkpoint` of one that Megatron saved. `tokenizer_from`: a directory or hub model, where it has none.
-
-    Raises:
-        ValueError: also when Megatron did not save it; it names the converter to use.
-    """
-    source = find_source(checkpoint)
-    if source.is_model_directory or not is_megatron_checkpoint(source.policy):
-        raise ValueError(f"{checkpoint} was not saved by policy.megatron_cfg; use {DCP_CONVERTER}")
-    convert_checkpoint(checkpoint, output, dtype)
-    if tokenizer_from is not None and not (output / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(output)
-
-
-def check_not_megatron(checkpoint: Path) -> None:
-    """ValueError naming the other converter for a checkpoint that Megatron saved."""
-    source = find_source(checkpoint)
-    if not source.is_model_directory and is_megatron_checkpoint(source.policy):
-        raise ValueError(f"{checkpoint} was saved by policy.megatron_cfg; use {MEGATRON_CONVERTER}")
-
-
-def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
-    """Write `output`: a base model with an adapter merged into it; see `merge_adapter`.
-
-    Raises:
-        ValueError: for an adapter that cannot be merged into this model, and when `output` holds files already.
-    """
-    _check_free(output)
-    with _whole_or_not_at_all(output) as partial:
-        merge_adapter(adapter, base_name, base_path, partial)
-
-
-def _check_free(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already; name a directory that is new or empty")
-
-
 @contextmanager
 def _whole_or_not_at_all(output: Path) -> Iterator[Path]:
-    """A directory beside `output` to write into; it becomes `output` when the block ends well."""
+    """A directory beside `output` to write into; it is renamed to `output` if the block succeeds.
+
+    Raises:
+        ValueError: `output` holds files already.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already; name a directory that is new or empty")
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{output.name}.partial-", dir=output.parent))
     try:
@@ -260,119 +74,74 @@ def _whole_or_not_at_all(output: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-# -- a checkpoint, used as a model
+# -- a checkpoint -> a model directory
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is a `step_N`, or a folder with some in it."""
-    return (path / "policy").is_dir() or bool(_steps(path))
+@dataclass(frozen=True)
+class Source:
+    """Where the parts of a model lie."""
+
+    weights: Path
+    policy: Path  # config.json, generation_config.json and tokenizer/
+    is_model_directory: bool  # weights is a Hugging Face model directory
+
+    @property
+    def is_megatron(self) -> bool:
+        return not self.is_model_directory and is_megatron_checkpoint(self.policy)
 
 
-def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Callable[[str], str]) -> CheckpointModel:
-    """The model directory of a `step_N`, or of the newest sound one in a folder of them.
+def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> None:
+    """Write `output` from `checkpoint`. `dtype` of the parameters, such as "bfloat16"; None keeps the saved dtypes.
 
-    It is made once, in `converted/` beside the checkpoints (under `cache` where that cannot be written), named by step,
-    digest of the checkpoint and dtype: weights converted to `dtype`, adapters merged into their base model. Of a
-    consolidated directory it holds links. Safe from several processes.
-
-    Args:
-        resolve_base: from the name of an adapter's base model to its directory or hub name.
+    The whole model is in memory once, in `dtype`, or, if Megatron saved it, some tensors at a time. `output` appears
+    when it is complete.
 
     Raises:
         ValueError, CheckpointError, OSError: with what to change.
     """
-    if _steps(path) and not (path / "policy").is_dir():
-        step = _newest_sound(path)
-    else:
-        step = path
-        if damage := _damage(step):
-            raise ValueError(f"{step} is damaged: {damage}; restore it from a copy, or name another checkpoint")
-    digest = sealed_digest(step)
-    assert digest is not None, "a sound checkpoint has a manifest"
-    beside = step.absolute().parent
-    folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
-    model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
-    _convert_once(step.absolute(), model, dtype, resolve_base)
-    return CheckpointModel(model=model, step=step, digest=digest)
-
-
-def _convert_once(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
-    if target.is_dir():
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(target.with_name(f"{target.name}.lock")):
-        if target.is_dir():
-            return
-        for left in target.parent.glob(f"{target.name}.partial-*"):  # of a process that was killed
-            remove_tree(left)
-        policy = step / "policy"
-        if (policy / "weights" / "consolidated" / "config.json").is_file():
-            _link_consolidated(policy, target)
-            return
-        logger.info("converting %s into %s (once; it may be deleted)", step, target)
-        if (policy / "adapter" / ADAPTER_CONFIG).is_file():
-            _merge_into_base(policy, target, resolve_base)
+    with _whole_or_not_at_all(output) as partial:
+        source = find_source(checkpoint)
+        chosen = None if dtype is None else DTYPES[dtype]
+        saved = saved_tensors(source.weights)
+        if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
+            raise _only_adapters(source.weights)
+        dtypes = [tensor.properties.dtype for tensor in saved.values() if tensor.properties.dtype.is_floating_point]
+        config = _read_config(source)
+        config.dtype = chosen or max(dtypes, key=dtypes.count)  # the dtype of most tensors
+        if source.is_model_directory:
+            auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
+        elif source.is_megatron:
+            _convert_megatron(source, config, partial, chosen)
         else:
-            convert_checkpoint(step, target, dtype)
+            _convert_shards(source, config, partial, chosen, saved)
+        _copy_tokenizer(source, partial)
 
 
-def _link_consolidated(policy: Path, target: Path) -> None:
-    """Links to the model and the tokenizer of a checkpoint, which lie apart there; they survive a move of the run."""
-    with _whole_or_not_at_all(target) as partial:
-        for folder in (policy / "weights" / "consolidated", policy / "tokenizer"):
-            for file in folder.iterdir() if folder.is_dir() else ():
-                if not (partial / file.name).is_symlink():
-                    (partial / file.name).symlink_to(os.path.relpath(file, partial))
+def convert_megatron_checkpoint(
+    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
+) -> None:
+    """`convert_checkpoint` of a checkpoint that Megatron saved.
+
+    `tokenizer_from`: a directory or hub model, for a checkpoint without a tokenizer.
+
+    Raises:
+        ValueError: also if Megatron did not save it; names the converter to use.
+    """
+    if not find_source(checkpoint).is_megatron:
+        raise ValueError(f"{checkpoint} was not saved by policy.megatron_cfg; use {DCP_CONVERTER}")
+    convert_checkpoint(checkpoint, output, dtype)
+    if tokenizer_from is not None and not (output / "tokenizer_config.json").is_file():
+        AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(output)
 
 
-def _merge_into_base(policy: Path, target: Path, resolve_base: Callable[[str], str]) -> None:
-    name = read_peft_adapter(policy / "adapter").base_model_name
-    assert name is not None, "adapters of this library name their base model"
-    with _whole_or_not_at_all(target) as partial:
-        merge_adapter(policy / "adapter", name, resolve_base(name), partial)
-        for file in ("config.json", "generation_config.json"):  # with the overrides it was trained under
-            if (policy / file).is_file():
-                shutil.copy(policy / file, partial / file)
-        if (policy / "tokenizer").is_dir():
-            for file in TOKENIZER_FILES:
-                (partial / file).unlink(missing_ok=True)
-            shutil.copytree(policy / "tokenizer", partial, dirs_exist_ok=True)
-
-
-def _steps(path: Path) -> list[Path]:
-    """The finished checkpoints in a folder, newest first."""
-    if not path.is_dir():
-        return []
-    numbered = [(int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name))]
-    return [child for _, child in sorted(numbered, reverse=True)]
-
-
-def _newest_sound(path: Path) -> Path:
-    reasons = []
-    for step in _steps(path):
-        damage = _damage(step)
-        if damage is None:
-            return step
-        logger.warning("%s is refused: %s", step, damage)
-        reasons.append(f"  {step.name}: {damage}")
-    raise CheckpointError(f"{path} holds {len(reasons)} checkpoints and none is sound:\n" + "\n".join(reasons))
-
-
-def _damage(step: Path) -> str | None:
-    """What is wrong with the files of a model in a checkpoint; the optimizer's are not read."""
-    return find_damage(step, _model_files(step))
-
-
-def _model_files(step: Path) -> list[str]:
-    names = sealed_names(step)
-    return [name for name in names if name.startswith("policy/") and not name.startswith("policy/optimizer/")]
-
-
-# -- conversion
+def check_not_megatron(checkpoint: Path) -> None:
+    """ValueError naming the other converter for a checkpoint that Megatron saved."""
+    if find_source(checkpoint).is_megatron:
+        raise ValueError(f"{checkpoint} was saved by policy.megatron_cfg; use {MEGATRON_CONVERTER}")
 
 
 def find_source(checkpoint: Path) -> Source:
-    """The weights that `checkpoint` means. ValueError when there are none, or adapters alone."""
+    """The weights that `checkpoint` means. ValueError if there are none, or adapters alone."""
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is no directory; give a step_N directory")
     if checkpoint.name.startswith("tmp_step_"):
@@ -400,69 +169,52 @@ def _only_adapters(directory: Path) -> ValueError:
     )
 
 
-def _convert_model_directory(directory: Path, output: Path, dtype: str | None) -> None:
-    chosen = _torch_dtype(dtype) or _main_dtype(saved_tensors(directory))
-    auto_class(_read_config(directory)).from_pretrained(directory, dtype=chosen).save_pretrained(output)
+def _read_config(source: Source) -> PretrainedConfig:
+    directory = source.weights if source.is_model_directory else source.policy
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
+    return AutoConfig.from_pretrained(directory)
 
 
-def _convert_shards(source: Source, output: Path, dtype: str | None) -> None:
-    saved = _saved_weights(source)
-    chosen = _torch_dtype(dtype)
-    config = _read_config(source.policy)
+def _convert_shards(
+    source: Source,
+    config: PretrainedConfig,
+    output: Path,
+    chosen: torch.dtype | None,
+    saved: dict[str, TensorStorageMetadata],
+) -> None:
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=chosen or _main_dtype(saved))
+        model: PreTrainedModel = auto_class(config).from_config(config, dtype=config.dtype)
     wanted = policy_tensors([model])
     check_checkpoint_fits(source.weights, names_and_shapes(wanted))
     state = {}
     for name, tensor in wanted.items():
-        is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers keep what they need
+        is_cast = chosen is not None and isinstance(tensor, torch.nn.Parameter)  # buffers may need more precision
         state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+    with _in_one_process():
         load_tensors(state, source.weights)
     if (source.policy / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(source.policy)
-    # Under the names and in the shapes that models have on disk: experts, for one, are taken apart.
+    # transformers writes names and shapes as models have them on disk: it splits fused experts, for example.
     model.save_pretrained(output, state_dict=state)
 
 
-def _convert_megatron(source: Source, output: Path, dtype: str | None) -> None:
-    """The tensors have the names and shapes of models on disk: they pass through, some at a time."""
-    saved, config = _saved_weights(source), _read_config(source.policy)
+def _convert_megatron(source: Source, config: PretrainedConfig, output: Path, chosen: torch.dtype | None) -> None:
+    """The tensors have the names and shapes of models on disk already: copy some at a time."""
     wanted = checkpoint_shapes(config)
     check_checkpoint_fits(source.weights, wanted)
-    chosen = _torch_dtype(dtype)
-    config.dtype = chosen or _main_dtype(saved)
     save_config(config, output)
     if (source.policy / "generation_config.json").is_file():
         shutil.copy(source.policy / "generation_config.json", output)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+    with _in_one_process():
         write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), output)
 
 
-def _saved_weights(source: Source) -> dict[str, TensorStorageMetadata]:
-    """ValueError when they are adapters alone."""
-    saved = saved_tensors(source.weights)
-    if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
-        raise _only_adapters(source.weights)
-    return saved
-
-
-def _read_config(policy: Path) -> PretrainedConfig:
-    if not (policy / "config.json").is_file():
-        raise ValueError(f"{policy / 'config.json'} is missing: it says what model the weights are of")
-    return AutoConfig.from_pretrained(policy)
-
-
-def _torch_dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else DTYPES[name]
-
-
-def _main_dtype(saved: dict[str, TensorStorageMetadata]) -> torch.dtype:
-    """That of most tensors."""
-    dtypes = [tensor.properties.dtype for tensor in saved.values() if tensor.properties.dtype.is_floating_point]
-    return max(dtypes, key=dtypes.count)
+@contextmanager
+def _in_one_process() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended here
+        yield
 
 
 def _copy_tokenizer(source: Source, output: Path) -> None:
@@ -474,3 +226,223 @@ def _copy_tokenizer(source: Source, output: Path) -> None:
         is_of_model = file.suffix == ".safetensors" or (output / file.name).exists()
         if file.is_file() and not is_of_model and file.name != "model.safetensors.index.json":
             shutil.copy(file, output / file.name)
+
+
+# -- an adapter and its base model -> a model directory
+#
+# PEFT's own merge is not used: it needs the whole model in memory and is no dependency of the package. Files are
+# rewritten one by one here, with their names, dtypes and the tensors that the adapter does not change.
+
+
+def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
+    """Write `output`: a base model with an adapter merged into it; see `merge_adapter`.
+
+    Raises:
+        ValueError: the adapter cannot be merged into this model, or `output` holds files already.
+    """
+    with _whole_or_not_at_all(output) as partial:
+        merge_adapter(adapter, base_name, base_path, partial)
+
+
+def merge_adapter(adapter_directory: Path, base_name: str, base_path: str, output: Path) -> None:
+    """Write into `output`, an empty directory, the base model with the adapter merged into its weights.
+
+    The tokenizer is the adapter's if it has one, else the base model's.
+
+    Args:
+        base_name: the name that errors and the adapter use for the base model.
+        base_path: its directory or hub name.
+
+    Raises:
+        ValueError: the adapter cannot be merged into this model.
+    """
+    adapter = read_peft_adapter(adapter_directory)
+    trained_on = adapter.base_model_name
+    if trained_on is not None and last_part(trained_on) != last_part(base_name):
+        raise ValueError(
+            f"the adapter in {adapter_directory} was trained on {trained_on!r}, not on {base_name!r}; if these are the "
+            "same model, change base_model_name_or_path in its adapter_config.json"
+        )
+    base, files = _base_model(base_name, base_path)
+    layers = _adapted_layers(adapter, files)
+    for source in (Path(file) for file in sorted(set(files.values()))):
+        tensors = {}
+        with safe_open(source, framework="pt") as weights, safe_open(adapter.weights, framework="pt") as matrices:
+            for name in weights.keys():  # noqa: SIM118 (no iterator)
+                tensors[name] = weights.get_tensor(name)
+                layer = name.removesuffix(".weight")
+                if layer in layers and layer != name:
+                    lora_a, lora_b = (matrices.get_tensor(matrix) for matrix in tensor_names(layer))
+                    tensors[name] = merge(tensors[name], lora_a, lora_b, adapter.alpha / adapter.rank)
+            save_file(tensors, output / source.name, metadata=weights.metadata())
+    for file in base.iterdir():
+        if file.suffix in KEPT_SUFFIXES and not file.name.startswith("pytorch_model"):
+            shutil.copy(file, output / file.name)
+    if (adapter_directory / "tokenizer_config.json").is_file():
+        _replace_tokenizer(adapter_directory, output)
+
+
+def _replace_tokenizer(source: Path, output: Path) -> None:
+    for name in TOKENIZER_FILES:
+        (output / name).unlink(missing_ok=True)
+        if (source / name).is_file():
+            shutil.copy(source / name, output / name)
+
+
+def _base_model(name: str, path: str) -> tuple[Path, dict[str, str]]:
+    """The base model's directory, and its safetensors files by tensor name."""
+    directory = Path(path)
+    if not directory.is_dir():
+        try:
+            patterns = ["*.safetensors", *(f"*{suffix}" for suffix in KEPT_SUFFIXES)]
+            directory = Path(snapshot_download(path, allow_patterns=patterns))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the base model {name!r} is neither a directory nor a model of the hub that can be had: {error}"
+            ) from error
+    if not (directory / "config.json").is_file():
+        raise ValueError(f"the base model {name!r} is no model directory: it has no config.json")
+    if "quantization_config" in json.loads((directory / "config.json").read_text(encoding="utf-8")):
+        raise ValueError(f"the base model {name!r} is quantised; merge into the model it was made from")
+    try:
+        files = checkpoint_files(str(directory))
+    except SafetensorError as error:
+        raise ValueError(f"{directory} holds a damaged file: {error}; copy it anew") from error
+    if files is None:
+        raise ValueError(
+            f"{directory} has no *.safetensors; load the model with transformers and save_pretrained it first"
+        )
+    return directory, files
+
+
+def _adapted_layers(adapter: PeftAdapter, files: dict[str, str]) -> set[str]:
+    """Names of the adapted layers. ValueError unless both matrices of each exist and fit a weight of the base model."""
+    if f"base_model.model.{HEAD_WEIGHT}" in adapter.shapes:
+        raise ValueError(
+            f"the adapter in {adapter.directory} is that of a reward model, whose head is no part of the base model; "
+            "train with checkpointing.save_consolidated=true, which writes the merged model, or merge it with PEFT "
+            "(AutoModelForSequenceClassification, PeftModel.from_pretrained, merge_and_unload, save_pretrained)"
+        )
+    layers = {layer_of(name) for name in adapter.shapes}
+    expected = {name for layer in layers for name in tensor_names(layer)}
+    problems = [f"{name} is missing in the adapter" for name in sorted(expected - adapter.shapes.keys())]
+    problems += [f"{name} is no matrix of a linear layer" for name in sorted(adapter.shapes.keys() - expected)]
+    problems += [
+        f"{layer}.weight is not in the base model" for layer in sorted(layers) if f"{layer}.weight" not in files
+    ]
+    for layer in sorted(layers) if not problems else ():
+        with safe_open(files[f"{layer}.weight"], framework="pt") as file:
+            shape = list(file.get_slice(f"{layer}.weight").get_shape())
+        lora_a, lora_b = (list(adapter.shapes[name]) for name in tensor_names(layer))
+        if lora_a != [adapter.rank, shape[-1]] or lora_b != [shape[0], adapter.rank]:
+            problems.append(f"{layer}: the adapter's {lora_b} x {lora_a} does not go with the weight's {shape}")
+    if problems:
+        listed = "\n  ".join(problems[:8])
+        raise ValueError(f"the adapter in {adapter.directory} cannot be merged into this base model:\n  {listed}")
+    return layers
+
+
+# -- a checkpoint, used as a model
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointModel:
+    """A checkpoint as a model directory."""
+
+    model: Path  # with the tokenizer of the checkpoint
+    step: Path  # the checkpoint that was chosen
+    digest: str  # of everything in that checkpoint
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether `path` is a `step_N`, or a folder with some in it."""
+    return (path / "policy").is_dir() or bool(_steps(path))
+
+
+def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Callable[[str], str]) -> CheckpointModel:
+    """The model directory of a `step_N`, or of the newest sound one in a folder of them.
+
+    It is made once, in `converted/` beside the checkpoints (under `cache` if that is not writable), named by step,
+    digest of the checkpoint and dtype: weights converted to `dtype`, adapters merged into their base model. For a
+    consolidated directory it holds links. Several processes may call this at the same time.
+
+    Args:
+        resolve_base: from the name of an adapter's base model to its directory or hub name.
+
+    Raises:
+        ValueError, CheckpointError, OSError: with what to change.
+    """
+    if _steps(path) and not (path / "policy").is_dir():
+        step = _newest_sound(path)
+    else:
+        step = path
+        if damage := _damage(step):
+            raise ValueError(f"{step} is damaged: {damage}; restore it from a copy, or name another checkpoint")
+    digest = sealed_digest(step)
+    assert digest is not None, "a sound checkpoint has a manifest"
+    beside = step.absolute().parent
+    folder = (beside if os.access(beside, os.W_OK) else cache) / CONVERTED
+    model = folder / f"{step.name}-{digest[:_NUM_DIGITS]}-{dtype}"
+    if not model.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with file_lock(model.with_name(f"{model.name}.lock")):
+            if not model.is_dir():  # unless another process made it meanwhile
+                _convert(step.absolute(), model, dtype, resolve_base)
+    return CheckpointModel(model=model, step=step, digest=digest)
+
+
+def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str], str]) -> None:
+    for left in target.parent.glob(f"{target.name}.partial-*"):  # of a process that was killed
+        remove_tree(left)
+    policy = step / "policy"
+    consolidated, tokenizer = policy / "weights" / "consolidated", policy / "tokenizer"
+    if (consolidated / "config.json").is_file():
+        with _whole_or_not_at_all(target) as partial:
+            for file in (file for folder in (consolidated, tokenizer) if folder.is_dir() for file in folder.iterdir()):
+                if not (partial / file.name).is_symlink():
+                    # Relative links survive a move of the run.
+                    (partial / file.name).symlink_to(os.path.relpath(file, partial))
+        return
+    logger.info("converting %s into %s (once; it may be deleted)", step, target)
+    if not (policy / "adapter" / ADAPTER_CONFIG).is_file():
+        convert_checkpoint(step, target, dtype)
+        return
+    name = read_peft_adapter(policy / "adapter").base_model_name
+    assert name is not None, "adapters of this library name their base model"
+    with _whole_or_not_at_all(target) as partial:
+        merge_adapter(policy / "adapter", name, resolve_base(name), partial)
+        for file in ("config.json", "generation_config.json"):  # with the overrides of the training run
+            if (policy / file).is_file():
+                shutil.copy(policy / file, partial / file)
+        if tokenizer.is_dir():
+            _replace_tokenizer(tokenizer, partial)
+            shutil.copytree(tokenizer, partial, dirs_exist_ok=True)
+
+
+def _steps(path: Path) -> list[Path]:
+    """The finished checkpoints in a folder, newest first."""
+    if not path.is_dir():
+        return []
+    numbered = [(int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name))]
+    return [child for _, child in sorted(numbered, reverse=True)]
+
+
+def _newest_sound(path: Path) -> Path:
+    reasons = []
+    for step in _steps(path):
+        damage = _damage(step)
+        if damage is None:
+            return step
+        logger.warning("%s is refused: %s", step, damage)
+        reasons.append(f"  {step.name}: {damage}")
+    raise CheckpointError(f"{path} holds {len(reasons)} checkpoints and none is sound:\n" + "\n".join(reasons))
+
+
+def _damage(step: Path) -> str | None:
+    """Damage to the files of the model in a checkpoint; the optimizer's files are not read."""
+    return find_damage(step, _model_files(step))
+
+
+def _model_files(step: Path) -> list[str]:
+    names = sealed_names(step)
+    return [name for name in names if name.startswith("policy/") and not name.startswith("policy/optimizer/")]

@@ -1,10 +1,10 @@
-"""Fused experts in memory, one tensor per expert on disk and in generation engines.
+"""Mixtures of experts, for both backends: names outside the model, number of experts, metrics of the routers.
 
     model.layers.0.mlp.experts.gate_up_proj [E, 2I, H]  <->  model.layers.0.mlp.experts.{0..E-1}.gate_proj.weight [I, H]
                                                              model.layers.0.mlp.experts.{0..E-1}.up_proj.weight   [I, H]
 
-Which parameter is made of which tensors is read from transformers' own table of conversions, so every architecture
-whose experts it fuses by stacking is known here.
+Experts are fused in memory, and one tensor per expert on disk and in generation engines. transformers' own table of
+conversions says how, so every architecture is supported whose experts transformers fuses by stacking.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 
 from nemo_rl.models.policy.weight_loading import StoredModel, copy_slice, local_index
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
+    settings = config.get_text_config().to_dict()
+    return next((settings[name] for name in _EXPERT_COUNTS if settings.get(name)), 0)
+
 
 class ExpertNames:
-    """How the parameters of a model type of transformers are called outside the model.
+    """Names of the parameters of a model type outside the model: on disk and in generation engines.
 
-    Models without experts, and parameters that are not fused, keep their names (some types rename them on disk, such as
-    Mixtral), so all of this may be called for any parameter of any model. Names are those of the whole model.
+    Parameters that are not fused keep their names, except in types such as Mixtral, which rename them on disk. So every
+    method accepts any parameter of any model. Names are those of the whole model.
     """
 
     def __init__(self, model_type: str) -> None:
@@ -45,30 +53,30 @@ class ExpertNames:
         return bool(self._fused)
 
     def stored_name(self, name: str) -> str:
-        """What the parameter `name`, not a fused one, is called on disk and by generation engines."""
+        """The name outside the model of parameter `name`, which is not fused."""
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return name
 
-    def fused_sources(self, name: str, num_experts: int) -> list[list[str]]:
-        """[E][parts] names on disk of a fused parameter; the parts lie behind each other on dim 1. [] if not fused."""
-        for ending, sources in self._fused:
+    def fused_sources(self, name: str, shape: Sequence[int]) -> list[list[str]]:
+        """[E][parts] names on disk of a fused parameter [E, ...]; its dim 1 concatenates the parts. [] if not fused."""
+        for ending, sources in self._fused if len(shape) == 3 else ():
             if name.endswith(ending):
                 patterns = [self.stored_name(name.removesuffix(ending) + source) for source in sources]
-                return [[pattern.replace("*", str(expert)) for pattern in patterns] for expert in range(num_experts)]
+                return [[pattern.replace("*", str(expert)) for pattern in patterns] for expert in range(shape[0])]
         return []
 
     def split_meta(self, name: str, shape: Sequence[int]) -> list[tuple[str, tuple[int, ...]]]:
-        """(name outside the model, shape) of everything that parameter `name` of `shape` stands for."""
-        experts = self.fused_sources(name, shape[0]) if len(shape) == 3 else []
+        """(name outside the model, shape) of every tensor that parameter `name` of `shape` stands for."""
+        experts = self.fused_sources(name, shape)
         if not experts:
             return [(self.stored_name(name), tuple(shape))]
         piece = (shape[1] // len(experts[0]), shape[2])
         return [(source, piece) for parts in experts for source in parts]
 
     def split(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """(name outside the model, contiguous view) of everything the whole parameter stands for, in that order too."""
-        experts = self.fused_sources(name, tensor.shape[0]) if tensor.ndim == 3 else []
+        """(name outside the model, contiguous view) of every tensor that the whole parameter stands for, in order."""
+        experts = self.fused_sources(name, tensor.shape)
         if not experts:
             return [(self.stored_name(name), tensor)]
         named: list[tuple[str, torch.Tensor]] = []
@@ -78,15 +86,15 @@ class ExpertNames:
 
     @torch.no_grad()
     def read(self, name: str, tensor: torch.Tensor, stored: StoredModel) -> bool:
-        """Fill a parameter, buffer or DTensor that is not stored under its own name, reading what this rank owns only.
+        """Fill a parameter, buffer or DTensor that has another name on disk, reading only this rank's part.
 
-        Returns False when the checkpoint does not hold it under the expected names either.
+        Returns False if the checkpoint does not hold it under the expected names either.
 
         Raises:
             ValueError: the number of experts, or a shape, is not that of config.json.
         """
         assert stored.names is not None
-        experts = self.fused_sources(name, tensor.shape[0]) if tensor.ndim == 3 else []
+        experts = self.fused_sources(name, tensor.shape)
         if not experts:
             other = self.stored_name(name)
             if other == name or other not in stored.names:
@@ -96,7 +104,7 @@ class ExpertNames:
         found = {source for parts in experts for source in parts} & stored.names
         if not found:
             return False
-        one_more = self.fused_sources(name, tensor.shape[0] + 1)[-1][0]
+        one_more = self.fused_sources(name, (len(experts) + 1, *tensor.shape[1:]))[-1][0]
         if len(found) != len(experts) * len(experts[0]) or one_more in stored.names:
             raise ValueError(
                 f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "
@@ -141,27 +149,21 @@ def _read_experts(
             target.copy_(piece[start - first : stop - first, own_columns])
 
 
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """Routed experts of each mixture-of-experts layer; 0 for a dense model."""
-    settings = config.get_text_config().to_dict()
-    return next((settings[name] for name in _EXPERT_COUNTS if settings.get(name)), 0)
-
-
-# -- What the routers of mixture-of-experts layers did, as metrics: the same sums whatever trains the model.
+# -- Metrics of the routers.
 #
-# Of each layer a float64 vector [E + 2]: how many tokens each expert got, then tokens, then their summed entropy.
-# Vectors of micro-batches and ranks add up; `layer_values` makes metrics of what they come to.
+# Each layer and micro-batch gives a float64 vector [E + 2]: the tokens of each expert, the tokens, and the sum of their
+# entropies. Vectors of micro-batches and ranks are summed; `layer_values` makes metrics of the sums.
 
 LOAD_METRICS = ("load_max_over_mean", "load_min_over_mean", "dead_expert_fraction", "router_entropy")
-"""Tokens of the busiest and of the idlest expert over those of the mean expert; experts without a token; entropy of the
-router's distribution over experts, in nats, mean over tokens."""
+"""Tokens of the busiest and of the idlest expert relative to the mean; fraction of experts without a token; entropy of
+the router's distribution over experts, in nats, mean over tokens."""
 
 
 def count_sorted(sorted_ids: torch.Tensor, num_bins: int) -> torch.Tensor:
-    """How often each of 0..num_bins-1 stands in a sorted int64 [N]: int64 [num_bins], without waiting for a device."""
+    """Occurrences of each of 0..num_bins-1 in a sorted int64 [N]: int64 [num_bins].
+
+    Unlike bincount this does not wait for the device, and is deterministic.
+    """
     edges = torch.arange(num_bins + 1, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, edges).diff()
 
@@ -172,14 +174,14 @@ def choice_counts(
 ) -> torch.Tensor:
     """The vector of one layer and micro-batch: logits [T, E], chosen experts int64 [T, K], is_token bool [T].
 
-    `is_independent`: experts are scored on their own, by a sigmoid (DeepSeek-V3), not by one softmax.
+    `is_independent`: each expert is scored by a sigmoid (DeepSeek-V3), not all by one softmax.
     """
     bins = logits.shape[-1]
     logits = logits.float()
     if is_independent:
         logits = F.logsigmoid(logits)
     entropy = torch.distributions.Categorical(logits=logits, validate_args=False).entropy()
-    ids = chosen.masked_fill(~is_token[:, None], bins).view(-1).sort().values
+    ids = chosen.masked_fill(~is_token[:, None], bins).view(-1).sort().values  # padding falls outside of all bins
     sums = torch.stack([is_token.sum(), (entropy * is_token).sum()]).double()
     return torch.cat([count_sorted(ids, bins).double(), sums])
 

@@ -1,10 +1,10 @@
-"""Floating-point operations of a model by sequence length, counted from its own layers.
+"""Floating-point operations of a model by sequence length, counted from its layers.
 
-A matrix product of [a, b] and [b, c] is 2abc operations. Per token that is 2 x the weights of every linear layer it
-passes through (of the experts, those it is routed to); per pair of positions that attend to each other
-2 x heads x (query width + value width) in each layer. The backward pass costs twice the forward pass (Kaplan et al.
-2020, arXiv 2001.08361, section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix). Norms, softmax and what
-activation checkpointing computes again are not counted, so utilisation is that of the model (MFU), not of the hardware.
+A matrix product of [a, b] and [b, c] takes 2abc operations: per token 2 x the weights of every linear layer it passes
+(of experts, those it is routed to), and per pair of positions that attend to each other 2 x heads x (query width +
+value width) in each layer. The backward pass takes twice the forward pass (Kaplan et al. 2020, arXiv 2001.08361,
+section 2.1; Narayanan et al. 2021, arXiv 2104.04473, appendix). Norms, softmax and recomputed activations are not
+counted, so the utilisation is that of the model (MFU), not of the hardware.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ PEAK_FLOPS = {
     "NVIDIA A10": 125e12,
     "NVIDIA RTX 6000 Ada": 364e12,
 }
-"""Dense bfloat16 tensor-core operations per second, by the beginning of the device's name (vendor data sheets)."""
+"""Dense bfloat16 tensor-core operations per second, by prefix of the device's name (vendor data sheets)."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a GPU; None for one that is not in the table, and for CPUs."""
+    """Dense bfloat16 operations per second of a GPU; None for CPUs and GPUs outside of the table."""
     matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """One attention layer: operations per pair of positions, and how far back a position looks (None: all)."""
+    """One attention layer: operations per pair of positions, and its sliding window (None: unlimited)."""
 
     per_pair: float
     window: int | None
@@ -53,14 +53,14 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations of the forward pass: `per_token` outside of attention, and those of each attention layer."""
+    """Operations of the forward pass: `per_token` outside of attention, and of each attention layer."""
 
     per_token: float
     attention: tuple[AttentionCost, ...]
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelFlops:
-        """Count the layers of the model that `config` describes. Nothing is allocated."""
+        """Count the layers of the model that `config` describes. Allocates nothing."""
         text = config.get_text_config()
         model = build_on_meta(text, torch.float32)
         weights = 0.0
@@ -74,7 +74,7 @@ class ModelFlops:
 
     @property
     def quadratic_weight(self) -> float:
-        """Forward operations of a squared token over those of a token: the weight of attention in a sequence's cost."""
+        """Forward operations per squared token relative to those per token: the weight of attention in the cost."""
         full = sum(layer.per_pair for layer in self.attention if layer.window is None)
         return full / 2 / self.per_token
 
@@ -86,7 +86,7 @@ class ModelFlops:
     def train(self, lengths: Iterable[int], *, is_frozen: bool = False) -> float:
         """Operations of forward and backward passes over sequences of these lengths.
 
-        `is_frozen`: the model's own weights get no gradient (LoRA), which saves one product of each layer.
+        `is_frozen`: base weights get no gradient (LoRA), which saves one product of each layer.
         """
         lengths = list(lengths)
         whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
@@ -94,7 +94,7 @@ class ModelFlops:
 
 
 def _attention_layers(text: PretrainedConfig) -> Iterable[AttentionCost]:
-    # Every architecture calls these three by its own name, which transformers knows.
+    # Architectures use other names in config.json; transformers maps these three attributes to them.
     heads, num_layers, hidden = text.num_attention_heads, text.num_hidden_layers, text.hidden_size
     settings = text.to_dict()
     if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values

@@ -2,10 +2,8 @@
 
     prompts -> prefill once per distinct prompt -> one token of every row at a time, with a KV cache
 
-How a model computes the next logits is its decoder's business: `hf_decoder.py`, `megatron/decoder.py`.
-
-The random numbers of a completion follow from its own seed alone, so that which other requests it is drawn with changes
-its numbers by rounding at most.
+A `Decoder` computes the next logits (`HfDecoder`, `MegatronDecoder`). The random numbers of a completion depend on its
+own seed only, so the other requests in its batch change its logprobs by rounding at most.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.head.token_filter import smallest_kept
+from nemo_rl.models.policy.head.logit_tiles import smallest_kept
 from nemo_rl.models.policy.interfaces import GenerationSettings
 from nemo_rl.models.policy.worker import PolicyWorker
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
@@ -31,15 +29,15 @@ class Sequences(Protocol):
     """Tokens and KV cache of the rows of a batch."""
 
     def logits(self, temperature: float) -> torch.Tensor:
-        """Of the first token of every row, float32 [B, V] or this rank's columns, divided by the temperature (0: 1)."""
+        """Logits of every row's first token, float32 [B, V] or this rank's columns, over the temperature (0: 1)."""
         ...
 
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Append `tokens`, int64 [B]; the logits of what follows."""
+        """Append `tokens`, int64 [B]; returns the logits of the next tokens."""
         ...
 
     def keep(self, rows: list[int]) -> None:
-        """The rows are now these of the present ones, some of them perhaps several times."""
+        """Select rows by index; an index may occur several times."""
         ...
 
 
@@ -52,11 +50,11 @@ class Decoder(Protocol):
         ...
 
     def active(self) -> AbstractContextManager[None]:
-        """While it lasts, the weights of the model, or this rank's tensor-parallel part, are at hand. A collective."""
+        """Inside the block, the model's weights, or this rank's tensor-parallel part, can be used. Collective."""
         ...
 
     def begin(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> Sequences:
-        """Rows that begin with `prompts` and get at most `max_new_tokens` more tokens."""
+        """Rows that begin with `prompts` and grow by at most `max_new_tokens` tokens."""
         ...
 
 
@@ -64,7 +62,7 @@ class CompletionDrawer:
     """Draws completions with `decoder`.
 
     Args:
-        group: the tensor-parallel ranks, which draw the same completions together; None where there is one.
+        group: the tensor-parallel ranks, which draw the same completions together; None if there is one rank.
     """
 
     def __init__(
@@ -81,10 +79,10 @@ class CompletionDrawer:
 
     @torch.no_grad()
     def answer(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
-        """Complete all requests; answers come in any order. A collective of the ranks that share parameters.
+        """Complete all requests, in any order. Collective over the ranks that share parameters.
 
-        Every prompt has at least one token and leaves room for one. A completion holds every sampled token, with the
-        stop token or the tokens of the stop string at its end.
+        Every prompt has at least one token and leaves room for one. A completion holds every sampled token, including
+        the stop token or the tokens of the stop string at its end.
         """
         answers = []
         size, equal = self.settings.max_batch_size, self.decoder.needs_equal_lengths
@@ -128,7 +126,7 @@ class CompletionDrawer:
 
 @dataclass(kw_only=True)
 class _Row:
-    """A completion under way."""
+    """An unfinished completion."""
 
     number: int  # in its batch
     request: GenerationRequest
@@ -150,7 +148,7 @@ class _Row:
         )
 
     def append(self, token: int, logprob: float, settings: GenerationSettings) -> None:
-        """Take in a token; `stop_reason` is set where it is the last one."""
+        """Add a token. Sets `stop_reason` if it is the last one."""
         self.token_ids.append(token)
         self.logprobs.append(logprob)
         sampling = self.request.sampling
@@ -163,7 +161,7 @@ class _Row:
         strings = self.request.sampling.stop_strings
         if not strings:
             return False
-        # What ends now began at most this many tokens ago: each has at least one byte.
+        # A stop string that ends now began at most this many tokens ago, because a token has at least one byte.
         longest = max(len(text.encode()) for text in strings) + 4
         visible = [token for token in self.token_ids if token not in settings.special_token_ids]
         text = settings.decode(visible[-longest:])
@@ -176,11 +174,11 @@ def draw_tokens(
     """One token per row, int64 [B], and its logprob, float32 [B], under the distribution it was drawn from.
 
     Args:
-        logits: float32 [B, V], or this rank's columns of it, divided by the temperature; written over.
-        uniform: float64 [B] in [0, 1), a random number per row: the token is where the sum of probabilities passes it.
-        group: the ranks that share the vocabulary, in order; all get the same.
+        logits: float32 [B, V], or this rank's columns of it, divided by the temperature; overwritten.
+        uniform: float64 [B] in [0, 1), one per row: draws the token at which the cumulative probability exceeds it.
+        group: the ranks that share the vocabulary, in order; all return the same.
 
-    Top-k comes before top-p, ties at the border of what they keep stay in, and greedy sampling has no filter.
+    Top-k is applied before top-p; ties at the threshold are kept. Greedy sampling is not filtered.
     """
     is_greedy = sampling.temperature == 0
     if not is_greedy and (sampling.top_k is not None or sampling.top_p < 1.0):
@@ -194,10 +192,10 @@ def draw_tokens(
 
 
 def _inverse_cdf(logprobs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The first token [B] at which the sum of probabilities, in float64, passes `uniform` of the whole.
+    """The first token [B] at which the cumulative probability, in float64, exceeds `uniform` of the total.
 
-    Sums of blocks first, then within one block: products with a triangle instead of cumulative sums, which GPUs add up
-    in any order.
+    Sums over blocks come first, then sums within one block. Both are products with a triangular matrix, because GPUs
+    compute cumulative sums in varying order.
     """
     mass = torch.nn.functional.pad(logprobs.double().exp(), (0, -logprobs.shape[1] % _BLOCK)).unflatten(1, (-1, _BLOCK))
     ends = _running_sums(mass.sum(dim=2))
@@ -214,12 +212,12 @@ def _running_sums(values: torch.Tensor) -> torch.Tensor:
 
 
 def _first_above(ends: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """Index [B, 1] of the first of the rising `ends` above `wanted`; where rounding leaves none, of the last rise."""
+    """Index [B, 1] of the first of the ascending `ends` above `wanted`; if rounding leaves none, the last increase."""
     return torch.minimum((ends <= wanted).sum(dim=1), (ends < ends[:, -1:]).sum(dim=1))[:, None]
 
 
 def _gather_columns(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The logits of all ranks side by side; their numbers of columns may differ."""
+    """The logits of all ranks, concatenated; ranks may have different numbers of columns."""
     widths = [torch.zeros(1, dtype=torch.int64, device=logits.device) for _ in range(group.size())]
     dist.all_gather(widths, torch.tensor([logits.shape[1]], device=logits.device), group=group)
     sizes = [int(width) for width in widths]
@@ -233,9 +231,9 @@ def _gather_columns(logits: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 def batches(
     requests: Sequence[GenerationRequest], size: int, *, equal_lengths: bool = False
 ) -> Iterator[list[GenerationRequest]]:
-    """Requests with the same sampling parameters, at most `size` of them; neighbours in length and prompt together.
+    """Batches of at most `size` requests with equal sampling parameters, sorted by length and prompt.
 
-    `equal_lengths`: only prompts with the same number of tokens.
+    `equal_lengths`: also with equal numbers of prompt tokens.
     """
     by_kind: dict[tuple[SamplingParams, int], list[GenerationRequest]] = {}
     for request in requests:
@@ -248,23 +246,26 @@ def batches(
 
 
 class GeneratingWorker(PolicyWorker):
-    """`prepare_generation` once, then `generate`. For layouts without pipeline and context parallelism."""
+    """A worker that draws completions: `prepare_generation` once, then `generate`.
+
+    Pipeline and context parallelism are not supported.
+    """
 
     drawer: CompletionDrawer | None = None
 
     @abstractmethod
     def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
-        """The model as it generates, and the tensor-parallel ranks."""
+        """The decoder of the model, and the tensor-parallel ranks."""
 
     def prepare_generation(self, settings: GenerationSettings) -> None:
-        """Make ready to complete sequences as `settings` say."""
+        """Build the decoder."""
         decoder, group = self._decoder()
         self.drawer = CompletionDrawer(decoder, settings, self.device, group)
 
     def generate(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
-        """Complete `requests` with the present weights, which are `weight_version`.
+        """Complete `requests` with the current weights, whose version is `weight_version`.
 
-        The ranks of a data-parallel rank get the same requests; the first of them answers.
+        Ranks that work on the same samples get the same requests; the first of them answers.
         """
         assert self.drawer is not None, "prepare_generation comes first"
         answers = self.drawer.answer(requests, weight_version)

@@ -1,4 +1,4 @@
-"""What the rest of the library knows of a policy."""
+"""The interface of a policy to the rest of the library."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
 class PolicyInterface(ABC):
-    """The trained model, sharded over its workers. The controller hands it plans and handles, never tensors.
+    """The trained model, sharded over its workers. The controller passes it plans and handles, never tensors.
 
-    One step: `load(plan)`, then the logprob passes, then `train`. Everything a pass computes stays with the samples on
-    the workers. Convention: the logprob of token i stands at position i, position 0 is 0, rows are right-padded.
+    One step: `load(plan)`, then the logprob passes, then `train`. The results of a pass stay with the samples on the
+    workers. Convention: the logprob of token i is at position i, position 0 is 0, rows are right-padded.
     """
 
     @property
@@ -34,16 +34,16 @@ class PolicyInterface(ABC):
     @property
     @abstractmethod
     def name_prefix(self) -> str:
-        """Its workers are called `<name_prefix>-<rank>`; errors name workers."""
+        """Workers are named `<name_prefix>-<rank>`, in errors too."""
 
     @property
     @abstractmethod
     def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second of one device; None where that is not known (CPUs)."""
+        """Dense bfloat16 operations per second of one device; None if unknown (CPUs)."""
 
     @abstractmethod
     def while_waiting(self, callback: Callable[[], None]) -> None:
-        """Call this about twice a second while the controller waits for the workers. What it raises ends the wait."""
+        """Call `callback` about twice a second while the controller waits for the workers. Its errors end the wait."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -51,30 +51,30 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def load(self, plan: BatchPlan) -> None:
-        """Every worker fetches the rows it owns from the object store and forgets those of the last plan."""
+        """Every worker fetches the rows it owns from the object store and drops those of the last plan."""
 
     @abstractmethod
     def compute(self, task: HeadTask, column: str) -> None:
-        """What `task` says of the loaded rows under the present weights, kept with them as `column`.
+        """Compute the output of `task` for the loaded rows under the current weights, and keep it as `column`.
 
-        `prev_logprobs` may be left out before a `train` of one optimizer step: its own forward pass gives the same.
+        `prev_logprobs` may be left out before a `train` of one optimizer step: its forward pass gives the same values.
         """
 
     @abstractmethod
     def compute_reference_logprobs(self) -> None:
-        """Logprobs of the loaded rows under the weights the run started from, as `reference_policy_logprobs`."""
+        """Compute logprobs under the weights the run started from, as column `reference_policy_logprobs`."""
 
     @abstractmethod
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
-        """The sums of a column over the tokens that carry loss, by row, kept with the rows as `total` too."""
+        """Sum a column over the tokens that carry loss, by row, and keep the sums as column `total`."""
 
     @abstractmethod
     def share(self, column: str) -> dict[RowKey, Any]:
-        """References to a column of every loaded row, for `attach` at a policy that loaded the same groups."""
+        """References to a column of every loaded row, for `attach` of a policy that loaded the same groups."""
 
     @abstractmethod
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
-        """Every worker fetches the column of the rows it has, which another policy shared."""
+        """Every worker fetches, for its rows, the column that another policy shared."""
 
     @abstractmethod
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
@@ -90,11 +90,11 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        """Take the plan's optimizer steps; the loss gets what `task` says of each token. Acquires the accelerator."""
+        """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
 
     @abstractmethod
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        """Metrics of the loss over the loaded plan, which has one optimizer step, without training; `loss` included."""
+        """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
 
     @abstractmethod
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
@@ -109,7 +109,7 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
-        """Create the transfer buffers once; per rank: names, shapes, dtypes, offsets and buffer handles."""
+        """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
 
     @abstractmethod
     def start_pack(self, bucket: int) -> Any:
@@ -117,11 +117,11 @@ class PolicyInterface(ABC):
 
     @abstractmethod
     def finish_pack(self, future: Any) -> list[dict[str, Any]]:
-        """Wait for a bucket; returns what each sending rank tells its receiver (fingerprints, never tensors)."""
+        """Wait for a bucket. Returns each sending rank's message to its receiver (fingerprints, never tensors)."""
 
     @abstractmethod
     def check_health(self, timeout_s: float | None = None) -> None:
-        """Raises WorkerDied, naming the worker, when one is gone; WorkerHang when one answers nothing."""
+        """Raise WorkerDied, naming the worker, if one is gone, or WorkerHang if one does not answer."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -1,4 +1,7 @@
-"""The arrangement of a policy's ranks, whichever backend trains. Free of torch, for checks of the configuration."""
+"""The arrangement of a policy's ranks: how many lie along each axis, where each one sits, which layers a stage holds.
+
+Free of torch, because the configuration is checked with it before anything starts.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nemo_rl.config.rules import divisors, value_of
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 
-# -- How many ranks lie along each axis of a policy's mesh. Free of torch: the configuration is checked with it.
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSizes:
-    """How many ranks lie along each axis."""
+    """The number of ranks along each axis of the PyTorch backend."""
 
     pipeline_parallel: int = 1
     dp_replicate: int = 1
@@ -28,8 +30,8 @@ class ParallelSizes:
 
     @classmethod
     def of(cls, config: DTensorConfig, world_size: int) -> ParallelSizes:
-        """The sizes of `policy.dtensor_cfg` on `world_size` ranks. ValueError when they do not divide."""
-        for key, message in layout_problems(config, world_size):
+        """The sizes of `policy.dtensor_cfg` on `world_size` ranks. ValueError if they do not divide."""
+        for key, message in _dtensor_problems(config, world_size):
             raise ValueError(f"policy.dtensor_cfg.{key}: {message}")
         return cls(
             pipeline_parallel=config.pipeline_parallel_size,
@@ -50,7 +52,7 @@ class ParallelSizes:
         return self.pipeline_parallel * self.data_parallel * self.context_parallel * self.tensor_parallel
 
     def describe(self) -> str:
-        """`8 data x 2 context x 2 tensor`, for people: what the ranks share among them."""
+        """The axes that share the work, as in `8 data x 2 context x 2 tensor`."""
         counts = {
             "pipeline": self.pipeline_parallel,
             "data": self.data_parallel,
@@ -60,8 +62,8 @@ class ParallelSizes:
         return " x ".join(f"{count} {axis}" for axis, count in counts.items() if count > 1 or axis == "data")
 
     def describe_shards(self) -> str:
-        """Over how many ranks a parameter is spread, for people."""
-        shards = self.dp_shard * self.context_parallel
+        """The ranks over which parameters are sharded, as in `tensor 2 x FSDP2 over 8`."""
+        shards = self.dp_shard * self.context_parallel  # FSDP2 shards over context-parallel ranks too
         kinds = [f"{self.pipeline_parallel} stages"] * (self.pipeline_parallel > 1)
         kinds += [f"tensor {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         if shards > 1 or kinds:
@@ -72,9 +74,10 @@ class ParallelSizes:
         return text + (f"; {self.dp_replicate} copies (HSDP)" if self.dp_replicate > 1 else "")
 
     def place(self, rank: int) -> dict[str, int]:
-        """Index of `rank` along every axis on which there is more than one, by the axis' short name."""
+        """Index of `rank` along every axis with more than one rank, by the axis' short name."""
         coordinates = self.sharding().get_worker_coords(rank)
         data, context = coordinates["data_parallel"], coordinates["context_parallel"]
+        # Experts are spread over neighbours among the ranks that shard the parameters of one copy.
         shard = data % self.dp_shard * self.context_parallel + context
         axes = {
             "stage": (self.pipeline_parallel, coordinates["pipeline_parallel"]),
@@ -87,73 +90,20 @@ class ParallelSizes:
         return {name: index for name, (size, index) in axes.items() if size > 1}
 
     def sharding(self) -> NamedSharding:
-        """Which rank sits where, for the controller: data-parallel ranks get different rows, the others the same."""
+        """Coordinates of every rank. Data-parallel ranks get different rows; all others get the same."""
+        # Tensor-parallel ranks are neighbours, because they exchange most; stages lie furthest apart.
         shape = (self.pipeline_parallel, self.data_parallel, self.context_parallel, self.tensor_parallel)
         names = ["pipeline_parallel", "data_parallel", "context_parallel", "tensor_parallel"]
         return NamedSharding(np.arange(self.world_size).reshape(shape), names)
 
 
-def layout_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    """(key of `policy.dtensor_cfg`, what would work) when the sizes do not fit `world_size` ranks."""
-    model_parallel = config.model_parallel_size
-    if world_size % model_parallel:
-        sizes = {
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "context_parallel_size": config.context_parallel_size,
-            "pipeline_parallel_size": config.pipeline_parallel_size,
-        }
-        yield not_dividing(sizes, world_size)
-        return
-    data_parallel = world_size // model_parallel
-    if data_parallel % config.dp_replicate_size:
-        works = divisor_list(data_parallel)
-        yield (
-            "dp_replicate_size",
-            f"{config.dp_replicate_size} does not divide the {data_parallel} data-parallel ranks; these would: {works}",
-        )
-        return
-    shards = data_parallel // config.dp_replicate_size * config.context_parallel_size
-    if shards % config.expert_parallel_size:
-        yield (
-            "expert_parallel_size",
-            f"{config.expert_parallel_size} does not divide the {shards} ranks that shard the parameters (data x "
-            f"context parallel); these would: {divisor_list(shards)}",
-        )
-
-
-def not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
-    """(the key of `sizes` to change, what would work) when their product does not divide the ranks."""
-    used = {key: size for key, size in sizes.items() if size > 1}
-    if len(used) == 1:
-        [(key, size)] = used.items()
-        return key, f"{size} does not divide the {world_size} training ranks; these would: {divisor_list(world_size)}"
-    total = math.prod(used.values())
-    fixes = {}
-    for key, size in used.items():
-        if world_size % (total // size) == 0:
-            others = ", ".join(f"{name}={value}" for name, value in used.items() if name != key)
-            fixes[key] = f"with {others}, {key} may be {divisor_list(world_size // (total // size))}"
-    key = max(fixes or used, key=lambda key: used[key])
-    works = "; ".join(fixes.values()) or f"the product may be {divisor_list(world_size)}"
-    product = " x ".join(f"{name}={size}" for name, size in used.items())
-    return key, (f"{product} = {total} does not divide the {world_size} training ranks; {works}")
-
-
-def divisor_list(number: int) -> str:
-    """`1, 2, 3, 6`."""
-    return ", ".join(str(divisor) for divisor in range(1, number + 1) if number % divisor == 0)
-
-
-# -- How many ranks lie along each axis when Megatron Core trains. Free of torch: the configuration is checked with it.
-#
-# Ranks are numbered as Megatron's order `tp-cp-ep-dp-pp` does: tensor-parallel ranks are neighbours, stages lie
-# furthest apart. Experts live on a second arrangement of each stage's ranks: (expert data) x (expert) x (expert
-# tensor).
-
-
 @dataclass(frozen=True, kw_only=True)
 class MegatronSizes(ParallelSizes):
-    """How many ranks lie along each axis; `dp_shard` are the data-parallel ranks."""
+    """The number of ranks along each axis of Megatron Core; `dp_shard` counts the data-parallel ranks.
+
+    Ranks are numbered in Megatron's order `tp-cp-ep-dp-pp`. Experts have a second arrangement of each stage's ranks:
+    (expert data) x (expert) x (expert tensor).
+    """
 
     expert_tensor_parallel: int = 1
     stages_per_rank: int = 1
@@ -161,7 +111,7 @@ class MegatronSizes(ParallelSizes):
 
     @classmethod
     def of_megatron(cls, config: MegatronConfig, world_size: int) -> MegatronSizes:
-        """The sizes of `policy.megatron_cfg` on `world_size` ranks, which they fit (`megatron_problems`)."""
+        """The sizes of `policy.megatron_cfg` on `world_size` ranks, which they have to fit (`training_problems`)."""
         return cls(
             pipeline_parallel=config.pipeline_model_parallel_size,
             dp_shard=world_size // config.model_parallel_size,
@@ -174,13 +124,11 @@ class MegatronSizes(ParallelSizes):
         )
 
     def describe_shards(self) -> str:
-        """Over how many ranks a parameter is spread, for people."""
         stages = self.pipeline_parallel * self.stages_per_rank
         per_rank = f" ({self.stages_per_rank} per rank)" if self.stages_per_rank > 1 else ""
-        kinds = [f"{stages} stages{per_rank}"] * (stages > 1) + [f"tensor {self.tensor_parallel}"] * (
-            self.tensor_parallel > 1
-        )
-        return "Megatron Core, " + (" x ".join(kinds) if kinds else "whole")
+        kinds = [f"{stages} stages{per_rank}"] * (stages > 1)
+        kinds += [f"tensor {self.tensor_parallel}"] * (self.tensor_parallel > 1)
+        return "Megatron Core, " + (" x ".join(kinds) or "whole")
 
     @property
     def expert_data_parallel(self) -> int:
@@ -197,50 +145,96 @@ class MegatronSizes(ParallelSizes):
         return axes
 
 
-def megatron_problems(config: MegatronConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    """(key of `policy.megatron_cfg`, what would work) when the sizes do not fit `world_size` ranks."""
+def training_sizes(policy: PolicyConfig, world_size: int) -> ParallelSizes:
+    """The number of ranks along each axis. ValueError if they do not divide `world_size`."""
+    for key, message in training_problems(policy, world_size):
+        raise ValueError(f"policy.{key}: {message}")
+    if policy.megatron_cfg.enabled:
+        return MegatronSizes.of_megatron(policy.megatron_cfg, world_size)
+    return ParallelSizes.of(policy.dtensor_cfg, world_size)
+
+
+def training_problems(policy: PolicyConfig, world_size: int) -> Iterator[tuple[str, str]]:
+    """(key of `policy`, what would work) if the sizes do not fit `world_size` ranks."""
+    if policy.megatron_cfg.enabled:
+        problems = _megatron_problems(policy.megatron_cfg, world_size)
+    else:
+        problems = _dtensor_problems(policy.dtensor_cfg, world_size)
+    for key, message in problems:
+        yield f"{policy.backend_key}.{key}", message
+
+
+def _dtensor_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[str, str]]:
+    names = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
     if world_size % config.model_parallel_size:
-        sizes = {
-            "tensor_model_parallel_size": config.tensor_model_parallel_size,
-            "context_parallel_size": config.context_parallel_size,
-            "pipeline_model_parallel_size": config.pipeline_model_parallel_size,
-        }
-        yield not_dividing(sizes, world_size)
+        yield _not_dividing({name: value_of(config, name) for name in names}, world_size)
         return
-    per_stage = world_size // config.pipeline_model_parallel_size
-    experts = config.expert_model_parallel_size * config.expert_tensor_parallel_size
-    if per_stage % experts:
-        sizes = {
-            "expert_model_parallel_size": config.expert_model_parallel_size,
-            "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-        }
-        used = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        key = max(sizes, key=lambda key: sizes[key])
+    data_parallel = world_size // config.model_parallel_size
+    shards = data_parallel // config.dp_replicate_size * config.context_parallel_size
+    if data_parallel % config.dp_replicate_size:
+        text = f"{config.dp_replicate_size} does not divide the {data_parallel} data-parallel ranks"
+        yield "dp_replicate_size", f"{text}; these would: {divisors(data_parallel)}"
+    elif shards % config.expert_parallel_size:
         yield (
-            key,
-            f"{used} does not divide the {per_stage} ranks of a pipeline stage (data x context x tensor parallel); "
-            f"these would: {divisor_list(per_stage)}",
+            "expert_parallel_size",
+            f"{config.expert_parallel_size} does not divide the {shards} ranks that shard the parameters (data x "
+            f"context parallel); these would: {divisors(shards)}",
         )
 
 
-# -- Which layers of a model the pipeline stages of Megatron Core hold. Free of torch, for checks and for `--dry-run`.
+def _megatron_problems(config: MegatronConfig, world_size: int) -> Iterator[tuple[str, str]]:
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    if world_size % config.model_parallel_size:
+        yield _not_dividing({name: value_of(config, name) for name in names}, world_size)
+        return
+    per_stage = world_size // config.pipeline_model_parallel_size
+    sizes = {
+        "expert_model_parallel_size": config.expert_model_parallel_size,
+        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
+    }
+    if per_stage % math.prod(sizes.values()):
+        used = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        yield (
+            max(sizes, key=lambda key: sizes[key]),
+            f"{used} does not divide the {per_stage} ranks of a pipeline stage (data x context x tensor parallel); "
+            f"these would: {divisors(per_stage)}",
+        )
+
+
+def _not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
+    """(the key of `sizes` to change, what would work) if their product does not divide the ranks."""
+    used = {key: size for key, size in sizes.items() if size > 1}
+    if len(used) == 1:
+        [(key, size)] = used.items()
+        return key, f"{size} does not divide the {world_size} training ranks; these would: {divisors(world_size)}"
+    total = math.prod(used.values())
+    fixes = {}  # each size that would do if the others stay
+    for key, size in used.items():
+        if world_size % (total // size) == 0:
+            others = ", ".join(f"{name}={value}" for name, value in used.items() if name != key)
+            fixes[key] = f"with {others}, {key} may be {divisors(world_size // (total // size))}"
+    key = max(fixes or used, key=lambda key: used[key])
+    works = "; ".join(fixes.values()) or f"the product may be {divisors(world_size)}"
+    product = " x ".join(f"{name}={size}" for name, size in used.items())
+    return key, f"{product} = {total} does not divide the {world_size} training ranks; {works}"
+
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
-def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:
+def stage_layers(config: MegatronConfig, num_layers: int, key: str = "policy.megatron_cfg") -> list[list[range]]:
     """Layers of every pipeline rank: one range per piece that it holds (virtual stages), in the order of the model.
 
     Raises:
-        ValueError: naming the key of `policy.megatron_cfg` and what would work, when the layers cannot be divided so.
+        ValueError: naming the key of the section `key` and what would work, if the layers cannot be divided so.
     """
-    per_rank = _layers_per_rank(config, num_layers)
+    per_rank = _layers_per_rank(config, num_layers, key)
     pieces = config.stages_per_rank
     for count in sorted(set(per_rank)):
         if count % pieces:
             raise ValueError(
-                f"policy.megatron_cfg.virtual_pipeline_model_parallel_size={pieces} does not divide the {count} layers "
-                f"of a pipeline rank; these would: {_common(per_rank)}"
+                f"{key}.virtual_pipeline_model_parallel_size={pieces} does not divide the {count} layers of a pipeline "
+                f"rank; these would: {divisors(*per_rank)}"
             )
     # Pieces are dealt out in turns: piece 0 of every rank, then piece 1 of every rank.
     stages: list[list[range]] = [[] for _ in per_rank]
@@ -253,74 +247,39 @@ def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:
     return stages
 
 
-def _layers_per_rank(config: MegatronConfig, num_layers: int) -> list[int]:
+def _layers_per_rank(config: MegatronConfig, num_layers: int, section: str) -> list[int]:
     size = config.pipeline_model_parallel_size
-    first, last = config.num_layers_in_first_pipeline_stage, config.num_layers_in_last_pipeline_stage
-    key = f"policy.megatron_cfg.pipeline_model_parallel_size={size}"
+    ends = {FIRST: config.num_layers_in_first_pipeline_stage, LAST: config.num_layers_in_last_pipeline_stage}
+    given = {name: count for name, count in ends.items() if count is not None}
+    key = f"{section}.pipeline_model_parallel_size={size}"
     if size > num_layers:
         raise ValueError(f"{key}: the model has {num_layers} layers; use at most that")
-    if first is None and last is None:
-        if num_layers % size:
-            raise ValueError(
-                f"{key} does not divide the {num_layers} layers of the model; {_what_would(size, num_layers)}"
-            )
-        return [num_layers // size] * size
-    given = f"{key} with " + " and ".join(
-        f"{name}={count}" for name, count in ((FIRST, first), (LAST, last)) if count is not None
-    )
-    others = size - (first is not None) - (last is not None)
-    left = num_layers - (first or 0) - (last or 0)
-    if (others == 0 and left != 0) or (others > 0 and (left < others or left % others)):
-        if others == 0:
-            rest = f"holds {(first or 0) + (last or 0)} of the {num_layers} layers of the model"
-        else:
+    others, left = size - len(given), num_layers - sum(given.values())
+    if not given and left % size:
+        raise ValueError(f"{key} does not divide the {num_layers} layers of the model; {_what_would(size, num_layers)}")
+    if left != 0 if others == 0 else (left < others or left % others):
+        rest = f"holds {num_layers - left} of the {num_layers} layers of the model"
+        if others > 0:
             rest = (
                 f"leaves {left} of the model's {num_layers} layers to {others} other stage(s), which share them evenly"
             )
-        raise ValueError(f"{given} {rest}; {_what_would(size, num_layers)}")
-    middle = left // others if others else 0
-    per_rank = [middle] * size
-    if first is not None:
-        per_rank[0] = first
-    if last is not None:
-        per_rank[-1] = last
+        uneven = " and ".join(f"{name}={count}" for name, count in given.items())
+        raise ValueError(f"{key} with {uneven} {rest}; {_what_would(size, num_layers)}")
+    per_rank = [left // others if others else 0] * size
+    per_rank[0] = given.get(FIRST, per_rank[0])
+    per_rank[-1] = given.get(LAST, per_rank[-1])
     return per_rank
 
 
 def _what_would(size: int, num_layers: int) -> str:
-    """Stages that would be even, and the most even ones of `size`."""
-    even = f"even stages: pipeline_model_parallel_size of {divisor_list(num_layers)}"
+    """Numbers of stages that would be even, and the most even uneven stages of `size`."""
+    even = f"even stages: pipeline_model_parallel_size of {divisors(num_layers)}"
     if size < 2 or num_layers % size == 0:
         return f"{even}, with both stage sizes null"
-    # The middle stages hold m layers each and the two ends what is left, none of them more than m if it can be.
+    # The middle stages hold m layers each and the two ends the rest, none of them more than m if possible.
     most = -(-num_layers // size)
     for middle in (most, most - 1):
         ends = num_layers - middle * (size - 2)
         if middle >= 1 and ends >= 2:
-            first = ends // 2
-            return f"{even}; uneven ones: {FIRST}={first} and {LAST}={ends - first}"
+            return f"{even}; uneven ones: {FIRST}={ends // 2} and {LAST}={ends - ends // 2}"
     raise AssertionError("stages of one layer each, or of one more, always leave two for the ends")
-
-
-def _common(counts: list[int]) -> str:
-    largest = min(counts)
-    return ", ".join(str(size) for size in range(1, largest + 1) if all(count % size == 0 for count in counts))
-
-
-def training_sizes(policy: PolicyConfig, world_size: int) -> ParallelSizes:
-    """How many of `world_size` ranks lie along each axis. ValueError when they do not divide."""
-    for key, message in training_problems(policy, world_size):
-        raise ValueError(f"policy.{key}: {message}")
-    if policy.megatron_cfg.enabled:
-        return MegatronSizes.of_megatron(policy.megatron_cfg, world_size)
-    return ParallelSizes.of(policy.dtensor_cfg, world_size)
-
-
-def training_problems(policy: PolicyConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    """(key of `policy`, what would work) when the sizes do not fit `world_size` ranks."""
-    if policy.megatron_cfg.enabled:
-        problems = megatron_problems(policy.megatron_cfg, world_size)
-    else:
-        problems = layout_problems(policy.dtensor_cfg, world_size)
-    for key, message in problems:
-        yield f"{policy.backend_key}.{key}", message

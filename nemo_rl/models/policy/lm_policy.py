@@ -1,4 +1,4 @@
-"""The driver's handle of a policy: plans and handles go out, metadata comes back."""
+"""The driver's handle of a policy: it sends plans and object references, and receives metadata."""
 
 from __future__ import annotations
 
@@ -19,26 +19,20 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import (
-    BatchPlan,
-    LossFunction,
-    SamplingParams,
-    TokenAdvantages,
-    TrainResult,
-)
+from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite, Written
 
 WORKERS = {
     "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
     "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronPolicyWorker",
 }
-# Threads that spin while they wait for one another slow each other down twenty times where something else runs too;
-# threads that sleep at once halve the speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
+# Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
+# speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
 
 
 class WorkersWrite:
-    """What the workers of a group write in the background; a `StateWrite`."""
+    """A background save by the workers of a group; a `StateWrite`."""
 
     def __init__(self, group: RayWorkerGroup) -> None:
         self.group = group
@@ -52,9 +46,9 @@ class WorkersWrite:
 
 
 class Policy(PolicyInterface):
-    """A policy on the bundles of `cluster`, one worker each, arranged and trained as its backend's section says.
+    """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
 
-    `accelerator` decides who is on the devices: training, scoring and checkpointing acquire it as `name_prefix`.
+    Training, scoring and checkpointing acquire `accelerator` as `name_prefix`.
     """
 
     @staticmethod
@@ -97,7 +91,7 @@ class Policy(PolicyInterface):
             pad_token_id=pad_token_id,
         )
         self._folder = checkpoint_folder
-        self._name_prefix = self.tenant = name_prefix
+        self._name_prefix = name_prefix
         self._plan: BatchPlan | None = None
         self.sizes = training_sizes(config, cluster.world_size())
         host_environment = {} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()
@@ -113,17 +107,17 @@ class Policy(PolicyInterface):
         self.group = self._start()
         self._on_wait: Callable[[], None] | None = None
         self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
-        accelerator.register(self.tenant, self.onload, self.offload, on_device=True)
+        accelerator.register(self._name_prefix, self.onload, self.offload, is_awake=True)
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
         self.group.shutdown()
-        present = self.accelerator.present
-        if present is not None and present != self.tenant:
-            self.accelerator.release(present)
+        awake = self.accelerator.awake
+        if awake is not None and awake != self._name_prefix:
+            self.accelerator.release(awake)
         self.group = self._start()
         self.group.on_wait = self._on_wait
-        self.accelerator.built(self.tenant)
+        self.accelerator.rebuilt(self._name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
         self._on_wait = self.group.on_wait = callback
@@ -172,11 +166,11 @@ class Policy(PolicyInterface):
         return [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
 
     def compute(self, task: HeadTask, column: str) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("compute_reference_logprobs")
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
@@ -200,18 +194,18 @@ class Policy(PolicyInterface):
         self.group.call_all("set_token_advantages", advantages)
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             return self.group.call_all("evaluate", loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             results = self.group.call_all("train", loss_fn, task)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("save_checkpoint", directory, request)
         if not (directory / self._folder / "config.json").is_file():
             raise ValueError(
@@ -224,7 +218,7 @@ class Policy(PolicyInterface):
         return WorkersWrite(self.group) if request.in_background else Written()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        with self.accelerator.hold(self.tenant):
+        with self.accelerator.hold(self._name_prefix):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -247,11 +241,11 @@ def _merged(parts: Sequence[Mapping[RowKey, Any]]) -> dict[RowKey, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-# -- A policy whose own workers draw completions.
-
-
 class SelfGeneratingPolicy(Policy):
-    """`prepare_generation`, then whoever holds `generating_workers` calls `generate` on all of them at once."""
+    """A policy whose own workers draw completions.
+
+    After `prepare_generation`, the caller calls `generate` on all `generating_workers` at once.
+    """
 
     @staticmethod
     def worker_class_fqn(config: PolicyConfig) -> str:
@@ -265,7 +259,7 @@ class SelfGeneratingPolicy(Policy):
         return self.group.workers
 
     def prepare_generation(self) -> None:
-        """Once, and again after the workers were replaced."""
+        """Build the workers' decoders: once, and again after the workers were replaced."""
         assert isinstance(self.config, RolloutPolicyConfig)
         generation = self.config.generation
         by_megatron = generation.backend == "megatron"

@@ -1,7 +1,7 @@
 """Adapters in the format of PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
-PEFT itself is not needed. What a file says that is not computed here (DoRA, rank-stabilised scaling, biases, ranks by
-layer, ...) is refused: a configuration key that is not known to be harmless must be switched off.
+PEFT itself is not needed. Settings that are not implemented here (DoRA, rank-stabilised scaling, biases, ranks by
+layer, ...) are refused: a configuration key that is not known to be harmless must be switched off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.dtensor.lora import KEY, adapter_tensors, adapters, apply_lora
+from nemo_rl.models.policy.dtensor.lora import KEY, adapters, apply_lora, trained_head
 from nemo_rl.models.policy.head.scalar import HEAD, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
 
@@ -30,7 +30,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PEFT_VERSION = "0.21.2"
 """The release whose format is written."""
 
-# Compared on their own, or of no influence on what the adapters compute: what selects layers shows in the tensor names.
+# Compared on their own, or without influence on what the adapters compute: tensor names tell which layers are adapted.
 _UNDERSTOOD = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
     "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core",
@@ -40,12 +40,12 @@ _UNDERSTOOD = {
 _OFF = (None, False, "none", [], {})
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others change the base weights as well
 _PREFIX = "base_model.model."
-_TRAINED_WHOLE = {HEAD, "classifier"}  # what PEFT writes of every sequence classifier, whichever of the two it has
+_TRAINED_WHOLE = {HEAD, "classifier"}  # PEFT writes both for every sequence classifier, whichever it has
 
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """What lies in an adapter's directory, without its values."""
+    """An adapter's directory: its configuration and the shapes of its tensors."""
 
     directory: Path
     rank: int
@@ -58,12 +58,14 @@ class PeftAdapter:
         return self.directory / WEIGHTS_FILE
 
 
+# -- reading
+
+
 def read_peft_adapter(directory: Path) -> PeftAdapter:
     """Read the configuration and the tensor names of an adapter saved by PEFT or `save_peft`.
 
     Raises:
-        ValueError: when files are missing or damaged, or the adapter computes something that is not implemented here;
-            all such settings are listed.
+        ValueError: files are missing or damaged, or settings of the adapter are not implemented (all are listed).
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -100,17 +102,15 @@ def _not_implemented(config: dict[str, Any]) -> list[str]:
         problems.append(f"init_lora_weights={init!r} changes the base weights; convert it to a plain adapter with PEFT")
     version = config.get("peft_version", PEFT_VERSION)  # older releases wrote none
     try:
-        is_newer = Version(str(version).partition("@")[0]).major > Version(PEFT_VERSION).major
+        if Version(str(version).partition("@")[0]).major > Version(PEFT_VERSION).major:
+            problems.append(f"peft_version={version} is newer than the format known here ({PEFT_VERSION})")
     except InvalidVersion:
         problems.append(f"peft_version={version!r} is no version")
-    else:
-        if is_newer:
-            problems.append(f"peft_version={version} is newer than the format known here ({PEFT_VERSION})")
     return problems
 
 
 def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfig, base_model_name: str) -> None:
-    """Whether the adapter in `directory` is one of the model of `config` with the adapters of `cfg`. Reads no weights.
+    """Check that the adapter in `directory` fits the model of `config` with the adapters of `cfg`. Reads no weights.
 
     Raises:
         ValueError: listing every difference, or as `read_peft_adapter` and `apply_lora`.
@@ -118,148 +118,8 @@ def check_peft_adapter(directory: Path, config: PretrainedConfig, cfg: LoRAConfi
     with torch.device("meta"):
         hf = auto_class(config).from_config(config)
     apply_lora(hf, cfg)
-    _compare(read_peft_adapter(directory), cfg, base_model_name, _shapes([hf]))
-
-
-def _shapes(stages: Sequence[PreTrainedModel]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _tensors(stages)}
-
-
-def _compare(
-    adapter: PeftAdapter, cfg: LoRAConfig, base_model_name: str, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    differences = []
-    if adapter.rank != cfg.dim:
-        differences.append(f"rank {adapter.rank}, {KEY}.dim={cfg.dim}")
-    if adapter.alpha != cfg.alpha:
-        differences.append(f"alpha {adapter.alpha:g}, {KEY}.alpha={cfg.alpha:g}")
-    if adapter.base_model_name is not None and last_part(adapter.base_model_name) != last_part(base_model_name):
-        differences.append(f"base model {adapter.base_model_name!r}, policy.model_name={base_model_name!r}")
-    for text, names in (
-        ("layers without an adapter there", _layers(shapes.keys() - adapter.shapes.keys())),
-        ("layers without an adapter here", _layers(adapter.shapes.keys() - shapes.keys())),
-    ):
-        if names:
-            differences.append(f"{len(names)} {text}: {', '.join(names[:8])}; see {KEY}.target_modules")
-    if adapter.rank == cfg.dim:
-        differences += [
-            f"{name} has shape {list(adapter.shapes[name])}, the model needs {list(shape)}"
-            for name, shape in shapes.items()
-            if name in adapter.shapes and adapter.shapes[name] != shape
-        ][:8]
-    if differences:
-        raise ValueError(
-            f"the adapter in {adapter.directory} is not one of this run (there, here):\n  " + "\n  ".join(differences)
-        )
-
-
-def last_part(model_name: str) -> str:
-    """Of a hub name or a path: what a model that was copied elsewhere keeps."""
-    return model_name.rstrip("/").rpartition("/")[2]
-
-
-def tensor_names(layer: str) -> tuple[str, str]:
-    """PEFT's names of the matrices A [r, in] and B [out, r] of a layer."""
-    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
-
-
-def _layers(names: set[str]) -> list[str]:
-    return sorted({name.removeprefix(_PREFIX).partition(".lora_")[0] for name in names})
-
-
-@torch.no_grad()
-def save_peft(
-    stages: Sequence[PreTrainedModel],
-    cfg: LoRAConfig,
-    directory: Path,
-    base_model_name: str,
-    *,
-    pipeline: dist.ProcessGroup | None = None,
-) -> None:
-    """Write the adapters to `directory`, in the parameters' dtype, for PEFT and engines that read its format.
-
-    `stages` are the parts of the model on this rank: usually the whole, and with pipeline parallelism one or several
-    groups of layers, the others being held by the ranks of `pipeline`. Collective over all ranks: sharded adapters are
-    gathered one at a time, and rank 0 writes.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in _tensors(stages):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        tensors[name] = whole.cpu().contiguous()
-    chosen = [name for stage in stages for name, _ in adapters(stage)]
-    modules = [hf_name(name) for stage in stages for name, _ in stage.named_modules()]
-    for other_tensors, other_chosen, other_modules in _other_ranks((tensors, chosen, modules), pipeline):
-        tensors |= other_tensors
-        chosen += other_chosen
-        modules += other_modules
-    if dist.get_rank() == 0:
-        heads = [HEAD] if is_scalar(stages[0].config) else None
-        write_peft(tensors, cfg, directory, base_model_name, chosen=chosen, modules=modules, heads=heads)
-    dist.barrier()
-
-
-def write_peft(
-    tensors: Mapping[str, torch.Tensor],
-    cfg: LoRAConfig,
-    directory: Path,
-    base_model_name: str,
-    *,
-    chosen: Sequence[str],
-    modules: Sequence[str],
-    heads: list[str] | None,
-) -> None:
-    """Write whole `tensors` under PEFT's names, in host memory, and the configuration that goes with them.
-
-    `chosen`: Hugging Face names of the adapted layers, of all `modules` of the model. `heads`: modules trained whole.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
-    config = _peft_config(cfg, _target_modules(chosen, modules), heads, base_model_name)
-    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
-
-
-def _tensors(stages: Sequence[PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
-    for stage in stages:
-        yield from adapter_tensors(stage)
-
-
-def _other_ranks(mine: Any, pipeline: dist.ProcessGroup | None) -> list[Any]:
-    if pipeline is None:
-        return []
-    everyone: list[Any] = [None] * dist.get_world_size(pipeline)
-    dist.all_gather_object(everyone, mine, group=pipeline)
-    return [theirs for rank, theirs in enumerate(everyone) if rank != dist.get_rank(pipeline)]
-
-
-def _target_modules(chosen: Sequence[str], modules: Sequence[str]) -> list[str]:
-    """Last parts of the names when these mean the chosen layers and no other module, else whole names."""
-    parts = {name.rpartition(".")[2] for name in chosen}
-    meant = {name for name in modules if name.rpartition(".")[2] in parts}
-    return sorted(parts) if meant == set(chosen) else sorted(chosen)
-
-
-def _peft_config(
-    cfg: LoRAConfig, target_modules: list[str], modules_to_save: list[str] | None, base_model_name: str
-) -> dict[str, Any]:
-    return {
-        "alpha_pattern": {},
-        "base_model_name_or_path": base_model_name,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": int(cfg.alpha) if cfg.alpha == int(cfg.alpha) else cfg.alpha,
-        "lora_dropout": cfg.dropout,
-        "modules_to_save": modules_to_save,
-        "peft_type": "LORA",
-        "peft_version": PEFT_VERSION,
-        "r": cfg.dim,
-        "rank_pattern": {},
-        "target_modules": target_modules,
-        "task_type": "SEQ_CLS" if modules_to_save else "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": False,
-    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors([hf])}
+    _compare(read_peft_adapter(directory), cfg, base_model_name, shapes)
 
 
 def load_peft(
@@ -276,10 +136,153 @@ def load_peft(
         ValueError: before any value is read, as `check_peft_adapter`.
     """
     adapter = read_peft_adapter(directory)
-    shapes = _shapes(stages)
-    for theirs in _other_ranks(shapes, pipeline):
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(stages)}
+    for theirs in _other_stages(shapes, pipeline):
         shapes |= theirs
     _compare(adapter, cfg, base_model_name, shapes)
     with safe_open(adapter.weights, framework="pt") as file:
-        for name, tensor in _tensors(stages):
+        for name, tensor in adapter_tensors(stages):
             copy_slice(tensor, file.get_slice(name), name, str(directory))
+
+
+def _compare(
+    adapter: PeftAdapter, cfg: LoRAConfig, base_model_name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    differences = []
+    if adapter.rank != cfg.dim:
+        differences.append(f"rank {adapter.rank}, {KEY}.dim={cfg.dim}")
+    if adapter.alpha != cfg.alpha:
+        differences.append(f"alpha {adapter.alpha:g}, {KEY}.alpha={cfg.alpha:g}")
+    if adapter.base_model_name is not None and last_part(adapter.base_model_name) != last_part(base_model_name):
+        differences.append(f"base model {adapter.base_model_name!r}, policy.model_name={base_model_name!r}")
+    for text, names in (
+        ("layers without an adapter there", shapes.keys() - adapter.shapes.keys()),
+        ("layers without an adapter here", adapter.shapes.keys() - shapes.keys()),
+    ):
+        if layers := sorted({layer_of(name) for name in names}):
+            differences.append(f"{len(layers)} {text}: {', '.join(layers[:8])}; see {KEY}.target_modules")
+    if adapter.rank == cfg.dim:
+        differences += [
+            f"{name} has shape {list(adapter.shapes[name])}, the model needs {list(shape)}"
+            for name, shape in shapes.items()
+            if name in adapter.shapes and adapter.shapes[name] != shape
+        ][:8]
+    if differences:
+        raise ValueError(
+            f"the adapter in {adapter.directory} is not one of this run (there, here):\n  " + "\n  ".join(differences)
+        )
+
+
+# -- names
+
+
+def last_part(model_name: str) -> str:
+    """The last part of a hub name or a path, which a copy of a model keeps."""
+    return model_name.rstrip("/").rpartition("/")[2]
+
+
+def tensor_names(layer: str) -> tuple[str, str]:
+    """PEFT's names of the matrices A [r, in] and B [out, r] of a layer."""
+    return f"{_PREFIX}{layer}.lora_A.weight", f"{_PREFIX}{layer}.lora_B.weight"
+
+
+def layer_of(tensor_name: str) -> str:
+    """Inverse of `tensor_names`."""
+    return tensor_name.removeprefix(_PREFIX).partition(".lora_")[0]
+
+
+def adapter_tensors(stages: Sequence[PreTrainedModel]) -> Iterator[tuple[str, torch.Tensor]]:
+    """(PEFT's name, parameter or DTensor) of every adapter, in the model's order, and of a head trained with them."""
+    for stage in stages:
+        for layer, module in adapters(stage):
+            yield from zip(tensor_names(layer), (module.lora_A.detach(), module.lora_B.detach()), strict=True)
+        for name, weight in trained_head(stage):
+            yield f"{_PREFIX}{name}", weight.detach()
+
+
+# -- writing
+
+
+@torch.no_grad()
+def save_peft(
+    stages: Sequence[PreTrainedModel],
+    cfg: LoRAConfig,
+    directory: Path,
+    base_model_name: str,
+    *,
+    pipeline: dist.ProcessGroup | None = None,
+) -> None:
+    """Write the adapters to `directory`, in the parameters' dtype, for PEFT and engines that read its format.
+
+    Collective over all ranks: sharded adapters are gathered one at a time, and rank 0 writes.
+
+    Args:
+        stages: the parts of the model on this rank: the whole model or, with pipeline parallelism, some of its layers.
+        pipeline: the ranks that hold the other layers.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in adapter_tensors(stages):
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        tensors[name] = whole.cpu().contiguous()
+    chosen = [name for stage in stages for name, _ in adapters(stage)]
+    modules = [hf_name(name) for stage in stages for name, _ in stage.named_modules()]
+    for other_tensors, other_chosen, other_modules in _other_stages((tensors, chosen, modules), pipeline):
+        tensors |= other_tensors
+        chosen += other_chosen
+        modules += other_modules
+    if dist.get_rank() == 0:
+        heads = [HEAD] if is_scalar(stages[0].config) else None
+        write_peft(tensors, cfg, directory, base_model_name, chosen=chosen, modules=modules, heads=heads)
+    dist.barrier()
+
+
+def _other_stages(mine: Any, pipeline: dist.ProcessGroup | None) -> list[Any]:
+    if pipeline is None:
+        return []
+    everyone: list[Any] = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(everyone, mine, group=pipeline)
+    return [theirs for rank, theirs in enumerate(everyone) if rank != dist.get_rank(pipeline)]
+
+
+def write_peft(
+    tensors: Mapping[str, torch.Tensor],
+    cfg: LoRAConfig,
+    directory: Path,
+    base_model_name: str,
+    *,
+    chosen: Sequence[str],
+    modules: Sequence[str],
+    heads: list[str] | None,
+) -> None:
+    """Write whole `tensors`, in host memory under PEFT's names, and their configuration.
+
+    Args:
+        chosen: Hugging Face names of the adapted layers.
+        modules: names of all modules of the model.
+        heads: modules that are trained as a whole.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), directory / WEIGHTS_FILE, metadata={"format": "pt"})
+    # The short form, last parts of names, if it means the chosen layers and no other module; else whole names.
+    parts = {name.rpartition(".")[2] for name in chosen}
+    meant = {name for name in modules if name.rpartition(".")[2] in parts}
+    config = {
+        "alpha_pattern": {},
+        "base_model_name_or_path": base_model_name,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": int(cfg.alpha) if cfg.alpha == int(cfg.alpha) else cfg.alpha,
+        "lora_dropout": cfg.dropout,
+        "modules_to_save": heads,
+        "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
+        "r": cfg.dim,
+        "rank_pattern": {},
+        "target_modules": sorted(parts) if meant == set(chosen) else sorted(chosen),
+        "task_type": "SEQ_CLS" if heads else "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    (directory / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")

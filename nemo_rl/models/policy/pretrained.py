@@ -1,4 +1,7 @@
-"""What can be wrong with a model directory, found before any worker loads it."""
+"""config.json of a model directory or hub model -> the model without weights, on the meta device.
+
+`read_model_config` and `check_fit` find, on the driver and before any worker loads the model, what is wrong with it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from nemo_rl.config.rules import divisors
-from nemo_rl.models.policy import attention
+from nemo_rl.models.policy.attention import attention_implementation
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import (
@@ -42,7 +45,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules built inside get meta parameters and real buffers.
+    """Modules built inside the block get meta parameters and real buffers.
 
     Building under `torch.device("meta")` would lose non-persistent buffers such as the rotary `inv_freq`, which no
     checkpoint holds.
@@ -62,29 +65,30 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `config` with meta parameters of `dtype` and no KV cache: a causal language model, or, as
-    `scalar_config` gives it, one with a single number for a head.
+    """The model of `config` with meta parameters of `dtype` and no KV cache.
 
-    Its attention is the library's, or, where that would not compute the same, the model's own.
+    It is a causal language model or, for a result of `scalar_config`, a model whose head gives one number. It uses this
+    library's attention unless that would compute something else than the model's own.
 
     Raises:
         ValueError: the family's classifier has another head than one linear layer.
     """
-    implementation = attention.attention_implementation(config)
+    implementation = attention_implementation(config)
     with parameters_on_meta():
-        # A copy: transformers writes the dtype and more into the configuration of a model it builds.
+        # transformers writes the dtype and more into the configuration of a model it builds: hence a copy.
         model = auto_class(config).from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=implementation)
     if is_scalar(config):
         check_scalar_head(model)
-    model.tie_weights()  # left out by transformers where weights are not initialised
+    model.tie_weights()  # transformers skips it if weights are not initialised
     model.config.use_cache = False
     return model
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks: what the model itself says must not be split over devices.
+    """The transformer blocks: modules that the model declares must not be split over devices (`_no_split_modules`).
 
-    Raises ValueError for an architecture that does not say so.
+    Raises:
+        ValueError: the architecture does not declare them.
     """
     names = set(model._no_split_modules or [])
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -114,12 +118,11 @@ MAX_LISTED = 4
 def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig:
     """config.json of the model at `model_path` (a directory or a hub name) with `policy.hf_config_overrides` applied.
 
-    With `policy.reward_model_cfg.enabled` it is that of a model with one number for a head, as `scalar_config` gives
-    it.
+    With `policy.reward_model_cfg.enabled` it is converted by `scalar_config`.
 
     Raises:
-        ValueError: for a directory or hub model that is not there, cannot be read, holds no weights, or is no causal
-            language model; or no reward model can be made of it.
+        ValueError: the model does not exist, cannot be read, holds no weights, or is no causal language model; or no
+            reward model can be made of it.
     """
     name, directory = config.model_name, Path(model_path)
     is_path = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
@@ -168,7 +171,7 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
 
 
 def _check_files(name: str, directory: Path) -> None:
-    """Whether every safetensors file of a model directory is there and as long as its header says."""
+    """Check that every safetensors file of a model directory exists and has the length that its header says."""
     if (directory / INDEX_FILE).is_file():
         try:
             files = set(json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
@@ -189,10 +192,10 @@ def _check_files(name: str, directory: Path) -> None:
 
 
 def _check_tensors(name: str, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
-    """Whether the headers in a model directory name the tensors of the model of `config`, in its shapes.
+    """Check that the headers in a model directory name the tensors of the model of `config`, with its shapes.
 
-    `has_score`: the model has the head of a reward model, which one that is made of a language model may lack. A
-    directory whose names are all foreign is left to transformers, which knows the names of older models.
+    `has_score`: config.json is that of a reward model, whose head must exist; a language model may lack it. A directory
+    with unknown names only is left to transformers, which knows the names of older models.
     """
     try:
         model = build_on_meta(copy.deepcopy(config), torch.bfloat16)
@@ -229,7 +232,7 @@ def _check_tensors(name: str, model_path: str, config: PretrainedConfig, *, has_
 
 
 def _check_head(name: str, stored: StoredModel, *, wants_score: bool, has_score: bool) -> None:
-    """Whether the tensors of a head are those of the model that is asked for."""
+    """Check that the checkpoint has the head that the configuration asks for."""
     assert stored.names is not None
     has_head = HEAD_WEIGHT in stored.names
     if not wants_score:
@@ -260,7 +263,7 @@ def _some(names: list[str]) -> str:
 
 
 def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whether lengths, tensor parallelism and tokenizer go with the model.
+    """Check that lengths, tensor parallelism and tokenizer fit the model.
 
     Raises:
         ValueError: naming the key to change and what would work.
@@ -271,7 +274,9 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     asked = {"policy.max_total_sequence_length": config.max_total_sequence_length}
     if engine is not None:
         asked["policy.generation.vllm_cfg.max_model_len"] = engine.max_model_len
-    is_stretched = "factor" in (sizes.get("rope_parameters") or {})  # long-context RoPE: more than is written there
+    is_stretched = "factor" in (
+        sizes.get("rope_parameters") or {}
+    )  # long-context RoPE: more positions than max_position_embeddings
     too_long = [f"{key}={value}" for key, value in asked.items() if positions is not None and value > positions]
     if too_long and not is_stretched:
         raise ValueError(
@@ -279,10 +284,9 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
             f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
         )
     if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
-        works = divisors(heads)
         raise ValueError(
             f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "
-            f"{heads} attention heads of {config.model_name!r}; these would: {works}"
+            f"{heads} attention heads of {config.model_name!r}; these would: {divisors(heads)}"
         )
     vocab_size = model.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:

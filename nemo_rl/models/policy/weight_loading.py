@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face checkpoint -> the parameters and buffers a rank holds, whatever their placement.
+"""Weights of a Hugging Face checkpoint -> the parameters and buffers that a rank holds, in any placement.
 
-Each rank reads the slices it owns straight from safetensors, so no rank ever holds the whole model. A checkpoint in
-another format, or under other names, is read once by rank 0 and sent around one tensor at a time.
+Each rank reads the slices it owns straight from safetensors, so no rank ever holds the whole model. Rank 0 reads a
+checkpoint in another format, or under other names, and broadcasts it one tensor at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from transformers.utils.hub import get_checkpoint_shard_files
 logger = logging.getLogger(__name__)
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
-SAMPLED_BYTES = 1 << 20  # of the beginning and the end of each weight file
+SAMPLED_BYTES = 1 << 20  # at the beginning and at the end of each weight file
+
+
+# -- tensors on disk
 
 
 class StoredTensor(Protocol):
@@ -39,9 +42,9 @@ class StoredTensor(Protocol):
 
 
 class StoredModel:
-    """The safetensors files of a model directory or hub model, open for reading while in the `with` block.
+    """The safetensors files of a model directory or hub model, open for reading inside the `with` block.
 
-    `names` is None when the model is not stored as safetensors.
+    `names` is None if the model is not stored as safetensors.
     """
 
     def __init__(self, model_path: str) -> None:
@@ -69,7 +72,7 @@ class StoredModel:
 
 
 def checkpoint_files(model_path: str) -> dict[str, str] | None:
-    """Tensor name -> safetensors file of a directory or hub model, or None when it is not stored as safetensors."""
+    """Tensor name -> safetensors file of a directory or hub model; None if it is not stored as safetensors."""
     index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
         files, _ = get_checkpoint_shard_files(model_path, index)
@@ -83,8 +86,27 @@ def checkpoint_files(model_path: str) -> dict[str, str] | None:
         return dict.fromkeys(file.keys(), single)
 
 
+def weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str:
+    """For a directory a digest of the sizes, beginnings and ends of its weight files; for a hub model its revision."""
+    directory = Path(model_path)
+    if not directory.is_dir():
+        return f"{name}@{model._commit_hash}"
+    digest = xxhash.xxh3_128()
+    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}".encode())
+        with file.open("rb") as handle:
+            digest.update(handle.read(SAMPLED_BYTES))
+            handle.seek(max(0, size - SAMPLED_BYTES))
+            digest.update(handle.read(SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+# -- tensors of a model
+
+
 def hf_name(name: str) -> str:
-    """The name Hugging Face gives a parameter, without what wrappers around modules add to it."""
+    """The Hugging Face name of a parameter, without the prefixes that module wrappers add."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
 
 
@@ -103,12 +125,42 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield hf_name(name), buffer
 
 
-SpecialReader = Callable[[str, torch.Tensor, StoredModel], bool]
-"""Fills a tensor whose name or shape on disk differs (fused experts); False: not its business."""
+def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
+    """The position of the local shard in the whole tensor; None if this rank holds nothing of it."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if 0 in shape:
+        return None
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
+
+@torch.no_grad()
+def copy_whole(parameter: torch.Tensor, whole: torch.Tensor | StoredTensor) -> None:
+    """Copy this rank's part of `whole`, in memory or on disk, into `parameter`. No communication."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole[...])
+        return
+    index = local_index(parameter)
+    if index is not None:
+        parameter.to_local().copy_(whole[index])
+
+
+def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
+    """Read this rank's part of `stored`. ValueError if the shapes differ."""
+    if tuple(stored.get_shape()) != tuple(tensor.shape):
+        raise ValueError(
+            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
+            f"{tuple(tensor.shape)}; the weights and config.json do not belong together"
+        )
+    copy_whole(tensor, stored)
+
+
+# -- loading
+
+SpecialReader = Callable[[str, torch.Tensor, StoredModel], bool]
+"""Fills a tensor whose name or shape on disk differs (fused experts); returns False for other tensors."""
 
 FillTensor = Callable[[torch.Tensor], None]
-"""Gives a tensor its first values."""
+"""Gives a tensor its initial values."""
 
 
 def load_weights(
@@ -121,8 +173,12 @@ def load_weights(
 ) -> list[str]:
     """Fill `tensors` (Hugging Face name -> parameter, DTensor or buffer of this rank) from `model_path`. Collective.
 
-    `auto_class` of transformers loads what cannot be read here. What `fresh` names may be absent, and is then filled by
-    the function there. Returns the names of those that were.
+    Args:
+        auto_class: the class of transformers that loads a checkpoint that cannot be read here.
+        fresh: tensors that the checkpoint may lack, with a function that then fills them.
+
+    Returns:
+        Names of the tensors that the checkpoint lacks.
 
     Raises:
         ValueError: a shape on disk is not that of config.json.
@@ -134,15 +190,16 @@ def load_weights(
         drawn = [name for name in absent if name in fresh]
         missing = [name for name in absent if name not in fresh]
         is_readable = names is not None and all(special(name, tensors[name], stored) for name in missing)
+        # All ranks take the same way, because the other one is a collective.
         unreadable = torch.tensor([0.0 if is_readable else 1.0])
-        dist.all_reduce(unreadable)  # gloo also where the devices talk over NCCL
+        dist.all_reduce(unreadable)  # on the CPU: gloo, even where devices use NCCL
         if unreadable.item() == 0:
             for name, tensor in tensors.items():
                 if name not in absent:
                     copy_slice(tensor, stored.tensor(name), name, model_path)
             return _fill(drawn, tensors, fresh)
-    logger.info("%s holds no safetensors of these names: rank 0 loads it whole and sends it around", model_path)
-    absent = _send_from_rank_zero(tensors, model_path, auto_class)
+    logger.info("%s holds no safetensors of these names: rank 0 loads it whole and broadcasts it", model_path)
+    absent = _broadcast_from_rank_zero(tensors, model_path, auto_class)
     if lost := [name for name in absent if name not in fresh]:
         raise ValueError(f"{model_path} has no weights for {', '.join(lost[:8])}; it is not the model of config.json")
     return _fill(absent, tensors, fresh)
@@ -155,76 +212,20 @@ def _fill(names: list[str], tensors: Mapping[str, torch.Tensor], fresh: Mapping[
 
 
 @torch.no_grad()
-def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
-    """Read the part of `stored` that this rank owns. ValueError when the shapes do not belong together."""
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise ValueError(
-            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
-            f"{tuple(tensor.shape)}; the weights and config.json do not belong together"
-        )
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[:])
-        return
-    index = local_index(tensor)
-    if index is not None:
-        tensor.to_local().copy_(stored[index])
-
-
-@torch.no_grad()
-def copy_whole(parameter: torch.Tensor, whole: torch.Tensor) -> None:
-    """Put this rank's part of `whole` into `parameter`. No communication."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole)
-        return
-    index = local_index(parameter)
-    if index is not None:
-        parameter.to_local().copy_(whole[index])
-
-
-def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
-    """Where the local shard lies in the whole tensor; None when this rank holds nothing of it."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if 0 in shape:
-        return None
-    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-@torch.no_grad()
-def _send_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str, auto_class: Any) -> list[str]:
-    """Returns the names of this rank's tensors that are not there."""
+def _broadcast_from_rank_zero(tensors: Mapping[str, torch.Tensor], model_path: str, auto_class: Any) -> list[str]:
+    """Returns the names of this rank's tensors that the checkpoint lacks."""
     whole: dict[str, torch.Tensor] = {}
     if dist.get_rank() == 0:
         labels = {} if auto_class is AutoModelForCausalLM else {"num_labels": 1}
         loaded: Any = auto_class.from_pretrained(model_path, dtype="auto", output_loading_info=True, **labels)
         model, loading = loaded
-        drawn = loading["missing_keys"]  # at random, because they are not there
+        drawn = loading["missing_keys"]  # transformers drew them at random
         whole = {name: tensor for name, tensor in model.state_dict().items() if name not in drawn}
     described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]]
     dist.broadcast_object_list(described, src=0)
     for name, shape, dtype in described[0]:
         tensor = whole[name].contiguous() if name in whole else torch.empty(shape, dtype=dtype)
         dist.broadcast(tensor, src=0)
-        target = tensors.get(name)
-        if isinstance(target, DTensor):
-            index = local_index(target)
-            if index is not None:
-                target.to_local().copy_(tensor[index])
-        elif target is not None:
-            target.copy_(tensor)
+        if name in tensors:
+            copy_whole(tensors[name], tensor)
     return sorted(set(tensors) - {name for name, _, _ in described[0]})
-
-
-def weights_identity(name: str, model_path: str, model: PretrainedConfig) -> str:
-    """Of a directory the sizes of its weight files and what they begin and end with; of a hub model its revision."""
-    directory = Path(model_path)
-    if not directory.is_dir():
-        return f"{name}@{model._commit_hash}"
-    digest = xxhash.xxh3_128()
-    for file in sorted(file for file in directory.iterdir() if file.suffix in WEIGHT_SUFFIXES):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as handle:
-            digest.update(handle.read(SAMPLED_BYTES))
-            handle.seek(max(0, size - SAMPLED_BYTES))
-            digest.update(handle.read(SAMPLED_BYTES))
-    return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""One rank of a policy: the rows it owns this step, and what is done with them, whatever trains the model.
+"""One rank of a policy: the rows it owns this step, and the work on them that both backends share.
 
     load(plan, groups) -> compute(task, column) -> compute_reference_logprobs() -> train(loss_fn, task) -> pack(bucket)
 
-A backend says how the model is built, updated, saved and exported: see the abstract methods of `PolicyWorker`.
+A backend builds, updates, saves and exports the model: see the abstract methods of `PolicyWorker`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     select,
 )
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.checkpoint import AsyncSaver
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
@@ -55,17 +56,49 @@ from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_sta
 
 
 class ReferencePolicy(Protocol):
-    """While `active()` lasts, the model computes with the weights the run started from."""
+    """Inside `active()` the model computes with the weights the run started from."""
 
     def active(self) -> contextlib.AbstractContextManager[None]: ...
 
 
-class WorkerPlace(Protocol):
-    """Whom a worker shares samples, and stages of the model, with."""
+class SwappedReference:
+    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the current ones while it is active.
+
+    `weights()` returns the tensors of this rank that training changes, at every exchange anew.
+    """
+
+    def __init__(self, weights: Callable[[], list[torch.Tensor]]) -> None:
+        self.weights = weights
+        self.copies = [
+            torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight) for weight in weights()
+        ]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One tensor at a time, so that the device never holds a second copy of the model.
+        for weight, other in zip(self.weights(), self.copies, strict=True):
+            assert weight.dtype == other.dtype
+            current = weight.clone()
+            weight.copy_(other, non_blocking=True)
+            other.copy_(current, non_blocking=True)
+        if any(copy.is_pinned() for copy in self.copies):
+            torch.cuda.synchronize()  # the next exchange reads these copies on the host
+
+
+class WorkerMesh(Protocol):
+    """The ranks with which a worker shares samples, and stages of the model."""
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different samples and are otherwise at this rank's place."""
+        """The ranks that hold different samples and have equal coordinates otherwise."""
         ...
 
     @property
@@ -79,31 +112,19 @@ class WorkerPlace(Protocol):
         ...
 
 
-class StateSaver(Protocol):
-    """A checkpoint that is written in the background."""
-
-    def finish(self) -> None:
-        """Wait until every rank has written; raises what went wrong."""
-        ...
-
-    def close(self) -> None:
-        """Wait for a save that runs, whatever comes of it. Before the process group is destroyed."""
-        ...
-
-
 class PolicyWorker(ABC):
-    """See the module. Every method is a collective: all ranks call it in the same order.
+    """One rank of a policy. Every method is a collective: all ranks call it in the same order.
 
     A backend's constructor calls `super().__init__`, which joins the process group, and sets the attributes below.
     """
 
-    mesh: WorkerPlace
+    mesh: WorkerMesh
     layout: RowLayout
     runner: MicroBatchRunner
     reference: ReferencePolicy | None
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings, *, threads: bool) -> None:
-        """`threads`: the host computes, with a share of its cores."""
+        """`threads`: the host computes, so this rank takes its share of the cores."""
         self.config = config
         self.settings = settings
         self.device = torch.device("cuda", torch.cuda.current_device()) if settings.use_gpu else torch.device("cpu")
@@ -115,11 +136,11 @@ class PolicyWorker(ABC):
             init_process_group("cpu:gloo,cuda:nccl" if settings.use_gpu else "gloo")
         self.rank = dist.get_rank()
         self.sender: Sender | None = None
-        self.saver: StateSaver | None = None
+        self.saver: AsyncSaver | None = None
         self.plan = RankPlan(train=[], logprobs=[])
         self.rows: dict[RowKey, Row] = {}
 
-    # -- what a backend knows
+    # -- implemented by a backend
 
     @abstractmethod
     def _clip(self) -> float:
@@ -127,7 +148,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def _learning_rate(self) -> float:
-        """Of the optimizer step that is about to be taken."""
+        """The learning rate of the next optimizer step."""
 
     @abstractmethod
     def _take_step(self) -> None:
@@ -135,23 +156,23 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def _step_scheduler(self) -> None:
-        """Move the learning rate on, if it has a schedule."""
+        """Advance the learning-rate schedule, if there is one."""
 
     @abstractmethod
     def _zero_gradients(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
 
     @abstractmethod
     def _training_mode(self) -> contextlib.AbstractContextManager[None]:
-        """What is different while an optimizer step's passes run, such as dropout of adapters."""
+        """Active during the passes of an optimizer step, for example to switch on the dropout of adapters."""
 
     @abstractmethod
     def _model_metrics(self) -> dict[str, float]:
-        """What the model itself tells of the passes of an optimizer step, such as the load of its experts."""
+        """Metrics that the model collects in the passes of an optimizer step, such as the load of its experts."""
 
     @abstractmethod
     def _export(self) -> list[ExportedTensor]:
-        """Every weight that generation is to have."""
+        """Every weight that generation needs."""
 
     @abstractmethod
     def _save_state(self, directory: Path, request: SaveRequest) -> None:
@@ -159,7 +180,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
-        """Write the configuration, adapters and a whole model under `directory`, at once."""
+        """Write the configuration, adapters and, if requested, a whole model under `directory`, before returning."""
 
     @abstractmethod
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
@@ -167,29 +188,27 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Weights and optimizer state to host memory; frees the device for generation."""
+        """Move weights and optimizer state to host memory, which frees the device for generation."""
 
     @abstractmethod
     def onload(self, *, with_optimizer: bool) -> None:
-        """Weights, and optimizer state when it will be used, back to the device."""
-
-    # -- places
+        """Move weights, and optimizer state if it will be used, back to the device."""
 
     def device_name(self) -> str:
-        """The device's name as its vendor gives it."""
+        """The vendor's name of the device."""
         return torch.cuda.get_device_name(self.device) if self.settings.use_gpu else "CPU"
 
     # -- rows of the step
 
     def load(self, plan: RankPlan, group_numbers: list[int], *groups: RolloutGroup | ExampleGroup) -> None:
-        """Take over the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
+        """Take the rows of `plan`. `groups` are the fetched objects of `group_numbers`."""
         self.plan = plan
         self.rows = rows_of_plan(plan, dict(zip(group_numbers, groups, strict=True)))
 
     def _model_batches(
         self, micro_batches: Sequence[Sequence[Row]], task: HeadTask, *, is_reference: bool = False
     ) -> list[ModelBatch]:
-        replays_routing = self.config.router_replay.enabled and not is_reference  # which has routers of its own
+        replays_routing = self.config.router_replay.enabled and not is_reference  # the reference has routers of its own
         batches = [
             self.layout.build(
                 scored_sequences(rows, last_token_only=self.layout.own_states, pad_token_id=self.settings.pad_token_id),
@@ -201,7 +220,7 @@ class PolicyWorker(ABC):
         return [batch.pin_memory() for batch in batches] if self.settings.use_gpu else batches
 
     def compute(self, task: HeadTask, column: str, *, is_reference: bool = False) -> None:
-        """Fill `column` of every row with what `task` says of its tokens, [T] or [T, C], under the present weights."""
+        """Fill `column` of every row with the output of `task` for its tokens, [T] or [T, C], under current weights."""
         batches = [select(self.rows, batch) for batch in self.plan.logprobs]
         scored = self.runner.forward(self._model_batches(batches, task, is_reference=is_reference), task)
         if task.num_values is None:  # small enough to wait for the device only once, at the end
@@ -220,28 +239,28 @@ class PolicyWorker(ABC):
             self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
-        """Fill `total` of every row with the sum of its `column` over the tokens that carry loss; returns the sums.
+        """Fill `total` of every row with the sum of its `column` over the tokens that carry loss. Returns the sums.
 
-        Empty on all but one of the ranks that have the same rows.
+        The result is empty on all but one of the ranks that have the same rows.
         """
         sums = {}
         for key, row in self.rows.items():
-            # Float64: a sum over a long answer is compared with one that was added up in another order.
+            # Float64, because a sum over a long answer is compared with one in another order of addition.
             row.columns[total] = (row.columns[column].double() * row.token_mask).sum().float()
             sums[key] = row.columns[total].item()
         return sums if self.mesh.is_first_of_data_rank else {}
 
     def share(self, column: str) -> dict[RowKey, Any]:
-        """`column` of every row as an object of the object store, by row, for `attach` on workers of another group.
+        """Put `column` of every row into the object store, for `attach` on workers of another group.
 
-        Empty on all but one of the ranks that have the same rows.
+        The result is empty on all but one of the ranks that have the same rows.
         """
         if not self.mesh.is_first_of_data_rank:
             return {}
         return {key: ray.put(row.columns[column].numpy()) for key, row in self.rows.items()}
 
     def attach(self, column: str, keys: list[RowKey], *values: np.ndarray) -> None:
-        """Fill `column` of the rows `keys` with what another group shared."""
+        """Fill `column` of the rows `keys` with values that another group shared."""
         for key, value in zip(keys, values, strict=True):
             self.rows[key].columns[column] = torch.from_numpy(np.array(value))
 
@@ -264,7 +283,7 @@ class PolicyWorker(ABC):
         return {"max_seq_mult_prob_error": worst.item(), "num_masked_seqs_by_logprob_error": masked.item()}
 
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
-        """See `TokenAdvantages`: the statistics are those of all ranks."""
+        """See `TokenAdvantages`. Statistics are computed over all ranks."""
         sums = torch.zeros(3, dtype=torch.float64)
         for row in self.rows.values():
             mask = row.token_mask * row.mask
@@ -278,12 +297,12 @@ class PolicyWorker(ABC):
     # -- training
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        """Take the optimizer steps of the loaded plan, in order. `task` is what the loss gets of each token."""
+        """Take the optimizer steps of the loaded plan, in order. The loss gets the output of `task` for each token."""
         result = TrainResult(losses=[], grad_norms=[], learning_rates=[], metrics={})
         steps = []
         for micro_batches in self.plan.train:
             steps.append(self._optimizer_step(loss_fn, task, micro_batches, result))
-            # Equal on all ranks, unlike the samples that are accused.
+            # This count is equal on all ranks, unlike the list of nonfinite samples.
             if result.num_skipped_steps and self.config.nonfinite_action == "stop":
                 break
         if self.config.scheduler_step_per == "train_call":
@@ -292,7 +311,7 @@ class PolicyWorker(ABC):
         return result
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        """Metrics of the loaded plan, which has one optimizer step, without gradients; `loss` is one of them."""
+        """Metrics of the loaded plan, which has one optimizer step, without gradients. `loss` is one of them."""
         (micro_batches,) = self.plan.train
         batches = [select(self.rows, batch) for batch in micro_batches]
         seqs, toks = self._global_counts(batches)
@@ -319,7 +338,7 @@ class PolicyWorker(ABC):
         def loss_of(number: int, outputs: torch.Tensor) -> torch.Tensor:
             inputs = loss_inputs(batches[number], loss_fn.inputs_type, self.device)
             if isinstance(inputs, PolicyGradientInputs) and "prev_logprobs" not in batches[number][0].columns:
-                # Nothing was updated since: these are the previous logprobs.
+                # No update happened in between, so these are the previous logprobs.
                 assert len(self.plan.train) == 1, "several optimizer steps need previous logprobs before the first"
                 inputs.prev_logprobs = outputs.detach()
             loss, metrics = loss_fn(outputs, inputs, seqs, toks)
@@ -342,7 +361,7 @@ class PolicyWorker(ABC):
     def _reduce(self, parts: list[LossMetrics], losses: dict[int, torch.Tensor]) -> dict[str, float]:
         """Metrics of the optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
         reduced: dict[str, float] = {}
-        if losses:  # the last pipeline stage alone has them
+        if losses:  # only the last pipeline stage has them
             metrics = loss_metrics.reduce_micro_batches(parts)
             metrics["loss"] = torch.stack(list(losses.values())).sum()
             reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
@@ -351,7 +370,10 @@ class PolicyWorker(ABC):
         return reduced
 
     def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step."""
+        """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step.
+
+        The loss is divided by these counts, so that it does not depend on how the batch is split.
+        """
         rows = [row for batch in batches for row in batch]
         counts = torch.tensor(
             [sum(row.mask for row in rows), sum(row.mask * int(row.token_mask.sum()) for row in rows)],
@@ -364,7 +386,7 @@ class PolicyWorker(ABC):
     def _update(
         self, result: TrainResult, batches: list[list[Row]], losses: dict[int, torch.Tensor], *, is_finite: bool
     ) -> None:
-        """Step, unless loss or gradient is not finite: then name the samples of this rank that came in."""
+        """Take the step, unless loss or gradient is not finite; then record the samples of this rank."""
         if is_finite:
             self._take_step()
             if self.config.scheduler_step_per == "optimizer_step":
@@ -372,9 +394,9 @@ class PolicyWorker(ABC):
         else:
             result.num_skipped_steps += 1
             bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
-            # A finite loss with a non-finite gradient accuses no micro-batch: all of them are named.
-            accused = batches if math.isfinite(result.losses[-1]) else bad
-            result.nonfinite_samples += [row.sample_id for rows in accused for row in rows]
+            # A finite loss with a non-finite gradient points to no micro-batch: record all.
+            suspects = batches if math.isfinite(result.losses[-1]) else bad
+            result.nonfinite_samples += [row.sample_id for rows in suspects for row in rows]
         self._zero_gradients()
 
     # -- checkpoints
@@ -391,12 +413,12 @@ class PolicyWorker(ABC):
         self._save_state(folder, request)
 
     async def finish_save_checkpoint(self) -> None:
-        """Wait for the background save, while the worker does other things. Raises what went wrong in it."""
+        """Wait for the background save, while the worker does other work. Raises its errors."""
         assert self.saver is not None, "save_checkpoint comes first"
         await asyncio.to_thread(self.saver.finish)
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Inverse of `save_checkpoint`; random generators only when this rank existed then."""
+        """Inverse of `save_checkpoint`. Random generators are restored if this rank existed in the saving run."""
         self._load_state(directory / self.settings.folder, load_optimizer=load_optimizer)
         if self._rng_file(directory).exists():
             load_rng_state(self._rng_file(directory))
@@ -407,7 +429,7 @@ class PolicyWorker(ABC):
     # -- refit
 
     def prepare_refit(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Build the sender in place of the one before; returns its layout and buffer handles."""
+        """Build a sender in place of the previous one. Returns its layout and buffer handles."""
         if self.sender is not None:
             self.sender.close()
         place = {"device": self.device, "rank": self.rank, "local_rank": int(os.environ["LOCAL_RANK"])}

@@ -1,11 +1,12 @@
-"""Checkpoints that are either whole or recognised as not.
+"""Checkpoints that are either whole or recognised as incomplete.
 
     checkpoint_dir/step_N/{training_info.json, config.yaml, train_dataloader.pt, rng/, policy/..., manifest.json}
 
-A checkpoint is written as `tmp_step_N`, put on stable storage with its manifest (`checkpoint_manifest`), and renamed.
-Whatever kills the process, at any moment, the newest finished checkpoint stays and is found again.
-What goes into it is the caller's: `save` hands out the directory.
+A checkpoint is written as `tmp_step_N`, put on stable storage with its manifest (`manifest.py`), and renamed. The
+newest finished checkpoint survives the death of the process at any moment. The caller decides what a checkpoint holds.
 """
+
+from __future__ import annotations
 
 import json
 import logging
@@ -15,17 +16,16 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
-from nemo_rl.utils.checkpoint.save import PendingSave, StateWrite, Written
+from nemo_rl.utils.checkpoint.save import StateWrite, Written
+from nemo_rl.utils.config import CheckpointingConfig, logged_metric
 from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
-
-if TYPE_CHECKING:
-    from nemo_rl.utils.config import CheckpointingConfig
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ TRAINING_INFO_NAME = "training_info.json"
 CONFIG_NAME = "config.yaml"
 
 _STEP_PATTERN = re.compile(r"step_(\d+)")
-_METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
 _START_ANEW = "to start anew, set checkpointing.checkpoint_dir to another directory"
 
 
@@ -52,13 +51,13 @@ class DiskFullError(CheckpointError):
 class CheckpointManager:
     """Saves, finds and removes the checkpoints of one run under `cfg.checkpoint_dir`.
 
-    On construction, what a dead run left half done is put right: its `tmp_step_*` are removed, and a checkpoint that
-    was being replaced comes back. `free_bytes` tells the space left on the disk of a path.
+    Construction repairs what a dead run left unfinished: its `tmp_step_*` are removed, and a checkpoint that was being
+    replaced comes back. `free_bytes` returns the space left on the disk of a path.
     """
 
     def __init__(
         self,
-        cfg: "CheckpointingConfig",
+        cfg: CheckpointingConfig,
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
@@ -66,12 +65,12 @@ class CheckpointManager:
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
         self._free_bytes = free_bytes
-        self._damaged_steps: set[int] = set()  # left where they are for people to look at, otherwise ignored
+        self._damaged_steps: set[int] = set()  # kept on disk for inspection, otherwise ignored
         self._tmp_lock_fds: dict[Path, int] = {}
         if self.checkpoint_dir.is_dir():
             self._recover_from_dead_runs()
 
-    # ---- saving
+    # -- saving
 
     def save(
         self,
@@ -80,26 +79,14 @@ class CheckpointManager:
         training_info: Mapping[str, Any],
         resolved_config_yaml: str,
         metrics: Mapping[str, float],
-        *,
-        estimated_bytes: int | None = None,
     ) -> Path:
-        """Saves step `step` and removes what falls out of the best `keep_top_k`. Returns `.../step_N`.
-
-        `write(directory)` writes every state file under `directory` and returns once all processes have closed theirs.
-        `metrics` are by logged name ("train/reward", "validation/accuracy"); they are kept in training_info.json.
-        `estimated_bytes` is compared with the free space beforehand; without it, the size of the newest checkpoint.
-
-        Raises DiskFullError when there is too little space, and ValueError when `metric_name` is no metric of this run
-        (the checkpoint has been saved then). If anything raises before the rename, nothing of this step is left behind.
-        """
+        """`start_save` and finish: `write(directory)` returns once all processes have closed their files."""
 
         def start_write(directory: Path) -> StateWrite:
             write(directory)
             return Written()
 
-        return self.start_save(
-            step, start_write, training_info, resolved_config_yaml, metrics, estimated_bytes=estimated_bytes
-        ).finish()
+        return self.start_save(step, start_write, training_info, resolved_config_yaml, metrics).finish()
 
     def start_save(
         self,
@@ -108,23 +95,25 @@ class CheckpointManager:
         training_info: Mapping[str, Any],
         resolved_config_yaml: str,
         metrics: Mapping[str, float],
-        *,
-        estimated_bytes: int | None = None,
     ) -> PendingSave:
-        """Like `save`, with a checkpoint that is written while other things are done.
+        """Begin to save step `step`. One save at a time.
 
-        `start_write(directory)` copies what is to be saved and begins to write it. Until `PendingSave` says that it is
-        finished, the checkpoint is `tmp_step_N`, which no run resumes from. One save at a time.
+        `start_write(directory)` begins to write every state file under `directory`; processes may still be writing when
+        it returns. Until the returned `PendingSave` has finished, the checkpoint is `tmp_step_N`, from which no run
+        resumes. `metrics` are by logged name ("train/reward", "validation/accuracy"); training_info.json keeps them.
+
+        Raises:
+            DiskFullError: less space is free than the newest checkpoint takes, or the disk became full.
         """
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         with self.discarded_on_failure(step):
-            self._check_free_space(step, estimated_bytes)
+            self._check_free_space(step)
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
             return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
-        """Makes `tmp_step_N` with training_info.json and config.yaml. It stays locked until it is finalized."""
+        """Create `tmp_step_N` with training_info.json and config.yaml, locked until it is finalized."""
         tmp_path = self._tmp_path(step)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if tmp_path.exists():
@@ -142,14 +131,14 @@ class CheckpointManager:
         return tmp_path
 
     def finalize_checkpoint(self, tmp_path: Path) -> Path:
-        """Puts `tmp_step_N` on stable storage and renames it to `step_N`."""
+        """Put `tmp_step_N` on stable storage and rename it to `step_N`."""
         return self.publish(tmp_path, seal(tmp_path))
 
     def publish(self, tmp_path: Path, num_bytes: int) -> Path:
-        """Renames `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
+        """Rename `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
 
-        An existing `step_N` steps aside as `old_step_N` and is removed only after the rename; construction brings it
-        back if the process dies in between.
+        An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
+        in between.
         """
         step = _step_of(tmp_path.name.removeprefix("tmp_"))
         path = self.checkpoint_dir / f"step_{step}"
@@ -167,10 +156,9 @@ class CheckpointManager:
         return path
 
     def remove_old_checkpoints(self, exclude_latest: bool = True) -> None:
-        """Keeps the best `keep_top_k` by `metric_name` and the latest.
+        """Keep the best `keep_top_k` by `metric_name` and the latest; keep all if `keep_top_k` is None.
 
-        Newer is better on ties, and when there is no metric. A checkpoint found damaged is left alone and counts for
-        nothing. Does nothing when `keep_top_k` is None.
+        On ties, and without a metric, newer is better. Damaged checkpoints are neither counted nor removed.
         """
         if self.keep_top_k is None:
             return
@@ -186,7 +174,7 @@ class CheckpointManager:
                 remove_tree(tmp_path)
                 logger.info("removed %s", path)
 
-    # ---- finding
+    # -- finding
 
     def get_latest_checkpoint_path(self) -> Path | None:
         """The highest N, not checked for damage; None when there is none."""
@@ -199,7 +187,7 @@ class CheckpointManager:
         return self.checkpoint_dir / f"step_{ranked[0]}" if ranked else None
 
     def latest_finished(self) -> Path | None:
-        """The newest checkpoint whose manifest and training_info.json can be read; its other files are not checked."""
+        """The newest checkpoint with an intact manifest and training_info.json; its other files are not checked."""
         for step in reversed(self._steps()):
             path = self.checkpoint_dir / f"step_{step}"
             if sealed_bytes(path) is not None and find_damage(path, [TRAINING_INFO_NAME]) is None:
@@ -207,9 +195,9 @@ class CheckpointManager:
         return None
 
     def latest_sound(self) -> Path | None:
-        """The newest checkpoint whose every file is as it was saved; None when there is no checkpoint at all.
+        """The newest checkpoint with every file as it was saved; None if there is no checkpoint.
 
-        Each damaged one is logged with its file. Raises CheckpointError when checkpoints exist and none is sound.
+        Damaged ones are logged with the file. Raises CheckpointError if checkpoints exist and all are damaged.
         """
         reasons = []
         for step in reversed(self._steps()):
@@ -247,7 +235,7 @@ class CheckpointManager:
             raise CheckpointError(f"{path} holds no policy/weights")
         return weights, optimizer if optimizer.is_dir() else None
 
-    # ---- inside
+    # -- details
 
     def _tmp_path(self, step: int) -> Path:
         return self.checkpoint_dir / f"tmp_step_{step}"
@@ -265,7 +253,7 @@ class CheckpointManager:
         return sorted((step for step in steps if step not in self._damaged_steps), key=lambda s: (-values[s], -s))
 
     def _value(self, step: int) -> float:
-        """Higher is better, whatever the metric; a checkpoint without it is worst. Without a metric all are equal."""
+        """Higher is better for every metric. A checkpoint without it is worst; without a metric all are equal."""
         if self.metric_name is None:
             return 0.0
         path = self.checkpoint_dir / f"step_{step}"
@@ -284,15 +272,10 @@ class CheckpointManager:
 
     def _logged_metric_name(self) -> str:
         assert self.metric_name is not None
-        prefix, colon, name = self.metric_name.partition(":")
-        if not colon or prefix not in _METRIC_PREFIXES:
-            raise ValueError(
-                f'checkpointing.metric_name is "{self.metric_name}"; write "val:<metric>", "train:<metric>" or null'
-            )
-        return _METRIC_PREFIXES[prefix] + name
+        return logged_metric(self.metric_name)
 
     def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
-        """Validation does not run on every step, so only a name beside other names of its kind is known to be wrong."""
+        """ValueError if `metric_name` is missing among others of its prefix (validation may not run at a step)."""
         if self.metric_name is None or (name := self._logged_metric_name()) in metrics:
             return
         prefix = name.partition("/")[0] + "/"
@@ -304,12 +287,10 @@ class CheckpointManager:
             )
         logger.warning("no %s metrics at this step: its checkpoint counts as the worst by %s", prefix, self.metric_name)
 
-    def _check_free_space(self, step: int, estimated_bytes: int | None) -> None:
+    def _check_free_space(self, step: int) -> None:
         latest = self.get_latest_checkpoint_path()
-        needed = estimated_bytes if estimated_bytes is not None else (sealed_bytes(latest) if latest else None)
-        if needed is None:
-            return
-        if (free := self._free_bytes(self.checkpoint_dir)) < needed:
+        needed = sealed_bytes(latest) if latest else None
+        if needed is not None and (free := self._free_bytes(self.checkpoint_dir)) < needed:
             what = f"{size_text(needed)} are needed and {size_text(free)} are free"
             raise DiskFullError(self._disk_full_text(step, what))
 
@@ -323,7 +304,7 @@ class CheckpointManager:
 
     @contextmanager
     def discarded_on_failure(self, step: int) -> Iterator[None]:
-        """Removes `tmp_step_N` when the body raises, and says so when the reason is a full disk."""
+        """Remove `tmp_step_N` if the body raises; DiskFullError if the disk is full."""
         tmp_path = self._tmp_path(step)
         try:
             yield
@@ -339,7 +320,7 @@ class CheckpointManager:
             raise
 
     def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
-        """Removes an unfinished checkpoint of this process."""
+        """Remove an unfinished checkpoint of this process."""
         remove_tree(tmp_path)
         self._unlock(tmp_path)
 
@@ -370,11 +351,75 @@ class CheckpointManager:
             os.close(fd)
 
 
-def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
-    """Raises CheckpointIdentityError with every difference between two (nested) identities.
+class PendingSave:
+    """A checkpoint between `start_save` and its rename: its files are written, then sealed with a manifest.
 
-    An identity names what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint
-    of the dataset, the settings that decide what a sample and a step are.
+    When `advance` or `finish` raises, the half-written checkpoint has been removed and the save is over. Both raise
+    DiskFullError when the disk is full, and ValueError when `metric_name` is no metric of this run; in that case the
+    checkpoint has been saved.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        step: int,
+        tmp_path: Path,
+        write: StateWrite,
+        metrics: Mapping[str, float],
+        started: float,
+    ) -> None:
+        self.step = step
+        self.seconds = 0.0  # from the start to the rename, once it has finished
+        self._manager = manager
+        self._tmp_path = tmp_path
+        self._write = write
+        self._metrics = metrics
+        self._started = started
+        self._sealing: Future[int] | None = None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether `finish` waits for no other process: the files are complete, or their writers have failed."""
+        return self._sealing is not None or self._write.is_done()
+
+    def advance(self) -> Path | None:
+        """Continue as far as possible without waiting. Returns `.../step_N` once it has finished."""
+        if self._sealing is None:
+            with self._manager.discarded_on_failure(self.step):
+                if not self._write.is_done():
+                    return None
+                self._write.finish()
+            # In a thread, because sealing reads every byte again.
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
+            self._sealing = thread.submit(seal, self._tmp_path)
+            thread.shutdown(wait=False)
+        return self.finish() if self._sealing.done() else None
+
+    def finish(self) -> Path:
+        """Wait until it has finished. Returns `.../step_N`."""
+        manager = self._manager
+        with manager.discarded_on_failure(self.step):
+            if self._sealing is None:
+                self._write.finish()
+                num_bytes = seal(self._tmp_path)
+            else:
+                num_bytes = self._sealing.result()
+            path = manager.publish(self._tmp_path, num_bytes)
+        self.seconds = time.monotonic() - self._started
+        manager.check_metric_is_there(self._metrics)
+        manager.remove_old_checkpoints()
+        return path
+
+    def discard(self) -> None:
+        """Give up: remove the files. Processes that are still writing must have ended, or fail."""
+        self._manager.remove_tmp_checkpoint(self._tmp_path)
+
+
+def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Raise CheckpointIdentityError with every difference between two (nested) identities.
+
+    An identity is what a run must share with its checkpoint: hashes of model config and tokenizer, the fingerprint of
+    the dataset, the settings that define a sample and a step.
     """
     differences = flat_differences(saved, current, theirs="the checkpoint")
     if differences:
@@ -386,7 +431,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 
 
 def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
-    """A line for each leaf in which two nested identities differ; `theirs` is what the saved one belongs to."""
+    """A line for each leaf in which two nested identities differ; `theirs` names the owner of the saved one."""
     saved_flat, current_flat = _flatten(saved), _flatten(current)
     absent = "(absent)"
     return [
@@ -397,7 +442,7 @@ def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, th
 
 
 def require_optimizer(path: Path) -> None:
-    """Raises CheckpointError when checkpoint `path` was saved without the optimizer."""
+    """Raise CheckpointError if checkpoint `path` was saved without the optimizer."""
     if not (path / "policy" / "optimizer").is_dir():
         raise CheckpointError(
             f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
@@ -406,7 +451,7 @@ def require_optimizer(path: Path) -> None:
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted path, as JSON gives them back: a saved identity and a fresh one compare equal."""
+    """Leaves by dotted path, converted as JSON does, so that a saved identity equals a fresh one."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

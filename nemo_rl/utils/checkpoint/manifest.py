@@ -1,7 +1,6 @@
-"""What makes a checkpoint recognisable as whole: a manifest with the size and digest of every file.
+"""The manifest of a checkpoint: size and digest of every file, written after all files are on stable storage.
 
-In: a directory of files that other processes have finished writing. Out: the same directory on stable storage, with
-`manifest.json` written last. A directory without a manifest was never finished; one that differs from it is damaged.
+A directory without a manifest was never finished; a directory that differs from its manifest is damaged.
 """
 
 import hashlib
@@ -20,9 +19,9 @@ _NUM_THREADS = 8  # hashing and fsync both release the interpreter lock
 
 
 def seal(directory: Path) -> int:
-    """Digests and fsyncs every file, writes the manifest, fsyncs every directory. Returns the bytes of all files.
+    """Digest and fsync every file, write the manifest, fsync every directory. Returns the bytes of all files.
 
-    Raises OSError (ENOSPC included: a disk may tell only now that it is full).
+    Raises OSError, ENOSPC included: a disk may report only now that it is full.
     """
     paths = sorted(_files_under(directory))
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
@@ -38,7 +37,7 @@ def seal(directory: Path) -> int:
 
 
 def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | None:
-    """Why `directory` must not be loaded, naming the file; None when every file, or each of `names`, is as sealed."""
+    """Why `directory` must not be loaded, with the file; None if every file, or each of `names`, is as sealed."""
     manifest_path = directory / MANIFEST_NAME
     if not manifest_path.is_file():
         return f"{MANIFEST_NAME} is missing: the checkpoint was never finished"
@@ -68,25 +67,23 @@ def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | No
 
 def sealed_bytes(directory: Path) -> int | None:
     """Bytes of all files by the manifest; None when it is missing or damaged."""
-    manifest_path = directory / MANIFEST_NAME
-    files = _read_manifest(manifest_path) if manifest_path.is_file() else None
+    files = _read_manifest(directory / MANIFEST_NAME)
     return None if files is None else sum(int(entry["size"]) for entry in files.values())
 
 
 def sealed_names(directory: Path) -> list[str]:
     """Files of the manifest, relative to `directory`; none when it is missing or damaged."""
-    manifest_path = directory / MANIFEST_NAME
-    return sorted((_read_manifest(manifest_path) or {}) if manifest_path.is_file() else {})
+    return sorted(_read_manifest(directory / MANIFEST_NAME) or {})
 
 
 def sealed_digest(directory: Path) -> str | None:
     """A digest of everything that was sealed; None when the manifest is missing or damaged."""
-    files = _read_manifest(directory / MANIFEST_NAME) if (directory / MANIFEST_NAME).is_file() else None
+    files = _read_manifest(directory / MANIFEST_NAME)
     return None if files is None else _digest_of(files)
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes `text` and returns once it is on stable storage."""
+    """Write `text`; it is on stable storage on return."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -94,7 +91,7 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Makes the names inside `path` (new files, renames) durable."""
+    """Make new files and renames inside `path` durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -127,10 +124,10 @@ def _digest_of(files: dict[str, dict[str, int | str]]) -> str:
 
 
 def _read_manifest(path: Path) -> dict[str, dict] | None:
-    """The `files` of a manifest whose own digest is right, else None."""
+    """The `files` of a manifest; None if it is missing or its own digest is wrong."""
     try:
         manifest = json.loads(path.read_bytes())
-    except ValueError:
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     if not isinstance(manifest, dict) or manifest.keys() != {"files", "sha256"}:
         return None

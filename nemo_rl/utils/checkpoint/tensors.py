@@ -1,10 +1,10 @@
-"""Directories of saved tensors: what they hold, by their headers alone, and reading them, of every format.
+"""Directories of saved tensors: names and shapes from their headers, and reading them.
 
     .metadata + *.distcp         torch.distributed.checkpoint with its own files
     shard-*.safetensors          torch.distributed.checkpoint with safetensors: each file holds the parts of one rank
     *.safetensors                whole tensors, as in a Hugging Face model directory
 
-Reading executes nothing that stands in the files.
+Reading executes no code from the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError
 METADATA_NAME = ".metadata"
 _MAX_LISTED = 8
 
-# Everything torch writes into a .metadata file; a pickle may name any function to call.
+# Everything torch writes into a .metadata file. A pickle could name any other function to call.
 _ALLOWED_GLOBALS = {
     "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath"},
@@ -57,11 +57,11 @@ def holds_tensors(directory: Path) -> bool:
 
 
 def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
-    """What is known of each tensor saved in `directory`, by name: `size` and `properties.dtype`.
+    """`size` and `properties.dtype` of each tensor saved in `directory`, by name.
 
     Raises:
-        CheckpointError: when there are no tensors.
-        DamagedTensorsError: when a header is damaged or not what torch writes.
+        CheckpointError: there are no tensors.
+        DamagedTensorsError: a header is damaged, or torch did not write it.
     """
     path = directory / METADATA_NAME
     if not holds_tensors(directory):
@@ -84,31 +84,25 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def check_checkpoint_fits(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
-    """Whether the tensors saved in `directory` are those of the model whose tensors are `names_and_shapes`.
-
-    Headers alone are read, so this can be asked before anything is loaded anywhere.
+    """Check that `directory` has exactly the tensors `names_and_shapes`. Reads headers only.
 
     Raises:
-        CheckpointError: with the missing, the unexpected and the differently shaped tensors, or as `saved_tensors`.
+        CheckpointError: the missing, unexpected and differently shaped tensors; or as `saved_tensors`.
     """
     _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=True)
-
-
-def check_tensors_are_there(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
-    """Like `check_checkpoint_fits` for one rank's part of a model: more may have been saved."""
-    _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=False)
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Fill `tensors` (name -> tensor or DTensor) in place from a directory that `save_tensors` wrote, or from the
     safetensors files of a Hugging Face model. Collective.
 
-    Values are cast to the dtype of the tensor they go into.
+    Values are cast to the dtype of the tensor.
 
     Raises:
-        CheckpointError: when tensors are missing or of another shape; all of them are listed.
+        CheckpointError: tensors are missing or have another shape; all of them are listed.
     """
-    check_tensors_are_there(directory, {name: tensor.shape for name, tensor in tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    _raise_differences(directory, saved_tensors(directory), shapes, report_unexpected=False)  # one rank's part
     state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     try:
         if (directory / METADATA_NAME).exists():

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from nemo_rl.algorithms.async_grpo import AsyncGRPOTrainer
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.rollouts.rollout_worker import GroupRequest
@@ -115,14 +114,14 @@ class Run(FakeRun):
         self.calls: list[str] = []
         run = self
 
-        class Noting(AsyncGRPOTrainer):
+        class Noting(GRPOTrainer):
             def plan(self, groups: Any, advantages: Any) -> Any:
                 if len(run.trained) == run.dies_after:
                     raise Killed
                 run.trained.append([group.handle.group_id for group in groups])
                 return super().plan(groups, advantages)
 
-        def make(tools: Any, parts: Any) -> AsyncGRPOTrainer:
+        def make(tools: Any, parts: Any) -> GRPOTrainer:
             run.rollouts = FakePlaying(parts.rollouts.reward, run.calls, rng=random.Random(seed))
             parts = replace(parts, rollouts=run.rollouts)
             refit_sync = parts.refit.sync
@@ -226,7 +225,7 @@ def synchronous(folder: Path) -> FakeRun:
 
 def test_a_synchronous_run_goes_on_asynchronously(tmp_path):
     first = synchronous(tmp_path)
-    first.trainer.schedule = replace(first.trainer.schedule, num_steps=2)
+    first.trainer.num_steps = 2
     first.go()
     run = Run(tmp_path)
     run.go()

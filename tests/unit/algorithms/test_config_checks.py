@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch
-from nemo_rl.algorithms.setup.preflight import check_metric_name
 from nemo_rl.algorithms.trainers.metrics import rollout_metrics, validation_metrics
 from nemo_rl.types import GroupHandle, PolicyGradientInputs, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
@@ -48,14 +46,6 @@ def test_packing_metrics(section: str | None) -> None:
     batching = Batching.of(build(*switch).policy, quadratic_weight=1e-4)
     plan = plan_batch([one_group(4)], [[0.0] * 4], [[1.0] * 4], num_ranks=1, global_batch_size=4, batching=batching)
     assert set(packing_metrics(plan, batching)) <= build().train_metrics
-
-
-def test_a_metric_of_experts_may_be_named_and_is_refused_for_a_dense_model() -> None:
-    checkpointing = build("checkpointing.metric_name=train:moe/router_entropy").checkpointing
-    check_metric_name(checkpointing, Qwen3MoeConfig())
-    with pytest.raises(ValueError, match="'qwen2' is a dense model"):
-        check_metric_name(checkpointing, Qwen2Config())
-    check_metric_name(build().checkpointing, Qwen2Config())
 
 
 def test_loss_metrics() -> None:

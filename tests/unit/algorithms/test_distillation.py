@@ -17,8 +17,8 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, Tea
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.plan.batch import Batching
 from nemo_rl.algorithms.setup.distillation import TeacherInputs, tasks_by_teacher, warn_of_large_states
-from nemo_rl.algorithms.setup.model_inputs import ModelInputs
 from nemo_rl.algorithms.setup.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
 from nemo_rl.data.config import dataset_label
@@ -175,7 +175,7 @@ def test_a_teachers_micro_batches_are_limited_by_what_is_scored_alone(section):
 
 def test_a_dead_teacher_is_replaced_and_a_dead_student_comes_from_the_checkpoint(tmp_path):
     run = Run(tmp_path, sections=TWO)
-    run.trainer.recover(WorkerDied("gone", worker="teacher-geometry-1", rank=1, method="compute"))
+    run.trainer.replace_dead(WorkerDied("gone", worker="teacher-geometry-1", rank=1, method="compute"))
     assert run.policy.calls == ["teacher-geometry.restart"]
 
 
@@ -185,7 +185,7 @@ def test_a_teacher_whose_name_only_begins_like_that_of_the_dead_one_lives_on(tmp
         "distillation": {"task_to_teacher": {"sums": "a", "circles": "ab"}},
     }
     run = Run(tmp_path, sections=two)
-    run.trainer.recover(WorkerDied("gone", worker="teacher-ab-0", rank=0, method="compute"))
+    run.trainer.replace_dead(WorkerDied("gone", worker="teacher-ab-0", rank=0, method="compute"))
     assert run.policy.calls == ["teacher-ab.restart"]
 
 

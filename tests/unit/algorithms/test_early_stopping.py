@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.algorithms.config.loop import EarlyStoppingConfig
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
+from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.utils.checkpoint.save import Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from tests.fakes import NoData
 
 
 class ScriptedTrainer(Trainer):
@@ -23,11 +24,9 @@ class ScriptedTrainer(Trainer):
         self.text = io.StringIO()
         settings = {"metric_name": "val:val_loss"} | stopping
         super().__init__(
-            Schedule(
-                num_steps=len(values) - val_at_start,
+            LoopConfig(
                 val_period=1,
                 val_at_start=val_at_start,
-                val_at_end=False,
                 early_stopping=EarlyStoppingConfig.model_validate(settings),
             ),
             RunTools(
@@ -39,6 +38,10 @@ class ScriptedTrainer(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            num_steps=len(values) - val_at_start,
+            policies=[],
+            data=NoData(),
+            nonfinite_action="stop",
         )
         self.values = list(values)
 

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.grpo import GRPOTrainer
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
@@ -231,7 +230,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path):
 def test_a_dead_policy_worker_is_rebuilt_from_the_last_checkpoint(tmp_path):
     run = Run(tmp_path)
     recovered = []
-    run.trainer.recover = recovered.append  # type: ignore[method-assign]
+    run.trainer.replace_dead = recovered.append  # type: ignore[method-assign]
     collect = run.rollouts.collect
 
     def die_once(requests: Any) -> Any:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 
 from nemo_rl.algorithms.config.supervised import DPOLossConfig
-from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config
+from nemo_rl.config.rules import StrictModel
 
 
 class Master(StrictModel):

@@ -13,7 +13,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.setup.model_inputs import prepare_model, rename_section
+from nemo_rl.algorithms.setup.preflight import prepare_model, rename_section
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from tests.unit.config.run_configs import build
@@ -121,5 +121,5 @@ def test_metrics_of_experts_are_asked_of_the_policy_alone(tiny_model_dir: Path) 
     overrides = (f"policy.model_name={tiny_model_dir}", "checkpointing.metric_name=train:moe/router_entropy")
     config = build(*overrides)
     prepare_model(config.policy, config.checkpointing, "value")
-    with pytest.raises(ValueError, match="is a dense model and has no experts"):
+    with pytest.raises(ValueError, match="is a dense model and has no metrics of experts"):
         prepare_model(config.policy, config.checkpointing)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.serve import is_loopback, token_of, write_address
+from nemo_rl.algorithms.setup.preflight import http_server_token
+from nemo_rl.algorithms.setup.serve import is_loopback, write_address
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import load_config
 from nemo_rl.models.generation.config import HttpServerConfig
@@ -49,13 +50,14 @@ def test_it_is_off_by_default_and_null_is_off():
 
 
 def test_the_token_is_random_or_that_of_the_environment(monkeypatch: pytest.MonkeyPatch):
-    assert len(token_of(HttpServerConfig())) >= 32 and token_of(HttpServerConfig()) != token_of(HttpServerConfig())
+    random, another = (http_server_token(HttpServerConfig()) for _ in range(2))
+    assert len(random) >= 32 and random != another
     named = HttpServerConfig(token_env="AGENT_TOKEN")
     monkeypatch.delenv("AGENT_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"http_server\.token_env: .*AGENT_TOKEN"):
-        token_of(named)
+        http_server_token(named)
     monkeypatch.setenv("AGENT_TOKEN", "geheim\n")
-    assert token_of(named) == "geheim"
+    assert http_server_token(named) == "geheim"
 
 
 def test_the_file_is_for_its_owner_alone(tmp_path: Path):

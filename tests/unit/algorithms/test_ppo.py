@@ -124,7 +124,7 @@ def test_both_models_are_restored(tmp_path):
 
 def test_a_dead_value_worker_is_replaced_and_the_policy_keeps_its_engines(tmp_path):
     run = Run(tmp_path)
-    run.trainer.recover(WorkerDied("gone", worker="value-0", rank=0, method="train"))
+    run.trainer.replace_dead(WorkerDied("gone", worker="value-0", rank=0, method="train"))
     assert run.policy.calls == ["value.restart"]
 
 

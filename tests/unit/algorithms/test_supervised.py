@@ -18,8 +18,8 @@ from nemo_rl.algorithms.dpo import SUM, DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.plan.batch import Batching, FixedSize, MicroBatching, PackedTokens, PaddedTokens
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss
 from nemo_rl.algorithms.trainers.supervised import SupervisedTrainer, plan_examples
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss
 from nemo_rl.data.packing import PackingAlgorithm
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -331,6 +331,7 @@ def test_a_dead_worker_is_replaced_and_the_rows_come_again(tmp_path):
     mortal = Mortal()
     run.trainer.policy = mortal  # type: ignore[assignment]
     run.trainer.policies = [run.trainer.policy]
+    run.trainer.replacements = {"policy": mortal.restart}
     run.go()
     assert mortal.calls.count("restart") == 1 and run.trainer.state.total_steps == 6
     seen = trained(mortal)

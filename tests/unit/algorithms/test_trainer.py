@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule, Trainer
+from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
 from nemo_rl.utils.checkpoint.save import StateWrite, Written
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
+from tests.fakes import NoData
 
 
 class Write:
@@ -58,7 +60,7 @@ class CountingTrainer(Trainer):
         self.text = io.StringIO()
         settings = {"save_period": 3, "keep_top_k": None, "metric_name": None, "async_save": True} | checkpointing
         super().__init__(
-            Schedule(num_steps=num_steps, val_period=0, val_at_start=False, val_at_end=False),
+            LoopConfig(val_period=0),
             RunTools(
                 logger=Logger(LoggerConfig(), folder / "run"),
                 console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
@@ -66,7 +68,12 @@ class CountingTrainer(Trainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            num_steps=num_steps,
+            policies=[],
+            data=NoData(),
+            nonfinite_action="stop",
         )
+        self.replacements = {"policy": lambda: self.calls.append("recover")}
         self.seen: dict[int, list[str]] = {}
         self.calls: list[str] = []
 
@@ -91,9 +98,6 @@ class CountingTrainer(Trainer):
 
     def read_state(self, directory: Path) -> None:
         self.calls.append(f"read {(directory / 'weights').read_text()} {self.state.total_steps}")
-
-    def recover(self, error: WorkerDied) -> None:
-        self.calls.append("recover")
 
 
 def wait_for_seal(trainer: CountingTrainer) -> None:

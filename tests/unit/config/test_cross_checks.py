@@ -145,7 +145,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("policy.sequence_packing.enabled=true", "policy.padding_free=false"),
             "policy.padding_free",
-            "packed sequences lie end to end; set it to null",
+            "packed sequences have no padding; set it to null",
         ),
         # adapters
         (
@@ -340,7 +340,7 @@ def test_the_minimal_run_is_fine() -> None:
         (
             ("+env.python_tools={sandbox: {time_limit_s: 300}}",),
             "env.python_tools.sandbox.time_limit_s",
-            "300 s for one program must be below env_step_timeout_s=300",
+            "300 s must be below env_step_timeout_s=300",
         ),
         (("+env.python_tools={sandbox: {time_limit_s: 300}, tools: [calculator]}",), None, ""),
         # schedulers and backends

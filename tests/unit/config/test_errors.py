@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.config.errors import ConfigError, Location, Problem, nearest_key, unknown_key
-from nemo_rl.config.schema import known_keys
+from nemo_rl.config.loader import known_keys
 from tests.unit.config.run_configs import build
 
 KEYS = [

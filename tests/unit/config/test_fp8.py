@@ -76,25 +76,24 @@ def test_what_cannot_work_is_refused(overrides: tuple[str, ...], key: str, messa
 
 def test_engines_keep_fp8_and_get_bfloat16() -> None:
     vllm = build(f"{VLLM}.precision=fp8", f"{VLLM}.kv_cache_dtype=fp8_e4m3").policy.generation.vllm_cfg
-    assert (vllm.dtype, vllm.gpu_only) == ("bfloat16", ["precision=fp8", "kv_cache_dtype=fp8_e4m3"])
+    assert (vllm.dtype, vllm.kv_cache_dtype) == ("bfloat16", "fp8_e4m3")
     plain = build(f"{VLLM}.kv_cache_dtype=null").policy.generation.vllm_cfg
-    assert (plain.dtype, plain.kv_cache_dtype, plain.gpu_only) == ("bfloat16", "auto", [])
+    assert (plain.dtype, plain.kv_cache_dtype) == ("bfloat16", "auto")
 
 
 @pytest.mark.slow
 def test_what_vllm_is_told(tmp_path: Path) -> None:
     from nemo_rl.models.generation.vllm.generation import check_vllm_kwargs
-    from nemo_rl.models.generation.vllm.worker import EngineNodes, EngineSettings, engine_args
+    from nemo_rl.models.generation.vllm.worker import EngineSettings, engine_args
 
     save_model("deep", tmp_path)
     asked = VllmConfig(precision="fp8", kv_cache_dtype="fp8_per_token_head", max_model_len=64)
     cfg = generation_config().model_copy(update={"vllm_cfg": asked})
-    nodes = EngineNodes(num_nodes=1, rank=0, address="", port=0)
     settings = EngineSettings(model=str(tmp_path), tokenizer=str(tmp_path), cfg=cfg, device="cuda", seed=0)
-    told = engine_args(settings, nodes)
+    told = engine_args(settings, {})
     assert (told.dtype, told.quantization, told.kv_cache_dtype) == ("bfloat16", "fp8_per_block", "fp8_per_token_head")
     with pytest.raises(ValueError, match=r"vllm_cfg\.precision=fp8 needs GPUs"):
-        engine_args(replace(settings, device="cpu"), nodes)
+        engine_args(replace(settings, device="cpu"), {})
     with pytest.raises(ValueError, match=r"vllm_kwargs\.quantization"):
         check_vllm_kwargs(generation_config(quantization="fp8_per_tensor"), "ppo")
     with pytest.raises(ValueError, match=r"set ppo\.seed instead"):

@@ -12,9 +12,9 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
-from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import build_config, dump_config, load_config, write_config
+from nemo_rl.config.loader import build_config, dump_config, load_config
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.environments.config import EnvironmentConfig, MathEnvironmentConfig
 from nemo_rl.evals.config import EvalMasterConfig
 from tests.unit.config.run_configs import MINIMAL, build, problems_of
@@ -288,7 +288,7 @@ def test_neutral_values_are_of_the_same_type() -> None:
 def test_the_resolved_config_loads_back_unchanged(tmp_path: Path) -> None:
     for source in [V0_6, REPOSITORY / "examples" / "configs" / "grpo_math_cpu.yaml"]:
         config = load_config(GRPOMasterConfig, source, ["+env.mine={type: 'a.b:C', x: [1, {y: null}]}"])
-        write_config(config, tmp_path / "config.yaml")
+        (tmp_path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         again = load_config(GRPOMasterConfig, tmp_path / "config.yaml")
         assert again == config
         assert dump_config(again) == dump_config(config)

@@ -1,5 +1,6 @@
 """Chat templates in the manners of well-known ones, and a tokenizer that knows their marks."""
 
+from nemo_rl.data.chat.template import ChatTemplate, plain_message
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
@@ -77,3 +78,9 @@ def tokenizer_with(template):
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)}, replace_extra_special_tokens=False)
     tokenizer.chat_template = template
     return tokenizer
+
+
+def render_chat(messages, tokenizer, *, add_generation_prompt=False, tools=None, chat_template_kwargs=None):
+    """The conversation as text."""
+    template = ChatTemplate(tokenizer, tools, chat_template_kwargs or {})
+    return template.render([plain_message(message) for message in messages], prompt=add_generation_prompt)[0]

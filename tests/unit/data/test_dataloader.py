@@ -92,7 +92,7 @@ def test_any_stretch_of_prompts_has_its_share_of_each_dataset(weights, data):
     order = MixedOrder(sizes, [float(weight) for weight in weights], shuffle=True, seed=1)
     whole = order.weights
     drawn = [order.row(position)[0] for position in range(3 * sum(whole))]
-    for number, share in enumerate(order.shares):
+    for number, share in enumerate(weight / sum(order.weights) for weight in order.weights):
         taken = [0, *accumulate(int(i == number) for i in drawn)]
         behind = [share * count - mine for count, mine in enumerate(taken)]
         assert max(behind) - min(behind) < 2

@@ -4,9 +4,9 @@ import sys
 import pytest
 import yaml
 
-from nemo_rl.config.base import StrictModel
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config
+from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import ExampleDataConfig, PreferenceDataConfig
 
 

@@ -134,7 +134,7 @@ def test_open_assistant_trees(write):
     assert len(load_rows(everything)[0]) == 3
     with pytest.raises(ValueError, match="is empty"):
         load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"lang": "de"}))
-    with pytest.raises(ValueError, match="must be best or all"):
+    with pytest.raises(ValueError, match="paths: Input should be 'best' or 'all'"):
         load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"paths": "some"}))
     with pytest.raises(ValueError, match="kwargs takes paths, lang"):
         load_rows(sft(dataset_name="open_assistant", data_path=table, kwargs={"path": "all"}))

@@ -9,14 +9,11 @@ from nemo_rl.data.chat import template as chat_template
 from nemo_rl.data.chat.messages import (
     ObservationRenderer,
     add_loss_mask_to_message_log,
-    batched_message_log_to_flat_message,
     get_formatted_message_log,
-    message_log_to_flat_messages,
-    render_chat,
 )
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.unit.data.templates import TEMPLATES, tokenizer_with
+from tests.unit.data.templates import TEMPLATES, render_chat, tokenizer_with
 
 contents = st.text(st.sampled_from("ab1 \n<>é"), max_size=6) | st.sampled_from(["<think>t</think>a", "assistant"])
 conversations = st.lists(
@@ -89,7 +86,7 @@ def test_what_the_assistant_wrote_is_what_generation_blocks_around_content_and_e
         for tokenizer in (blocks, plain):
             ours = get_formatted_message_log(log, tokenizer, TaskDataSpec(), False, False, add_generation_prompt=True)
             add_loss_mask_to_message_log([ours])
-            flat = message_log_to_flat_messages(ours)
+            flat = {key: torch.cat([message[key] for message in ours]) for key in ("token_ids", "token_loss_mask")}
             length = len(theirs["input_ids"])
             assert flat["token_ids"].tolist()[:length] == theirs["input_ids"]
             assert flat["token_loss_mask"].tolist()[:length] == theirs["assistant_masks"]
@@ -108,8 +105,8 @@ def test_one_rendering_finds_the_borders_that_replacing_each_message_finds(name)
         plain = [chat_template.plain_message(message) for message in conversation]
         template = chat_template.ChatTemplate(tokenizer)
         text, _ = template.render(plain, prompt=prompt)
-        fast = chat_template._shape(plain, template, prompt=prompt).borders(plain, text)
-        slow = chat_template._borders_one_by_one(plain, text, template, prompt=prompt)
+        fast = chat_template._layout(plain, template, prompt=prompt).boundaries(plain, text)
+        slow = chat_template._boundaries_one_by_one(plain, text, template, prompt=prompt)
         assert fast is None or fast == slow
 
     check()
@@ -335,20 +332,12 @@ def test_an_observation_continues_after_the_sampled_end_token(name, expected):
     assert tokenizer.decode(render(observation, sampled=ended[:-1])) == "<eos>" + expected, "the turn is ended first"
 
 
-def test_flat_batches_are_right_padded_and_masked_by_role():
+def test_masks_follow_the_roles():
     log = [
         {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
         {"role": "assistant", "content": "b", "token_ids": torch.tensor([3])},
         {"role": "assistant", "content": "c", "token_ids": torch.tensor([4, 5])},
     ]
-    short = [{"role": "user", "content": "d", "token_ids": torch.tensor([6])}]
-    add_loss_mask_to_message_log([log, short])
-    batch, lengths = batched_message_log_to_flat_message(
-        [log, short], {"token_ids": 9}, make_sequence_length_divisible_by=4
-    )
-    assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
-    assert batch["token_loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
-    assert lengths.tolist() == [5, 1]
-    assert batch["content"] == [["a", "b", "c"], ["d"]]
-    add_loss_mask_to_message_log([log], only_unmask_final=True)
-    assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
+    for only_unmask_final, expected in ((False, [0, 0, 1, 1, 1]), (True, [0, 0, 0, 1, 1])):
+        add_loss_mask_to_message_log([log], only_unmask_final=only_unmask_final)
+        assert torch.cat([message["token_loss_mask"] for message in log]).tolist() == expected

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.algorithms.setup.preflight import check_turns
-from nemo_rl.data.chat.messages import ObservationRenderer, render_chat
+from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
-from tests.unit.data.templates import TEMPLATES, tokenizer_with
+from tests.unit.data.templates import TEMPLATES, render_chat, tokenizer_with
 
 ONLY_USERS = (
     "{%- for m in messages -%}"

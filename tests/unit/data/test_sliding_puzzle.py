@@ -80,8 +80,8 @@ def test_wrong_options_are_named():
         sliding_puzzle_rows(split="test")
     with pytest.raises(ValueError, match="shuffle_moves is a number"):
         sliding_puzzle_rows(shuffle_moves=[3, 2])
-    with pytest.raises(ValueError, match="num_samples must be 1"):
-        sliding_puzzle_rows(num_samples=0)
+    with pytest.raises(ValueError, match="num_samples: Input should be greater than or equal to 1"):
+        load_rows(dataset(kwargs={"num_samples": 0}))
     with pytest.raises(ValueError, match="set split=all"):
         sliding_puzzle_rows(size=2, shuffle_moves=1, split="validation")
     with pytest.raises(ValueError, match="kwargs takes size, shuffle_moves, num_samples, max_moves"):

@@ -1,6 +1,4 @@
-import copy
 import json
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -10,19 +8,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.rows.examples import ExampleLoader
-from nemo_rl.data.rows.streaming import NamedStream, StreamedPrompts
+from nemo_rl.data.rows.setup import StreamedRows
+from nemo_rl.data.rows.streaming import StreamedPrompts
 
 
-def counted(size, name="s", repeat=1, read=None):
-    """A stream of `size` rows without states; `read` notes every row that is read."""
+class Counted:
+    """Rows without states; `read` notes every row that is read."""
 
-    def rows():
-        for i in range(size):
-            if read is not None:
-                read.append(i)
+    def __init__(self, size, read):
+        self.size, self.read = size, read
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.size, self.read)
+
+    def __iter__(self):
+        for i in range(self.size):
+            self.read.append(i)
             yield {"x": i}
 
-    return NamedStream(name=name, task_name="t", open_rows=rows, repeat=repeat)
+
+def streamed(table, name="s", convert=dict):
+    return StreamedRows(name=name, task_name="t", table=table, convert=convert)
+
+
+def counted(size, name="s", read=None):
+    return streamed(Counted(size, [] if read is None else read), name)
 
 
 class Resumable:
@@ -30,6 +40,9 @@ class Resumable:
 
     def __init__(self, size, read):
         self.size, self.place, self.read = size, 0, read
+
+    def __deepcopy__(self, memo):
+        return type(self)(self.size, self.read)
 
     def __iter__(self):
         while self.place < self.size:
@@ -59,9 +72,13 @@ def test_a_resumed_stream_continues_exactly(batch_size, block, shuffle, drop_las
     def fresh():
         first = counted(10, "a")
         if with_states:
-            first = NamedStream(name="a", task_name="t", open_rows=lambda: Resumable(10, []))
+            first = streamed(Resumable(10, []), "a")
         return StreamedPrompts(
-            [first, counted(3, "b", repeat=2)], batch_size, shuffle=shuffle, drop_last=drop_last, shuffle_block=block
+            [first, counted(3, "b"), counted(3, "c")],
+            batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            shuffle_block=block,
         )
 
     whole = ids(epochs(fresh()))
@@ -85,18 +102,17 @@ def test_an_epoch_has_every_row_once_and_rows_stay_in_their_block():
     assert source.epoch == 2
 
 
-def test_rows_without_shuffle_come_as_they_are_with_their_repetitions():
-    source = StreamedPrompts([counted(2, "a", repeat=2), counted(1, "b")], 5, shuffle=False)
+def test_rows_without_shuffle_keep_their_order():
+    source = StreamedPrompts([counted(2, "a"), counted(1, "b")], 3, shuffle=False)
     (batch,) = list(source)
-    assert [prompt.prompt_id for prompt in batch] == ["a:0", "a:1", "a:0/1", "a:1/1", "b:0"]
-    assert [prompt.idx for prompt in batch] == [0, 1, 2, 3, 4]
+    assert [prompt.prompt_id for prompt in batch] == ["a:0", "a:1", "b:0"]
+    assert [prompt.idx for prompt in batch] == [0, 1, 2]
     assert batch[1].row == {"x": 1}
 
 
 def test_resuming_reads_one_block_and_nothing_before_it():
     def make(read):
-        stream = NamedStream(name="a", task_name="t", open_rows=lambda: Resumable(100, read))
-        return StreamedPrompts([stream], 5, shuffle_block=20)
+        return StreamedPrompts([streamed(Resumable(100, read), "a")], 5, shuffle_block=20)
 
     first, read = make([]), []
     list(islice(epochs(first), 10))  # 50 rows: in the middle of the third block
@@ -121,12 +137,7 @@ def test_local_files_are_streamed_and_resumed(tmp_path: Path, suffix):
     kind = "json" if suffix == "jsonl" else "parquet"
 
     stored = datasets.load_dataset(kind, data_files=path, split="train", streaming=True, cache_dir=str(tmp_path))
-    stream = NamedStream(
-        name="f",
-        task_name="t",
-        open_rows=partial(copy.deepcopy, stored),
-        convert=lambda row: {"problem": row["text"]},
-    )
+    stream = streamed(stored, "f", lambda row: {"problem": row["text"]})
 
     def fresh():
         return StreamedPrompts([stream], 4, shuffle_block=7)
@@ -178,11 +189,11 @@ def test_too_few_rows_are_refused_with_the_fix():
 
 def test_a_state_of_other_streams_is_refused():
     state = StreamedPrompts([counted(9)], 2).state_dict()
-    with pytest.raises(ValueError, match=r"streams: was \['s x 1'\], now \['s x 2'\]"):
-        StreamedPrompts([counted(9, repeat=2)], 2).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"streams: was \['s x 1'\], now \['s x 1', 'u x 1'\]"):
+        StreamedPrompts([counted(9), counted(9, "u")], 2).load_state_dict(state)
 
 
 def test_the_fingerprint_follows_the_first_rows():
-    other = NamedStream(name="s", task_name="t", open_rows=lambda: [{"x": -1}])
+    other = streamed([{"x": -1}])
     assert StreamedPrompts([counted(9)], 2).fingerprint() == StreamedPrompts([counted(9)], 3).fingerprint()
     assert StreamedPrompts([counted(9)], 2).fingerprint() != StreamedPrompts([other], 2).fingerprint()

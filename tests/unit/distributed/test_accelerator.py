@@ -12,22 +12,22 @@ def build(exclusive: bool) -> tuple[Accelerator, list[str]]:
     return accelerator, moves
 
 
-def test_tenants_take_turns_and_stay_until_another_asks() -> None:
+def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
     accelerator, moves = build(True)
     for name in ("policy", "policy", "generation", "policy"):
         with accelerator.hold(name):
-            assert accelerator.present == name
+            assert accelerator.awake == name
     assert moves == ["+policy", "-policy", "+generation", "-generation", "+policy"]
 
 
-def test_nothing_moves_when_everybody_fits() -> None:
+def test_nothing_moves_unless_devices_are_exclusive() -> None:
     accelerator, moves = build(False)
     with accelerator.hold("policy"), accelerator.hold("generation"):
         pass
-    assert moves == [] and accelerator.present is None
+    assert moves == [] and accelerator.awake is None
 
 
-def test_a_held_device_is_not_taken_away() -> None:
+def test_a_held_device_cannot_be_acquired() -> None:
     accelerator, moves = build(True)
     with accelerator.hold("policy"):
         with accelerator.hold("policy"):
@@ -37,15 +37,15 @@ def test_a_held_device_is_not_taken_away() -> None:
         with pytest.raises(RuntimeError, match="still held"):
             accelerator.release("policy")
     accelerator.release("policy")
-    assert moves == ["+policy", "-policy"] and accelerator.present is None
+    assert moves == ["+policy", "-policy"] and accelerator.awake is None
 
 
 def test_a_held_device_can_be_lent_and_comes_back() -> None:
     accelerator, moves = build(True)
     with accelerator.hold("generation"):
         with accelerator.lend("generation"), accelerator.hold("policy"):
-            assert accelerator.present == "policy"
-        assert accelerator.present == "generation"
+            assert accelerator.awake == "policy"
+        assert accelerator.awake == "generation"
         with pytest.raises(RuntimeError, match="'policy' wants the device while 'generation' holds it"):
             accelerator.acquire("policy")
         with pytest.raises(ValueError, match="broken"), accelerator.lend("generation"):
@@ -55,17 +55,17 @@ def test_a_held_device_can_be_lent_and_comes_back() -> None:
     assert moves == ["+generation", "-generation", "+policy", "-policy", "+generation", "-generation", "+policy"]
 
 
-def test_first_tenant_may_be_on_the_device_already() -> None:
+def test_a_group_may_be_registered_awake() -> None:
     accelerator, moves = build(True)
-    accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), on_device=True)
+    accelerator.register("critic", lambda: moves.append("+critic"), lambda: moves.append("-critic"), is_awake=True)
     accelerator.acquire("critic")
     accelerator.acquire("policy")
     assert moves == ["-critic", "+policy"]
     with pytest.raises(ValueError, match="'late' cannot be on the device: 'policy' is"):
-        accelerator.register("late", lambda: None, lambda: None, on_device=True)
+        accelerator.register("late", lambda: None, lambda: None, is_awake=True)
 
 
-def test_nobody_is_present_after_a_move_that_failed() -> None:
+def test_no_group_is_awake_after_a_move_that_failed() -> None:
     accelerator, _ = build(True)
 
     def fail() -> None:
@@ -75,7 +75,7 @@ def test_nobody_is_present_after_a_move_that_failed() -> None:
     accelerator.acquire("policy")
     with pytest.raises(MemoryError):
         accelerator.acquire("big")
-    assert accelerator.present is None
+    assert accelerator.awake is None
 
 
 def test_unknown_and_doubled_names() -> None:
@@ -86,23 +86,23 @@ def test_unknown_and_doubled_names() -> None:
         accelerator.register("policy", lambda: None, lambda: None)
 
 
-def test_who_was_built_anew_is_on_the_device() -> None:
+def test_a_rebuilt_group_is_awake() -> None:
     moves: list[str] = []
     accelerator = Accelerator(exclusive=True)
     for name in ("policy", "value"):
         accelerator.register(name, partial(moves.append, f"{name} on"), partial(moves.append, f"{name} off"))
     accelerator.acquire("policy")
     accelerator.release("policy")
-    accelerator.built("value")  # its workers died and were started again
+    accelerator.rebuilt("value")  # its workers died and were started again
     accelerator.acquire("policy")
     assert moves == ["policy on", "policy off", "value off", "policy on"]
 
 
-def test_a_guest_is_where_its_host_is_and_says_when_it_leaves() -> None:
+def test_an_alias_uses_its_group_and_calls_back_on_release() -> None:
     accelerator, moves = build(True)
-    accelerator.register_guest("visitor", "policy", on_leave=lambda: moves.append("visitor leaves"))
+    accelerator.register_alias("visitor", "policy", on_release=lambda: moves.append("visitor leaves"))
     with accelerator.hold("visitor"):
-        assert accelerator.present == "policy"
+        assert accelerator.awake == "policy"
         with pytest.raises(RuntimeError, match="'generation' wants the device"):
             accelerator.acquire("generation")
     with accelerator.hold("policy"):

@@ -3,7 +3,7 @@
 `MARK` in a source is replaced by a name that nothing else on the machine has: whatever they leave behind bears it.
 """
 
-from nemo_rl.environments.code.sandbox.limits import LimitHit
+from nemo_rl.environments.code.sandbox.program import LimitHit
 
 HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
     "fork bomb": ("import os\nwhile True:\n    os.fork()", LimitHit.PROCESSES),
@@ -32,8 +32,8 @@ HOSTILE: dict[str, tuple[str, LimitHit | None]] = {
         None,
     ),
     "facts of the wrong types, with the token": (
-        "import os, sys\nframe = sys._getframe()\nwhile 'status' not in frame.f_locals:\n    frame = frame.f_back\n"
-        "frame.f_locals['status'].tell(limit=[], error=[], finished=[1], failed_cell=True)\nos._exit(1)",
+        "import os, sys\nframe = sys._getframe()\nwhile 'report' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "frame.f_locals['report'](limit=[], error=[], finished=[1], failed_cell=True)\nos._exit(1)",
         None,
     ),
     "busy loop": ("while True:\n    pass", LimitHit.CPU_TIME),

@@ -260,7 +260,7 @@ def test_the_last_score_of_a_reply_counts_where_it_is_in_range(reply, score):
         ({"model_name": "n", "api_key_env": "K"}, "belongs to a server"),
         ({"model_name": "n", "score_pattern": "("}, "no regular expression"),
         ({"model_name": "n", "score_pattern": "\\d"}, "has no group"),
-        ({"model_name": "n", "min_score": 10.0}, "above min_score"),
+        ({"model_name": "n", "min_score": 10.0}, "not below max_score=10"),
         ({"model_name": "n", "num_votes": 3}, "greedy"),
         ({"model_name": "n", "prompt_file": "nowhere.txt"}, "there is no file"),
     ],

@@ -27,7 +27,7 @@ from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.registry import find_env_class, new_environment
 from nemo_rl.environments.remote import protocol
 from nemo_rl.environments.remote.environment import RemoteEnvironment
-from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, start
+from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
 
 MATH = {"num_workers": 1}
@@ -204,7 +204,7 @@ def test_nothing_is_served_to_others_without_a_token(host, token):
     with pytest.raises(ValueError, match="--token-env"):
         check_address(host, token)
     with pytest.raises(ValueError, match="--token-env"):
-        asyncio.run(start(Counting(), name="env", host=host, token=token))
+        asyncio.run(serve(Counting(), name="env", host=host, token=token))
     for own in ("127.0.0.1", "::1", "localhost"):
         check_address(own, None)
     check_address(host, "sesame")

@@ -255,7 +255,7 @@ def test_one_turn_is_refused_for_it_leaves_none_to_answer():
         "data.train={dataset_name: lookup, env_name: retrieval, split_validation_size: 0.1}",
         "+env.retrieval={type: retrieval, dataset_name: 'nemo_rl.data.datasets.lookup:corpus'}",
     )
-    with pytest.raises(ConfigError, match=r"max_rollout_turns: 1 leaves no turn .* set it to 5, for all searches"):
+    with pytest.raises(ConfigError, match=r"max_rollout_turns: 1 leaves no turn .* set it to at least 5"):
         build(*run)
     with pytest.raises(ConfigError, match=r"4 leaves no turn .* at least 5, or env.retrieval.max_searches=3"):
         build(*run, "grpo.max_rollout_turns=4")

@@ -212,7 +212,7 @@ def test_the_prompt_is_what_comes_before_the_last_answer():
     ("section", "message"),
     [
         ("{model_name: rm, dtensor_cfg: {tensor_parallel_size: 2}}", r"env\.reward_model\.dtensor_cfg"),
-        ("{model_name: rm, resources: {gpus_per_node: 2}}", r"gpus_per_node: the reward model runs on one device"),
+        ("{model_name: rm, resources: {gpus_per_node: 2}}", r"gpus_per_node: .*less than or equal to 1"),
         ("{precision: float32}", r"env\.reward_model\.model_name: is required"),
     ],
 )

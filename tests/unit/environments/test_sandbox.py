@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.environments.code.sandbox.limits import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable, draw_uids
 from tests.unit.environments.hostile_programs import HOSTILE
 
@@ -248,7 +248,7 @@ import json, sys
 from dataclasses import asdict
 sys.path.insert(0, sys.argv[1])
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.code.sandbox.limits import Program, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import Program, SandboxLimits
 pool = SandboxPool(1, SandboxLimits(wall_s=1.5, cpu_s=1))
 results = pool.run([Program(cells=[text]) for text in json.loads(sys.argv[2])])
 pool.close()
@@ -293,7 +293,7 @@ ABANDONED = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.code.sandbox.limits import Program, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import Program, SandboxLimits
 pool = SandboxPool(1, SandboxLimits(wall_s=60))
 program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])
 threading.Thread(target=pool.run, args=([program],)).start()

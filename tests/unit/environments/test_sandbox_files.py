@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from nemo_rl.environments.code.sandbox.sandbox import disk_use, remove_tree
+from nemo_rl.environments.code.sandbox.process import disk_use, remove_tree
 
 
 def test_depth_links_and_modes_are_no_obstacle(tmp_path: Path) -> None:

@@ -11,6 +11,9 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, split_return
 from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.math.verification import (
+    Verification,
+    VerificationResult,
+    VerifierPool,
     dapo_math_verify,
     english_multichoice,
     exact_integer,
@@ -18,7 +21,6 @@ from nemo_rl.environments.math.verification import (
     multilingual_multichoice,
     normalize_answer,
 )
-from nemo_rl.environments.math.verifier_pool import Verification, VerificationResult, VerifierPool
 
 # Written out, this number has a third of a billion digits.
 HANGS = "\\boxed{9^{9^{9}}}"
@@ -133,23 +135,23 @@ def test_multilingual_multiple_choice(response):
 
 
 def test_a_verification_that_hangs_or_dies_costs_itself_alone(pool):
-    pool.verify([check("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
+    pool.run([check("hf_math_verify", "\\boxed{\\frac{1}{2}}", "0.5")] * 2)
     first_pids = set(pool.pids())
     assert len(first_pids) == 2
     started = time.monotonic()
     jobs = [
         check("hf_math_verify", HANGS if i == 3 else f"\\boxed{{\\frac{{{i}}}{{2}}}}", f"{i / 2}") for i in range(8)
     ]
-    results = pool.verify(jobs)
+    results = pool.run(jobs)
     assert time.monotonic() - started < 30
     assert [result.correct for result in results] == [i != 3 for i in range(8)]
     assert results[3].failure in ("timeout", "died")
-    results = pool.verify(jobs[:3])
+    results = pool.run(jobs[:3])
     assert [result.correct for result in results] == [True] * 3
 
 
 def test_processes_end_with_the_pool(pool):
-    pool.verify([check("hf_math_verify", "x", "1")])
+    pool.run([check("hf_math_verify", "x", "1")])
     (pid,) = pool.pids()
     pool.close()
     with pytest.raises(ProcessLookupError):
@@ -179,7 +181,7 @@ def test_step_gives_the_contract():
 class FailingPool:
     """Gives each job the failure that its response names."""
 
-    def verify(self, jobs):
+    def run(self, jobs):
         return [VerificationResult(correct=False, failure=job.response) for job in jobs]
 
     def close(self):
@@ -205,7 +207,7 @@ def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_lo
 
 
 def test_an_unknown_verifier_is_no_wrong_answer(pool):
-    (result,) = pool.verify([check("hf_math_verfy", "7", "7")])
+    (result,) = pool.run([check("hf_math_verfy", "7", "7")])
     assert result.failure == "died"
 
 
@@ -240,7 +242,7 @@ def test_metrics_of_a_batch():
 def test_a_process_that_is_ended_or_stopped_from_outside_costs_no_verdict(number):
     pool = VerifierPool(1, timeout_s=1.0)
     job = check("dapo_math_verify", "Answer: 7", "7")
-    assert pool.verify([job])[0].correct
+    assert pool.run([job])[0].correct
     os.kill(pool.pids()[0], number)
-    assert pool.verify([job])[0].correct
+    assert pool.run([job])[0].correct
     pool.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ObjectLostError
 
-from nemo_rl.models.generation.hf import HfWorker, PolicyRanks, split_requests
+from nemo_rl.models.generation.hf import HfWorker, split_requests
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
@@ -57,8 +57,8 @@ def ask(*prompts: list[int]) -> list[GenerationRequest]:
 
 async def desk(ranks: Sequence[Any], data_ranks: Sequence[int]) -> HfWorker:
     worker = HfWorker(max_model_len=8)
-    await worker.use(PolicyRanks(workers=ranks, data_ranks=data_ranks))
-    await worker.set_weight_version(3)
+    await worker.use(ranks, data_ranks)
+    await worker.finish_weight_update(3)
     return worker
 
 
@@ -117,10 +117,10 @@ def test_rest_forgets_requests_and_returns_when_the_policy_is_free() -> None:
         await asyncio.sleep(0.02)
         assert not resting.done(), "the rank still draws"
         with pytest.raises(AssertionError, match="while completions were generated"):
-            await worker.set_weight_version(4)
+            await worker.finish_weight_update(4)
         rank.gate.set()
         await asyncio.wait_for(resting, 5)
-        await worker.set_weight_version(4)
+        await worker.finish_weight_update(4)
         await worker.submit([*ask([1], [2])[1:]])
         assert list(await answers_of(worker, 1)) == ["1"], "what was forgotten is not answered"
         assert rank.shares[-1] == (["1"], 4)
@@ -153,7 +153,7 @@ def test_the_death_of_a_rank_is_told_as_that_of_an_engine_until_there_is_a_new_o
         assert {answer.failure_type for answer in (await answers_of(worker, 2)).values()} == {"EngineDied"}
         with pytest.raises(EngineDied):
             await worker.check_health()
-        await worker.use(PolicyRanks(workers=[Rank()], data_ranks=[0]))
+        await worker.use([Rank()], [0])
         await worker.check_health()
         await worker.submit(ask([1]))
         assert (await answers_of(worker, 1))["0"].completion is not None

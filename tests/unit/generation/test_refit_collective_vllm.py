@@ -19,7 +19,7 @@ from nemo_rl.distributed.errors import WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.layout import RefitError, Rendezvous
-from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import Completion, SamplingParams
 from tests.functional.test_faults import processes_below
 from tests.unit.generation.configs import generation_config
@@ -61,7 +61,7 @@ def engines_apart(
     policy = kind(make_model(directory, tied=True, dtype="float32"))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(REFIT, lambda: None, lambda: None)
     config = generation_config()
     vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", axis: size})
     colocated = config.colocated.model_copy(update={"enabled": False})

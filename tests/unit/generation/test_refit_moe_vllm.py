@@ -16,7 +16,7 @@ from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import exported
-from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.test_refit_vllm import change, logprob_difference
@@ -56,7 +56,7 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     model.save_pretrained(tmp_path)
     build_tiny_tokenizer().save_pretrained(tmp_path)
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(REFIT, lambda: None, lambda: None)
     with RayVirtualCluster([1], use_gpus=False, name=f"refit-{family}") as cluster:
         generation = VllmGeneration(
             cluster,

@@ -19,8 +19,9 @@ from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.dtensor.model import export_weights
+from nemo_rl.models.policy.peft_format import adapter_tensors
 from nemo_rl.refit.layout import ExportedTensor, RefitError, exported
-from nemo_rl.refit.sync import TENANT, Refit
+from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
 from nemo_rl.types import SamplingParams
 from tests.unit.generation.configs import generation_config
@@ -75,7 +76,7 @@ class AdapterPolicy(OneRankPolicy):
     def train(self, seed: int) -> int:
         """Give the adapters other values; returns their bytes in float32."""
         generator = torch.Generator().manual_seed(seed)
-        parts = [tensor for _, tensor in lora.adapter_tensors(self.model)]
+        parts = [tensor for _, tensor in adapter_tensors([self.model])]
         for tensor in parts:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
         return sum(4 * tensor.numel() for tensor in parts)
@@ -111,7 +112,7 @@ def refit_into_engine(
     policy = kind(make_model(directory, tied=tied, dtype=dtype))
     build_tiny_tokenizer().save_pretrained(directory)
     accelerator = Accelerator(exclusive=False)
-    accelerator.register(TENANT, lambda: None, lambda: None)
+    accelerator.register(REFIT, lambda: None, lambda: None)
     config = generation_config()
     changes = {"precision": dtype, "tensor_parallel_size": tensor_parallel_size}
     config = config.model_copy(update={"vllm_cfg": config.vllm_cfg.model_copy(update=changes)})

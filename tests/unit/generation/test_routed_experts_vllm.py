@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.models.generation.vllm.worker import EngineNodes, EngineSettings, engine_args
+from nemo_rl.models.generation.vllm.worker import EngineSettings, engine_args
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.generation.configs import generation_config
 
@@ -114,10 +114,9 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
 def test_an_engine_on_gpus_needs_its_prefix_cache(tmp_path: Path) -> None:
     make_model(tmp_path)
     cfg, path = generation_config(MAX_MODEL_LEN), str(tmp_path)
-    nodes = EngineNodes(num_nodes=1, rank=0, address="", port=0)
     settings = EngineSettings(model=path, tokenizer=path, cfg=cfg, device="cpu", seed=0, return_routed_experts=True)
-    assert not engine_args(settings, nodes).enable_return_routed_experts
-    assert engine_args(replace(settings, device="cuda"), nodes).enable_return_routed_experts
+    assert not engine_args(settings, {}).enable_return_routed_experts
+    assert engine_args(replace(settings, device="cuda"), {}).enable_return_routed_experts
     off = cfg.model_copy(update={"vllm_cfg": cfg.vllm_cfg.model_copy(update={"enable_prefix_caching": False})})
     with pytest.raises(ValueError, match=r"enable_prefix_caching=false: .*router_replay.*set it to true"):
-        engine_args(replace(settings, cfg=off, device="cuda"), nodes)
+        engine_args(replace(settings, cfg=off, device="cuda"), {})

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.interfaces import DraftCounts
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
-from nemo_rl.models.policy.head.token_filter import filter_logits
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.generation.configs import generation_config
 from tests.unit.generation.models import make_model
+from tests.unit.policy.filter_reference import filter_logits
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from nemo_rl.models.generation.vllm.engine_patches import ROW_BLOCKS, RowInvaria
 def one_thread() -> Iterator[None]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    engine_patches._known_row_blocks.clear()
+    engine_patches._invariant_row_blocks.cache_clear()
     yield
     torch.set_num_threads(num_threads)
-    engine_patches._known_row_blocks.clear()
+    engine_patches._invariant_row_blocks.cache_clear()
 
 
 SHAPES = [(256, 128), (87, 128), (200, 72), (448, 1600), (1, 64)]

@@ -209,7 +209,6 @@ def test_impossible_prompts(generation: VllmGeneration, prompt: list[int], messa
 
 def test_cache_and_sleep(generation: VllmGeneration) -> None:
     assert 1 <= len(one(generation, [70, 71], max_new_tokens=4).token_ids) <= 4
-    generation.reset_prefix_cache()
     generation.offload()
     generation.onload()
     assert generation.controller_tensor_bytes == 0
@@ -317,4 +316,4 @@ def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: Vllm
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{engines[1]}")
     with pytest.raises(WorkerError, match="generation-1"):
-        generation.reset_prefix_cache()
+        generation.abandon_requests()

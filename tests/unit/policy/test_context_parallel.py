@@ -24,8 +24,8 @@ from transformers import (
 from nemo_rl.models.policy.attention import ATTENTION, context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig
+from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.model import check_layout
 from nemo_rl.models.policy.layout import ParallelSizes
 from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world

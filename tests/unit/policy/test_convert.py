@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
-    save_consolidated,
+    save_consolidated_tensors,
     save_model_files,
     save_state,
 )
@@ -55,7 +55,8 @@ def save(folder: Path, base: Path, step: int, *, consolidated: bool = False, ada
             save_model_files(model, policy)
             if consolidated:
                 whole = [exported(name, lambda tensor=tensor: tensor) for name, tensor in tensors.items()]
-                save_consolidated(whole, model, policy / "weights" / "consolidated")
+                save_model_files(model, policy / "weights" / "consolidated")
+                save_consolidated_tensors(whole, policy / "weights" / "consolidated")
 
         run_world(rank_main, 1)
         if adapter is not None:

@@ -16,7 +16,6 @@ from nemo_rl.models.policy.attention import CuSeqlens
 from nemo_rl.models.policy.batch.microbatches import pad
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig
-from nemo_rl.models.policy.head.token_filter import filter_logits
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.types import LossMetrics, PolicyGradientInputs
 from tests.unit.policy.exact_cases import (
@@ -37,6 +36,7 @@ from tests.unit.policy.exact_cases import (
     draw_rollouts,
     masks_of,
 )
+from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.models import save_random_model
 from tests.unit.policy.steps import make_worker, policy_config, save_model
 from tests.worlds import run_world

@@ -16,9 +16,9 @@ from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.head.token_filter import filter_logits
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from tests.unit.policy.filter_reference import filter_logits
 from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model
 from tests.worlds import run_world
 

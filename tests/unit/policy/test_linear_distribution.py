@@ -12,8 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
-from nemo_rl.models.policy.head.linear_logprobs import topk_logits
+from nemo_rl.models.policy.head.linear import linear_kl, linear_topk_logprobs, topk_logits
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
 from tests.unit.policy.test_logprobs import LargestTensor, assert_close
 from tests.worlds import run_world

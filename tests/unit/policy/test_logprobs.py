@@ -20,11 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.head.linear_logprobs import linear_logprobs, linear_logprobs_and_entropy, topk_logits
+from nemo_rl.models.policy.head.linear import linear_logprobs, topk_logits
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
 from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.head.token_filter import filter_logits
+from tests.unit.policy.filter_reference import filter_logits
 from tests.worlds import run_world
 
 SMALL = {
@@ -72,8 +72,8 @@ class Case:
         leaves = [tensor.requires_grad_() for tensor in (states, weight, bias)]
         return leaves[0], leaves[1], leaves[2] if self.with_bias else None, targets, grad
 
-    def reference(self) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Logprobs, entropies, gradients, from whole logits in float64."""
+    def reference(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Logprobs and gradients, from whole logits in float64."""
         states, weight, bias, targets, grad = (
             None if tensor is None else tensor if tensor.dtype == torch.int64 else tensor.double()
             for tensor in self.tensors()
@@ -85,12 +85,11 @@ class Case:
             logits = self.transform.softcap * torch.tanh(logits / self.transform.softcap)
         logits = filter_logits(logits / self.temperature, targets, self.top_k, self.top_p)
         logprobs = logits.log_softmax(-1)
-        entropy = torch.special.entr(logprobs.detach().exp()).sum(-1)
         scored = logprobs.gather(1, targets[:, None])[:, 0]
         leaves = [tensor for tensor in (states, weight, bias) if tensor is not None]
-        return scored.detach(), entropy, list(torch.autograd.grad((scored * grad).sum(), leaves))
+        return scored.detach(), list(torch.autograd.grad((scored * grad).sum(), leaves))
 
-    def run(self, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def run(self, group: dist.ProcessGroup | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The same by `linear_logprobs`; over a group with this rank's rows, as DTensor cuts them."""
         states, weight, bias, targets, grad = self.tensors()
         rows = slice(0, self.vocab)
@@ -108,7 +107,7 @@ class Case:
             start=rows.start,
             vocab_size=self.vocab,
         )
-        scored, entropy = linear_logprobs_and_entropy(
+        scored = linear_logprobs(
             states,
             head,
             targets,
@@ -117,9 +116,8 @@ class Case:
             chunk_tokens=self.chunk_tokens,
             tile_bytes=self.tile_bytes,
         )
-        assert not entropy.requires_grad
         leaves = [tensor for tensor in (states, weight, bias) if tensor is not None]
-        return scored.detach(), entropy, list(torch.autograd.grad((scored * grad).sum(), leaves))
+        return scored.detach(), list(torch.autograd.grad((scored * grad).sum(), leaves))
 
     def tolerance(self) -> float:
         return 2e-6 if self.dtype == torch.float32 else 1e-12
@@ -151,12 +149,11 @@ cases = st.builds(
 
 @settings(max_examples=80, deadline=None)
 @given(case=cases)
-def test_values_entropies_and_gradients_equal_log_softmax_for_every_tiling(case):
-    logprobs, entropy, grads = case.run()
-    want_logprobs, want_entropy, want_grads = case.reference()
-    assert logprobs.dtype == entropy.dtype == case.dtype
+def test_values_and_gradients_equal_log_softmax_for_every_tiling(case):
+    logprobs, grads = case.run()
+    want_logprobs, want_grads = case.reference()
+    assert logprobs.dtype == case.dtype
     assert_close(logprobs, want_logprobs, case.tolerance())
-    assert_close(entropy, want_entropy, 5 * case.tolerance())
     for got, want in zip(grads, want_grads, strict=True):
         assert got.dtype == case.dtype
         assert_close(got, want, case.tolerance())
@@ -206,13 +203,12 @@ def test_a_vocabulary_over_ranks_gives_what_one_process_gives(world_size):
 
     results = run_world(rank_main, world_size)
     for number, case in enumerate(PARALLEL_CASES):
-        logprobs, entropy, (grad_states, *grads) = case.reference()
+        logprobs, (grad_states, *grads) = case.reference()
         for got in (result[number] for result in results):
             assert_close(got[0], logprobs, case.tolerance(), str(case))
-            assert_close(got[1], entropy, 5 * case.tolerance(), str(case))
-            assert_close(got[2][0], grad_states, case.tolerance(), str(case))
+            assert_close(got[1][0], grad_states, case.tolerance(), str(case))
         for index, want in enumerate(grads, start=1):
-            assert_close(torch.cat([result[number][2][index] for result in results]), want, case.tolerance(), str(case))
+            assert_close(torch.cat([result[number][1][index] for result in results]), want, case.tolerance(), str(case))
 
 
 @pytest.mark.parametrize("k", [1, 5, 60, 97])
@@ -240,8 +236,8 @@ def test_more_logits_than_the_vocabulary_has_are_refused():
 
 def test_bfloat16_heads_have_float32_logits_and_gradients_rounded_once():
     case = Case(n=200, vocab=300, dtype=torch.bfloat16, tile_bytes=1 << 12, chunk_tokens=7)
-    logprobs, _, grads = case.run()
-    want_logprobs, _, want_grads = case.reference()
+    logprobs, grads = case.run()
+    want_logprobs, want_grads = case.reference()
     assert logprobs.dtype == torch.float32
     assert_close(logprobs, want_logprobs, 2e-6)
     for got, want in zip(grads, want_grads, strict=True):
@@ -270,9 +266,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made(top_k, factor):
     states, weight = torch.randn(n, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     targets = torch.arange(n)
     with LargestTensor() as largest:
-        logprobs, _ = linear_logprobs_and_entropy(
-            states, OutputHead.whole(weight), targets, top_k=top_k, tile_bytes=tile_bytes
-        )
+        logprobs = linear_logprobs(states, OutputHead.whole(weight), targets, top_k=top_k, tile_bytes=tile_bytes)
         logprobs.sum().backward()
     assert largest.numel <= max(weight.numel(), factor * tile_bytes // 4) < n * vocab // 8
     with LargestTensor() as largest:  # the measuring sees what it must

@@ -36,7 +36,7 @@ from nemo_rl.models.policy.batch.microbatches import from_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
 from nemo_rl.models.policy.dtensor.pipeline import (
-    HandOver,
+    Activations,
     PipelineRunner,
     PipelineStageModel,
     check_pipeline,
@@ -312,7 +312,7 @@ def test_a_step_gathers_and_reduces_each_group_of_parameters_once(schedule, stag
         assert gathers == reductions == groups > 1
 
 
-class CountedHandOver(HandOver):
+class CountedActivations(Activations):
     """Counts the messages in memory whenever one is made."""
 
     alive: list[StorageWeakRef]
@@ -328,9 +328,9 @@ class CountedHandOver(HandOver):
 def test_messages_are_freed_during_the_step():
     def rank_main(rank: int, world: int) -> tuple[int, int, int]:
         runner, _ = runner_of(whole_model("llama"), 2, "1f1b", 1)
-        counted = CountedHandOver(32, torch.float32, torch.device("cpu"))
+        counted = CountedActivations(32, torch.float32, torch.device("cpu"))
         counted.alive, counted.most = [], 0
-        runner.hand_over = counted
+        runner.activations = counted
         runner.train(batches_of(1, 12), loss_of, Logprobs())
         most, counted.most = counted.most, 0
         gc.collect()
@@ -419,7 +419,7 @@ def test_weights_beside_the_layers_are_refused():
 def test_another_dtype_than_the_next_stage_expects_ends_the_step():
     def rank_main(rank: int, world: int) -> None:
         runner, _ = runner_of(whole_model("llama"), 2, "1f1b", 1)
-        runner.hand_over = HandOver(32, torch.bfloat16, torch.device("cpu"))
+        runner.activations = Activations(32, torch.bfloat16, torch.device("cpu"))
         list(runner.forward(batches_of(1, 2), Logprobs()))
 
     with pytest.raises(AssertionError):

@@ -21,16 +21,15 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from nemo_rl.models.policy.checkpoint import (
     AsyncSaver,
     PolicyState,
-    full_tensor,
     load_optimizer,
     load_tensors,
-    load_weights,
     names_and_shapes,
     policy_tensors,
     save_state,
     save_tensors,
     write_safetensors,
 )
+from nemo_rl.refit.layout import gathered
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, saved_tensors
 from tests.worlds import run_world
@@ -100,11 +99,11 @@ class Trained:
         return PolicyState.of(self.tensors, self.optimizer, self.scheduler)
 
     def load(self, directory: Path) -> None:
-        load_weights(self.tensors, directory)
+        load_tensors(self.tensors, directory / "weights")
         load_optimizer(self.tensors, self.optimizer, self.scheduler, directory)
 
     def whole(self) -> Tensors:
-        return {name: full_tensor(tensor.detach()).clone() for name, tensor in self.tensors.items()}
+        return {name: gathered(tensor.detach(), None).clone() for name, tensor in self.tensors.items()}
 
 
 def saves_and_goes_on(
@@ -265,7 +264,7 @@ def test_experts_on_a_second_mesh(tmp_path, save_format):
         state = tensors(world, 1, not replicate)
         zeros = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         load_tensors(zeros, tmp_path / str(replicate))
-        return [full_tensor(tensor) for tensor in zeros.values()]
+        return [gathered(tensor, None) for tensor in zeros.values()]
 
     for replicate in (False, True):
         run_world(save, 4, replicate)

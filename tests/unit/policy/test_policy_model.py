@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import build_stages, row_layout
@@ -18,6 +17,7 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.weight_loading import named_tensors
+from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
 from tests.unit.policy.steps import policy_config
@@ -73,7 +73,7 @@ def test_logprobs_and_gradients_equal_hugging_face(tmp_path, family, world_size,
         layout = row_layout(policy_config(), stage.hf.config, mesh)
         logprobs = stage(layout.build([sequences()[row] for row in rows]), Logprobs())
         logprobs.sum().backward()
-        grads = {name: full_tensor(p.grad) for name, p in named_tensors(stage.hf) if p.grad is not None}
+        grads = {name: gathered(p.grad, None) for name, p in named_tensors(stage.hf) if p.grad is not None}
         return logprobs.detach(), rows, grads, sum(p.to_local().numel() for p in stage.parameters())
 
     results = run_world(rank_main, world_size)
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_format_is_loaded_by_rank_zero_and_sent_around(t
 
     def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
         stage, _ = built(tmp_path, world, **cut)
-        return {name: full_tensor(tensor.detach()) for name, tensor in named_tensors(stage.hf)}
+        return {name: gathered(tensor.detach(), None) for name, tensor in named_tensors(stage.hf)}
 
     for loaded in run_world(rank_main, 2):
         for name, parameter in model.named_parameters():

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertConfig, CohereConfig, PreTrainedModel
 
 from nemo_rl.models.policy.batch.microbatches import Row, scored_sequences
-from nemo_rl.models.policy.checkpoint import full_tensor
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, RewardModelConfig
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
 from nemo_rl.models.policy.convert import merge_adapter
@@ -26,6 +25,7 @@ from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
+from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
@@ -100,7 +100,7 @@ def scores_and_gradients(worker: DTensorPolicyWorker) -> tuple[dict[int, float],
             scores[row] = values.sum().item()
     worker.runner.train(batches, lambda number, out: (out.sum(1) * WEIGHTS[parts[number]]).sum(), Scalars())
     grads = {
-        name: full_tensor(tensor.grad)
+        name: gathered(tensor.grad, None)
         for stage in worker.stages
         for name, tensor in named_tensors(stage.hf)
         if tensor.grad is not None
@@ -193,7 +193,7 @@ def test_the_head_of_a_new_reward_model_is_drawn_equal_on_all_layouts(tmp_path, 
         worker = make_worker(tmp_path, dtensor_cfg=DTensorConfig(**cut))
         tensors = dict(named_tensors(worker.stages[-1].hf))
         head = tensors.get("score.weight")
-        return (None if head is None else full_tensor(head.detach())), [r.getMessage() for r in caplog.records]
+        return (None if head is None else gathered(head.detach(), None)), [r.getMessage() for r in caplog.records]
 
     layouts = [LAYOUTS[name] for name in ("one rank", "fsdp2", "tp2", "pp2")]
     heads = []

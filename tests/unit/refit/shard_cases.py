@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ DTYPES = ("float32", "bfloat16", "uint8", "int64")
 class Case:
     metas: list[TensorMeta]
     sources: Shards
-    wants: Shards
+    wants: dict[int, list[int]]
     nodes: list[int]
     version: int = 0  # of the values
 
@@ -46,14 +47,7 @@ class Case:
 
     def wanted_bytes(self, rank: int) -> list[torch.Tensor]:
         """Of everything `rank` wants, in its order: the bytes (uint8)."""
-        parts = []
-        for row in np.flatnonzero(self.wants.rank == rank).tolist():
-            value = self.value(int(self.wants.tensor[row]))
-            lo, hi = int(self.wants.lo[row]), int(self.wants.hi[row])
-            if value.dim():
-                value = value.narrow(int(self.wants.dim[row]), lo, hi - lo)
-            parts.append(value.contiguous().view(-1).view(torch.uint8))
-        return parts
+        return [self.value(tensor).contiguous().view(-1).view(torch.uint8) for tensor in self.wants.get(rank, [])]
 
 
 def shards_of(rows: list[tuple[int, int, int, int, int]]) -> Shards:
@@ -65,7 +59,7 @@ def shards_of(rows: list[tuple[int, int, int, int, int]]) -> Shards:
 def random_case(seed: int, world: int = 6, num_tensors: int = 40) -> Case:
     """Tensors of every shape, cut on any dimension into equal and unequal parts with replicas; wants of all kinds."""
     draw = random.Random(seed)
-    metas, sources, wants = [], [], []
+    metas, sources = [], []
     for tensor in range(num_tensors):
         shape = tuple(draw.choice((1, 2, 3, 4, 6, 12, 25)) for _ in range(draw.choice((0, 1, 1, 2, 2, 2, 3))))
         if draw.random() < 0.05:
@@ -78,13 +72,47 @@ def random_case(seed: int, world: int = 6, num_tensors: int = 40) -> Case:
         parts = list(itertools.pairwise(bounds))
         for number, rank in enumerate(draw.sample(range(world), draw.randrange(len(parts), world + 1))):
             sources.append((rank, tensor, dim, *parts[number % len(parts)]))
-    for rank in range(world - 1):  # the last one only sends
-        for tensor in draw.sample(range(num_tensors), draw.randrange(num_tensors)):
-            shape = metas[tensor].shape
-            dim = draw.randrange(len(shape)) if shape else 0
-            full = shape[dim] if shape else 1
-            lo = draw.randrange(full) if full and draw.random() < 0.3 else 0
-            hi = draw.randrange(lo, full) + 1 if full and draw.random() < 0.3 else full
-            wants.append((rank, tensor, dim, lo, hi))
+    # The last one only sends.
+    wants = {rank: draw.sample(range(num_tensors), draw.randrange(num_tensors)) for rank in range(world - 1)}
     draw.shuffle(sources)
-    return Case(metas, shards_of(sources), shards_of(wants), [rank // 2 for rank in range(world)])
+    return Case(metas, shards_of(sources), wants, [rank // 2 for rank in range(world)])
+
+
+def whole_shards(tensors: Sequence[TensorMeta], rank: np.ndarray, tensor: np.ndarray) -> Shards:
+    """Rows of unsplit tensors: `tensor[i]` on `rank[i]`."""
+    first = np.array([meta.shape[0] if meta.shape else 1 for meta in tensors], dtype=np.int64)
+    zeros = np.zeros(len(tensor), dtype=np.int64)
+    return Shards(np.asarray(rank, dtype=np.int64), tensor, zeros, zeros, first[tensor])
+
+
+# -- what a plan costs
+
+
+def messages_per_bucket(plan: ShardPlan) -> np.ndarray:
+    """[ranks, buckets]: number of messages that each receiver gets for each of its buckets."""
+    leaves = plan.source != plan.receiver
+    counts = np.zeros((plan.world_size, len(plan.num_rounds)), dtype=np.int64)
+    np.add.at(counts, (plan.receiver[leaves], plan.bucket[leaves]), 1)
+    return counts
+
+
+def received_bytes(plan: ShardPlan) -> np.ndarray:
+    """[ranks]: bytes of weights in each receiver's buckets, including those from itself."""
+    itemsize = np.array([meta.torch_dtype.itemsize for meta in plan.tensors])
+    sums = np.zeros(plan.world_size, dtype=np.int64)
+    np.add.at(sums, np.repeat(plan.receiver, np.diff(plan.first)), plan.size.prod(axis=1) * itemsize[plan.tensor])
+    return sums
+
+
+def transferred_bytes(plan: ShardPlan) -> np.ndarray:
+    """[ranks, ranks]: bytes in messages from source to receiver, with trailers and alignment."""
+    sums = np.zeros((plan.world_size, plan.world_size), dtype=np.int64)
+    np.add.at(sums, (plan.source, plan.receiver), plan.nbytes)
+    return sums
+
+
+def peak_send_bytes(plan: ShardPlan) -> int:
+    """Maximum number of bytes that one rank sends in one exchange."""
+    sums = np.zeros((len(plan.num_rounds), int(plan.num_rounds.max(initial=1)), plan.world_size), dtype=np.int64)
+    np.add.at(sums, (plan.bucket, plan.round, plan.source), plan.nbytes)
+    return int(sums.max(initial=0))

@@ -10,14 +10,23 @@ import pytest
 
 from nemo_rl.refit.layout import PackLayout, TensorMeta
 from nemo_rl.refit.shard_plan import Shards, _slices_of_range, build_plan
-from tests.unit.refit.shard_cases import Case, random_case, shards_of
+from tests.unit.refit.shard_cases import (
+    Case,
+    messages_per_bucket,
+    peak_send_bytes,
+    random_case,
+    received_bytes,
+    shards_of,
+    transferred_bytes,
+    whole_shards,
+)
 
 
 def replicated(num_ranks: int, nodes: list[int], wanting: list[int]) -> Case:
     """Two tensors of 64 bytes that the first `num_ranks` ranks hold, and `wanting` want."""
     metas = [TensorMeta("a", "uint8", (64,)), TensorMeta("b", "uint8", (64,))]
     held = [(rank, tensor, 0, 0, 64) for rank in range(num_ranks) for tensor in range(2)]
-    return Case(metas, shards_of(held), shards_of([(r, t, 0, 0, 64) for r in wanting for t in range(2)]), nodes)
+    return Case(metas, shards_of(held), {rank: [0, 1] for rank in wanting}, nodes)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -25,13 +34,13 @@ def test_no_source_sends_a_receiver_two_messages_for_a_bucket(seed):
     plan = random_case(seed).plan(512)
     triples = np.stack([plan.bucket, plan.source, plan.receiver], axis=1)
     assert len(np.unique(triples, axis=0)) == len(triples)
-    assert plan.messages_per_bucket().sum() == (plan.source != plan.receiver).sum()
+    assert messages_per_bucket(plan).sum() == (plan.source != plan.receiver).sum()
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_receivers_get_what_they_want_and_nothing_else(seed):
     plan = random_case(seed).plan(512)
-    assert plan.received_bytes().tolist() == [plan.layout(rank).total_bytes for rank in range(plan.world_size)]
+    assert received_bytes(plan).tolist() == [plan.layouts[rank].total_bytes for rank in range(plan.world_size)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -54,12 +63,12 @@ def test_everything_lies_in_buckets_as_the_layout_says(seed):
                 assert move.offset + (far + 1) * itemsize <= piece.offset + piece.nbytes
 
 
-@pytest.mark.parametrize("limit", [200, 250, 300])
+@pytest.mark.parametrize("limit", [200, 225, 250])
 def test_a_rank_sends_no_more_at_once_than_it_may(limit):
     case = random_case(3)
     plan = case.plan(128, limit)
-    assert 0 < plan.peak_send_bytes() <= limit
-    assert max(plan.for_rank(rank).send_bytes for rank in range(plan.world_size)) == plan.peak_send_bytes()
+    assert 0 < peak_send_bytes(plan) <= limit
+    assert max(plan.for_rank(rank).send_bytes for rank in range(plan.world_size)) == peak_send_bytes(plan)
     assert plan.num_rounds.sum() > case.plan(128, 10**6).num_rounds.sum()
 
 
@@ -71,7 +80,7 @@ def test_without_room_for_two_each_bucket_goes_by_itself():
 def test_what_a_rank_has_it_takes_from_itself():
     plan = replicated(3, [0, 0, 0], [0, 1, 2]).plan(128)
     assert (plan.source == plan.receiver).all()
-    assert plan.transferred_bytes().sum() == 0
+    assert transferred_bytes(plan).sum() == 0
 
 
 def test_a_replica_on_the_same_node_comes_before_others():
@@ -103,8 +112,8 @@ def test_buckets_are_those_of_the_layout():
     """A tensor is placed by arithmetic over all receivers; `PackLayout` places one after the other."""
     sizes = [100, 64, 1, 700, 0, 64, 64, 64, 3, 256, 257, 0, 1000, 30]
     metas = [TensorMeta(f"{i}", "uint8", (size,)) for i, size in enumerate(sizes)]
-    everything = Shards.whole(metas, np.zeros(len(metas), dtype=np.int64), np.arange(len(metas)))
-    plan = build_plan(metas, everything, everything, nodes=[0], bucket_bytes=250)
+    everything = whole_shards(metas, np.zeros(len(metas), dtype=np.int64), np.arange(len(metas)))
+    plan = build_plan(metas, everything, {0: range(len(metas))}, nodes=[0], bucket_bytes=250)
     moves = [(bucket, move.tensor, move.offset) for bucket, ms in enumerate(plan.for_rank(0).within) for move in ms]
     layout = PackLayout.build(metas, 250)
     pieces = [(b, p.tensor, p.offset) for b, ps in enumerate(layout.buckets) for p in ps if p.nbytes]
@@ -125,28 +134,24 @@ def test_a_range_of_elements_as_slices(shape):
 @pytest.mark.parametrize(
     ("sources", "wants", "message"),
     [
-        ([(0, 0, 0, 0, 4)], [], r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
-        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], [], "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
-        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], [], "2 to 4 of dimension 1"),
-        ([(0, 0, 0, 0, 9)], [], "m.w: 0 to 9 of dimension 0 is held, which has 8"),
-        ([(0, 0, 0, 0, 8)], [(1, 0, 1, 3, 5)], "m.w: 3 to 5 of dimension 1 is wanted, which has 4"),
-        ([(0, 0, 0, 0, 8)], [(1, 1, 0, 0, 2)], "no rank holds m.b"),
-        ([(0, 0, 0, 0, 8)], [(1, 0, 0, 0, 2), (1, 0, 0, 2, 4)], "rank 1 wants two shards of m.w"),
-        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], [], "rank 0 holds two shards of m.w"),
-        ([(0, 7, 0, 0, 8)], [], "tensor number 7 is held; there are 2"),
-        ([(0, 0, 5, 0, 8)], [], "held of a dimension that no tensor has"),
+        ([(0, 0, 0, 0, 4)], {}, r"m.w \[8, 4\]: the shards .* 0 to 4 of dimension 0"),
+        ([(0, 0, 0, 0, 5), (1, 0, 0, 4, 8)], {}, "0 to 5 of dimension 0, 4 to 8 of dimension 0"),
+        ([(0, 0, 0, 0, 4), (1, 0, 0, 4, 8), (2, 0, 1, 0, 2), (3, 0, 1, 2, 4)], {}, "2 to 4 of dimension 1"),
+        ([(0, 0, 0, 0, 9)], {}, "m.w: 0 to 9 of dimension 0 is held, which has 8"),
+        ([(0, 0, 0, 0, 8)], {1: [1]}, "no rank holds m.b"),
+        ([(0, 0, 0, 0, 4), (0, 0, 0, 4, 8)], {}, "rank 0 holds two shards of m.w"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(sources, wants, message):
     metas = [TensorMeta("m.w", "float32", (8, 4)), TensorMeta("m.b", "float32", (2,))]
     with pytest.raises(ValueError, match=message):
-        Case(metas, shards_of(sources), shards_of(wants), [0] * 4).plan(128)
+        Case(metas, shards_of(sources), wants or {1: [0]}, [0] * 4).plan(128)
 
 
 def test_adapters_are_refused():
     metas = [TensorMeta("m.lora_A", "float32", (2, 4), adapts="m.w")]
     with pytest.raises(ValueError, match="merge them"):
-        Case(metas, shards_of([(0, 0, 0, 0, 2)]), shards_of([]), [0]).plan(128)
+        Case(metas, shards_of([(0, 0, 0, 0, 2)]), {0: [0]}, [0]).plan(128)
 
 
 @pytest.mark.slow
@@ -154,10 +159,10 @@ def test_the_plan_of_90_000_tensors_and_64_ranks_takes_seconds():
     metas = [TensorMeta(f"layers.{i // 1536}.experts.{i // 6 % 256}.{i % 6}", "uint8", (64, 64)) for i in range(90_000)]
     number = np.arange(len(metas))
     layer, expert = number // 1536, number // 6 % 256
-    sources = Shards.whole(metas, layer * 4 // 59 * 16 + expert // 16, number)
-    wants = Shards.whole(metas, expert // 4, number)
+    sources = whole_shards(metas, layer * 4 // 59 * 16 + expert // 16, number)
+    wants = {rank: number[expert // 4 == rank].tolist() for rank in range(64)}
     started = time.perf_counter()
     plan = build_plan(metas, sources, wants, nodes=[rank // 8 for rank in range(64)], bucket_bytes=1 << 20)
     assert time.perf_counter() - started < 5
-    assert plan.messages_per_bucket().max() == 2  # a bucket may begin in one stage and end in the next
-    assert plan.received_bytes().sum() == sum(meta.nbytes for meta in metas)
+    assert messages_per_bucket(plan).max() == 2  # a bucket may begin in one stage and end in the next
+    assert received_bytes(plan).sum() == sum(meta.nbytes for meta in metas)

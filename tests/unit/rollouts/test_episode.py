@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
-from nemo_rl.types import Completion, DatumSpec, Sample, SampleStatus, SamplingParams, StopReason
+from nemo_rl.types import Completion, DatumSpec, EnvironmentStep, Sample, SampleStatus, SamplingParams, StopReason
 
 
 @dataclass
@@ -31,23 +31,25 @@ class FakeEngine:
         return Completion(token_ids=tokens, logprobs=logprobs, stop_reason=reason, weight_version=3 + len(self.asked))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    reward: float
-    terminated: bool
-    metadata: Any = None
-    next_stop_strings: Sequence[str] | None = None
-    answer: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    observation: dict[str, str] = field(default_factory=lambda: {"role": "environment", "content": "go on"})
+def outcome(
+    reward: float, terminated: bool, metadata: Any = None, next_stop_strings: Sequence[str] | None = None, **more: Any
+) -> EnvironmentStep:
+    return EnvironmentStep(
+        observation={"role": "environment", "content": "go on"},
+        reward=reward,
+        terminated=terminated,
+        metadata=metadata,
+        next_stop_strings=next_stop_strings,
+        **more,
+    )
 
 
 @dataclass
 class FakeEnvironment:
-    outcomes: list[Outcome]
+    outcomes: list[EnvironmentStep]
     seen: list[tuple[list[dict[str, str]], Any]] = field(default_factory=list)
 
-    async def __call__(self, message_log: list[dict[str, str]], metadata: Any) -> Outcome:
+    async def __call__(self, message_log: list[dict[str, str]], metadata: Any) -> EnvironmentStep:
         self.seen.append(([dict(message) for message in message_log], metadata))
         return self.outcomes[len(self.seen) - 1]
 
@@ -87,7 +89,7 @@ def play(
 
 
 def test_one_turn_keeps_the_sampled_tokens_and_their_logprobs():
-    env = FakeEnvironment([Outcome(1.0, True)])
+    env = FakeEnvironment([outcome(1.0, True)])
     sample = play(FakeEngine([([10, 11], StopReason.STOP)]), env)
     assert sample.token_ids.tolist() == [1, 2, 3, 10, 11]
     assert sample.token_mask.tolist() == [False, False, False, True, True]
@@ -107,7 +109,7 @@ def test_one_turn_keeps_the_sampled_tokens_and_their_logprobs():
 
 def test_turns_alternate_and_only_the_models_tokens_carry_loss():
     engine = FakeEngine([([10], StopReason.STOP), ([20, 21], StopReason.STOP)])
-    env = FakeEnvironment([Outcome(0.25, False, "after one", ["stop here"]), Outcome(0.5, True)])
+    env = FakeEnvironment([outcome(0.25, False, "after one", ["stop here"]), outcome(0.5, True)])
     sample = play(engine, env)
     assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 20, 21]
     assert sample.token_mask.nonzero()[0].tolist() == [3, 6, 7]
@@ -121,33 +123,33 @@ def test_turns_alternate_and_only_the_models_tokens_carry_loss():
 def test_a_sample_has_the_answer_and_the_metrics_of_its_last_turn():
     engine = FakeEngine([([10], StopReason.STOP), ([20], StopReason.STOP)])
     outcomes = [
-        Outcome(0.0, False, answer="first", metrics={"searches": 1.0}),
-        Outcome(1.0, True, answer="last", metrics={"searches": 2.0}),
+        outcome(0.0, False, answer="first", metrics={"searches": 1.0}),
+        outcome(1.0, True, answer="last", metrics={"searches": 2.0}),
     ]
     sample = play(engine, FakeEnvironment(outcomes))
     assert (sample.meta.answer, sample.metrics) == ("last", {"searches": 2.0})
-    assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([Outcome(1.0, True)])).meta.answer is None
+    assert play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([outcome(1.0, True)])).meta.answer is None
 
 
 def test_a_completion_at_its_token_limit_is_truncated_but_answered():
-    env = FakeEnvironment([Outcome(1.0, True)])
+    env = FakeEnvironment([outcome(1.0, True)])
     sample = play(FakeEngine([([10] * 8, StopReason.LENGTH)]), env)
     assert (sample.meta.status, sample.meta.reward) == (SampleStatus.TRUNCATED, 1.0)
 
 
 def test_an_episode_never_outgrows_its_limits():
     engine = FakeEngine([([10] * 4, StopReason.STOP)] * 9)
-    sample = play(engine, FakeEnvironment([Outcome(0.0, False)] * 9), max_total=12)
+    sample = play(engine, FakeEnvironment([outcome(0.0, False)] * 9), max_total=12)
     assert sample.meta.length <= 12 and sample.meta.status is SampleStatus.TRUNCATED
     assert [params.max_new_tokens for _, params, _ in engine.asked] == [8, 3]
-    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([Outcome(0.0, False)] * 2), max_turns=2)
+    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([outcome(0.0, False)] * 2), max_turns=2)
     assert (sample.meta.num_turns, sample.meta.status) == (2, SampleStatus.TRUNCATED)
     assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10], "no observation after the last turn"
 
 
 def test_each_turn_is_noted():
     engine = FakeEngine([([10, 11], StopReason.STOP), ([20] * 8, StopReason.LENGTH)])
-    meta = play(engine, FakeEnvironment([Outcome(0.25, False), Outcome(0.5, False)])).meta
+    meta = play(engine, FakeEnvironment([outcome(0.25, False), outcome(0.5, False)])).meta
     first, second = meta.turns
     assert (first.num_generated_tokens, first.num_env_tokens, first.reward) == (2, 2, 0.25)
     assert (second.num_generated_tokens, second.num_env_tokens, second.reward) == (8, 0, 0.5)
@@ -167,16 +169,16 @@ def test_each_turn_is_noted():
     ],
 )
 def test_what_cut_an_episode_is_told(engine, outcomes, max_turns, max_total, limits):
-    env = FakeEnvironment([Outcome(0.0, False)] * outcomes)
+    env = FakeEnvironment([outcome(0.0, False)] * outcomes)
     meta = play(FakeEngine(engine), env, max_turns=max_turns, max_total=max_total).meta
     assert meta.status is SampleStatus.TRUNCATED and meta.num_turns == outcomes
     assert (meta.hit_turn_limit, meta.hit_total_token_limit) == limits
 
 
 def test_an_observation_without_room_behind_it_is_left_away():
-    sample = play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([Outcome(0.0, False)]), max_total=6)
+    sample = play(FakeEngine([([10], StopReason.STOP)]), FakeEnvironment([outcome(0.0, False)]), max_total=6)
     assert sample.token_ids.tolist() == [1, 2, 3, 10] and sample.meta.turns[0].num_env_tokens == 0
-    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([Outcome(0.0, False)] * 2), max_total=7)
+    sample = play(FakeEngine([([10], StopReason.STOP)] * 2), FakeEnvironment([outcome(0.0, False)] * 2), max_total=7)
     assert sample.token_ids.tolist() == [1, 2, 3, 10, 90, 91, 10]
 
 
@@ -191,8 +193,8 @@ def test_an_observation_without_room_behind_it_is_left_away():
 )
 def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away(given, said, used):
     engine = FakeEngine([([10], StopReason.STOP)] * 3)
-    outcomes = [Outcome(0.0, False, next_stop_strings=strings) for strings in said]
-    play(engine, FakeEnvironment([*outcomes, Outcome(1.0, True)]), stop_strings=given)
+    outcomes = [outcome(0.0, False, next_stop_strings=strings) for strings in said]
+    play(engine, FakeEnvironment([*outcomes, outcome(1.0, True)]), stop_strings=given)
     assert [sampling.stop_strings for _, sampling, _ in engine.asked] == used
 
 
@@ -205,7 +207,7 @@ def test_none_keeps_the_stop_strings_and_an_empty_list_takes_them_away(given, sa
 def test_tokens_in_are_tokens_out(turns, max_turns, max_total):
     """Each prompt goes on from the one before and what it was answered; what is trained on is what was sampled."""
     engine = FakeEngine([(tokens, StopReason.STOP) for tokens, _ in turns])
-    outcomes = [Outcome(0.0, over or i == len(turns) - 1) for i, (_, over) in enumerate(turns)]
+    outcomes = [outcome(0.0, over or i == len(turns) - 1) for i, (_, over) in enumerate(turns)]
     sample = play(engine, FakeEnvironment(outcomes), max_turns=max_turns, max_total=max_total)
     answered = [
         tokens[: sampling.max_new_tokens] for (_, sampling, _), (tokens, _) in zip(engine.asked, turns, strict=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_rl.rollouts.episode import EpisodeLimits, run_episode
 from nemo_rl.types import Completion, Sample, SamplingParams, StopReason
-from tests.unit.rollouts.test_episode import FakeEngine, FakeEnvironment, Outcome
+from tests.unit.rollouts.test_episode import FakeEngine, FakeEnvironment, outcome
 
 
 @dataclass
@@ -38,7 +38,7 @@ def play(silent_turns: set[int]) -> Sample:
             {"message_log": [message], "extra_env_info": None, "task_name": "t", "idx": 0},  # pyright: ignore
             sample_id="0",
             generate=EngineWithExperts(FakeEngine(turns), silent_turns),
-            env_step=FakeEnvironment([Outcome(0.0, False), Outcome(0.0, False), Outcome(1.0, True)]),
+            env_step=FakeEnvironment([outcome(0.0, False), outcome(0.0, False), outcome(1.0, True)]),
             decode=lambda tokens: " ".join(map(str, tokens)),
             render=lambda observation, *, sampled: [21, 22],
             sampling=SamplingParams(max_new_tokens=8),

@@ -14,9 +14,9 @@ from aiohttp.test_utils import TestServer
 
 from nemo_rl.data.chat.served import ServedChat
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.code.tools.python_tools import find_calls
+from nemo_rl.environments.code.tools import find_calls
 from nemo_rl.rollouts.engine_client import RequestFailed
-from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIApp, OpenAIServerSettings
+from nemo_rl.rollouts.openai_server import MAX_BODY_BYTES, OpenAIServer, OpenAIServerSettings
 from nemo_rl.types import Completion, SamplingParams, StopReason
 
 TOKENIZER = build_tiny_tokenizer()
@@ -75,13 +75,13 @@ class Engine:
 
 
 def with_server(
-    engine: Engine, use: Callable[[openai.AsyncOpenAI, OpenAIApp], Awaitable[None]], token: str = "secret"
+    engine: Engine, use: Callable[[openai.AsyncOpenAI, OpenAIServer], Awaitable[None]], token: str = "secret"
 ) -> None:
     """Run `use` with a client of a server on loopback."""
 
     async def main() -> None:
         TOKENIZER.chat_template = TEMPLATE
-        app = OpenAIApp(
+        app = OpenAIServer(
             OpenAIServerSettings(
                 host="127.0.0.1",
                 port=0,
@@ -96,8 +96,9 @@ def with_server(
                 max_model_len=400,
                 engine_timeout_s=5.0,
             ),
-            engine,
+            [],
         )
+        app.generate = engine
         async with TestServer(app.app) as server:
             client = openai.AsyncOpenAI(base_url=str(server.make_url("/v1")), api_key=token, max_retries=0)
             async with client:
@@ -110,7 +111,7 @@ def test_a_second_turn_begins_with_the_tokens_of_the_first():
     engine = Engine("12+34")
     assert len(tokens("12+34")) <= 5
 
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         first: Any = await client.chat.completions.create(model="any", messages=HELLO, seed=7, temperature=0.5)
         assert first.prompt_token_ids == tokens("<|user|>1+2<eos><|assistant|>")
         choice = first.choices[0]
@@ -133,7 +134,7 @@ def test_a_second_turn_begins_with_the_tokens_of_the_first():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         more: dict[str, Any] = {"model": "any", "tools": TOOLS, "stream": stream}
         first: Any = await client.chat.completions.create(messages=HELLO, **more)
         if stream:
@@ -163,7 +164,7 @@ def test_calls_of_tools_come_as_such_and_are_known_again(stream: bool):
 
 @pytest.mark.parametrize("text", ["<tool_call>{broken</tool_call>", "no call"])
 def test_what_is_no_call_stays_text(text: str):
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         answer: Any = await client.chat.completions.create(model="any", messages=HELLO, tools=TOOLS)
         assert answer.choices[0].message.content == text and not answer.choices[0].message.tool_calls
 
@@ -171,7 +172,7 @@ def test_what_is_no_call_stays_text(text: str):
 
 
 def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         answer: Any = await client.chat.completions.create(model="any", messages=HELLO, stop="=", logprobs=True)
         choice = answer.choices[0]
         assert choice.message.content == "1" and decode(choice.token_ids) == "1=2"
@@ -186,7 +187,7 @@ def test_text_behind_a_stop_string_is_left_out_and_its_tokens_are_not():
 def test_completions_of_text_and_of_tokens():
     engine = Engine("ab")
 
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         of_text: Any = await client.completions.create(model="any", prompt="1+2", n=2, seed=5, logprobs=0)
         of_tokens: Any = await client.completions.create(model="any", prompt=tokens("1+2"), seed=5)
         assert of_text.choices[1].text == of_tokens.choices[0].text == "ab"
@@ -224,7 +225,7 @@ def test_completions_of_text_and_of_tokens():
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(request_body: dict[str, Any], named: str):
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         with pytest.raises(openai.BadRequestError, match=named):
             await client.chat.completions.create(**{"model": "any", "messages": HELLO, **request_body})
 
@@ -232,7 +233,7 @@ def test_what_it_cannot_do_is_refused_by_name(request_body: dict[str, Any], name
 
 
 def test_what_asks_for_nothing_is_accepted():
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         await client.chat.completions.create(
             model="any",
             messages=HELLO,
@@ -246,7 +247,7 @@ def test_what_asks_for_nothing_is_accepted():
 
 
 def test_who_has_no_token_gets_nothing():
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         with pytest.raises(openai.AuthenticationError):
             await client.chat.completions.create(model="any", messages=HELLO)
         with pytest.raises(openai.AuthenticationError):
@@ -260,7 +261,7 @@ def test_who_has_no_token_gets_nothing():
 def test_failures_have_the_form_that_clients_know():
     engine = Engine()
 
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         engine.failure = RequestFailed("the engine said no")
         with pytest.raises(openai.InternalServerError, match="the engine said no") as caught:
             await client.chat.completions.create(model="any", messages=HELLO)
@@ -281,7 +282,7 @@ def test_failures_have_the_form_that_clients_know():
 def test_requests_under_way_are_told_that_the_run_has_ended():
     engine = Engine()
 
-    async def use(client: openai.AsyncOpenAI, app: OpenAIApp) -> None:
+    async def use(client: openai.AsyncOpenAI, app: OpenAIServer) -> None:
         engine.wait = True
         waiting = asyncio.create_task(client.chat.completions.create(model="any", messages=HELLO, n=3))
         while len(engine.asked) < 3:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -12,31 +11,31 @@ import pytest
 from nemo_rl.models.generation.interfaces import EngineDied
 from nemo_rl.rollouts.episode import EpisodeLimits
 from nemo_rl.rollouts.rollout_worker import GroupKeeper, GroupRequest, RolloutWorker, RolloutWorkerSettings
-from nemo_rl.types import DatumSpec, GenerationRequest, Prompt, RolloutGroup, SampleStatus, SamplingParams
+from nemo_rl.types import (
+    DatumSpec,
+    EnvironmentStep,
+    GenerationRequest,
+    Prompt,
+    RolloutGroup,
+    SampleStatus,
+    SamplingParams,
+)
 from tests.unit.rollouts.engines import FakeReplica, numbers
 
 TURNS = 3
 
 
-@dataclass(frozen=True)
-class Outcome:
-    terminated: bool
-    reward: float = 1.0
-    metadata: Any = None
-    next_stop_strings: None = None
-    answer: None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def observation(self) -> dict[str, str]:
-        return {"role": "environment", "content": "go on"}
-
-
 class Game:
     name = "game"
 
-    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> Outcome:
-        return Outcome(sum(message["role"] == "assistant" for message in message_log) == TURNS)
+    async def step(self, message_log: list[dict[str, str]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
+        return EnvironmentStep(
+            observation={"role": "environment", "content": "go on"},
+            reward=1.0,
+            terminated=sum(message["role"] == "assistant" for message in message_log) == TURNS,
+            metadata=None,
+            next_stop_strings=None,
+        )
 
     async def metrics(self, samples: Any) -> dict[str, float]:
         return {}

@@ -5,11 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from nemo_rl.utils.seeds import (
     load_rng_state,
-    load_rng_state_dict,
-    rng_state_dict,
     sample_seed,
     save_rng_state,
     seed_everything,
@@ -71,12 +71,16 @@ def test_state_on_disk_continues_every_generator(tmp_path):
     assert draws() == expected
 
 
-def test_a_state_that_is_not_whole_is_refused(tmp_path):
-    state = rng_state_dict()
-    with pytest.raises(ValueError, match="lacks torch/cpu"):
-        load_rng_state_dict({name: tensor for name, tensor in state.items() if name != "torch/cpu"})
+def test_a_state_of_other_devices_is_refused(tmp_path):
+    path = tmp_path / "rank_0.safetensors"
+    save_rng_state(path, devices=False)
+    with safe_open(path, framework="pt") as file:
+        state, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(state | {f"torch/cuda/{i}": state["torch/cpu"].clone() for i in range(9)}, path, metadata)
     with pytest.raises(ValueError, match="saw 9 CUDA devices"):
-        without = {name: tensor for name, tensor in state.items() if "cuda" not in name}
-        load_rng_state_dict(without | {f"torch/cuda/{i}": state["torch/cpu"] for i in range(9)})
+        load_rng_state(path)
+    save_file(state, path)
+    with pytest.raises(ValueError, match="holds no random state"):
+        load_rng_state(path)
     with pytest.raises(FileNotFoundError, match="no random state at"):
         load_rng_state(tmp_path / "absent.safetensors")

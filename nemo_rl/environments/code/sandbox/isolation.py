@@ -1,7 +1,8 @@
-"""What locks a process in, by system calls of Linux and nothing else: seccomp filter, Landlock, capabilities, limits.
+"""Isolation of a process by system calls of Linux: namespaces, Landlock, a seccomp filter, capabilities, limits.
 
-Everything here is for a process with one thread that is about to run somebody else's code. Sources: the kernel's
-Documentation/userspace-api/{seccomp_filter,landlock,no_new_privs}.rst and include/uapi/linux/{seccomp,landlock}.h.
+Every function is for a process with one thread that is about to run untrusted code. Sources: the kernel's
+Documentation/userspace-api/{seccomp_filter,landlock,no_new_privs}.rst, include/uapi/linux/{seccomp,landlock}.h, and the
+manual pages mount_namespaces(7), user_namespaces(7) and pivot_root(2). Standard library only.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import signal
 import struct
 from collections.abc import Iterator, Sequence
 
-from nemo_rl.environments.code.sandbox.limits import SandboxLimits
+from nemo_rl.environments.code.sandbox.program import SandboxLimits
 
-# -- The system calls that a Python program with threads and files needs: everything else is refused.
-#
-# Numbers are those of the kernel's tables (`asm/unistd_64.h` of x86_64, `asm-generic/unistd.h` of aarch64).
+# System calls as "name:number on x86_64:number on aarch64", from the kernel's tables (`asm/unistd_64.h` of x86_64,
+# `asm-generic/unistd.h` of aarch64). "-": the architecture does not have the call.
 
 ALLOWED = """
     read:0:63 write:1:64 readv:19:65 writev:20:66 pread64:17:67 pwrite64:18:68 preadv:295:69 pwritev:296:70
@@ -53,7 +53,7 @@ PRETENDED = """
     chmod:90:- fchmod:91:52 fchmodat:268:53 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88 sync:162:81
     syncfs:306:267
 """
-"""Answered with success and not done: copying a file with its mode and times works without them."""
+"""They succeed and do nothing: copying a file with its mode and times works without them."""
 
 CONDITIONAL = """
     clone:56:220 clone3:435:435 fork:57:- vfork:58:- kill:62:129 tgkill:234:131 prlimit64:302:261 fcntl:72:25
@@ -70,7 +70,7 @@ ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def numbers(table: str, machine: str) -> dict[str, int]:
-    """Name -> number of the calls of a table which this architecture has."""
+    """Name -> number, for the calls of a table that this architecture has."""
     column = ARCHITECTURES[machine][0]
     found: dict[str, int] = {}
     for word in table.split():
@@ -80,33 +80,52 @@ def numbers(table: str, machine: str) -> dict[str, int]:
     return found
 
 
-# -- A view of the machine that holds nothing but Python: mount, network and IPC namespaces of a server and its
-# programs.
-#
-# Root enters them directly; anybody else through a user namespace, where the kernel and the container allow that. See
-# mount_namespaces(7), user_namespaces(7) and pivot_root(2).
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(returned: int, name: str) -> int:
+    if returned < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{name}: {os.strerror(code)}")
+    return returned
+
+
+def _call(name: str, *args: object) -> int:
+    """A function of libc. OSError when the kernel refuses."""
+    return _checked(_libc[name](*args), name)
+
+
+def _syscall(name: str, *args: object) -> int:
+    number = numbers(f"{CONDITIONAL} {NAMESPACES}", platform.machine())[name]
+    return _checked(_libc.syscall(ctypes.c_long(number), *args), name)
+
+
+# Namespaces: a view of the machine that holds nothing but Python
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x4000000, 0x8000000, 1 << 28, 1 << 30
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT, MS_BIND, MS_REC = 1, 2, 4, 8, 32, 4096, 16384
 MS_PRIVATE, MNT_DETACH = 1 << 18, 2
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+ST_NOATIME, ST_NODIRATIME = 1024, 2048
 SPARE_FILES = 16
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter(*, directory: str, own: str, readable: Sequence[str], devices: Sequence[str], size: int, files: int) -> None:
-    """Leave everything behind but `readable`, read-only, `devices`, and `own`, an empty directory with its own limits.
+    """Move to a root that holds `readable`, read-only, `devices`, and `own`, an empty directory with its own limits.
 
-    The limits are `size` in bytes and a number of `files`. All keep their paths; `directory` is written to on the way.
-    For a process with one thread. OSError where the kernel refuses, halfway perhaps: try it in a process that may end
-    there.
+    The limits are `size` in bytes and a number of `files`. Paths stay the same; `directory` is used on the way. Root
+    enters the namespaces directly, other users through a user namespace. OSError when the kernel or the container
+    refuses, perhaps halfway: try it in a process that may end there.
     """
     flags = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNET
     try:
         _call("unshare", flags)
     except PermissionError:
-        _enter_user_namespace(flags)
+        uid, gid = os.geteuid(), os.getegid()
+        _call("unshare", flags | CLONE_NEWUSER)
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     root = os.path.join(directory, "root")
     os.mkdir(root)
@@ -120,19 +139,10 @@ def enter(*, directory: str, own: str, readable: Sequence[str], devices: Sequenc
     limits = f"size={size},nr_inodes={files + SPARE_FILES},mode=700"
     _mount("sandbox", inside, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, limits)
     os.chdir(root)
-    number = numbers(NAMESPACES, platform.machine())["pivot_root"]
-    _check(_libc.syscall(ctypes.c_long(number), b".", b"."), "pivot_root")
+    _syscall("pivot_root", b".", b".")
     _call("umount2", b".", MNT_DETACH)  # the old root, which lies on top of the new one
     os.chdir("/")
     _mount(None, "/", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-
-
-def _enter_user_namespace(flags: int) -> None:
-    uid, gid = os.geteuid(), os.getegid()
-    _call("unshare", flags | CLONE_NEWUSER)
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
 
 
 def _show(path: str, root: str, *, read_only: bool) -> None:
@@ -149,28 +159,17 @@ def _show(path: str, root: str, *, read_only: bool) -> None:
     else:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(path, target, None, MS_BIND | MS_REC)
-    if read_only:
-        _make_read_only(target)
-
-
-def _make_read_only(target: str) -> None:
+    if not read_only:
+        return
     wanted = MS_RDONLY | MS_NOSUID | MS_NODEV
     attributes = struct.pack("=QQQQ", wanted, 0, 0, 0)
-    number = numbers(NAMESPACES, platform.machine())["mount_setattr"]
+    place = ctypes.c_int(AT_FDCWD), target.encode(), ctypes.c_uint(AT_RECURSIVE)
     try:
-        returned = _libc.syscall(
-            ctypes.c_long(number),
-            ctypes.c_int(AT_FDCWD),
-            target.encode(),
-            ctypes.c_uint(AT_RECURSIVE),
-            attributes,
-            ctypes.c_size_t(len(attributes)),
-        )
-        _check(returned, "mount_setattr")
+        _syscall("mount_setattr", *place, attributes, ctypes.c_size_t(len(attributes)))
     except OSError as error:
-        if error.errno != errno.ENOSYS:  # Linux 5.12; before it, what is mounted further below keeps its flags
+        if error.errno != errno.ENOSYS:  # before Linux 5.12, mounts further below keep their flags
             raise
-        kept = os.statvfs(target).f_flag & (MS_NOEXEC | 1024 | 2048)  # no execution, no access times
+        kept = os.statvfs(target).f_flag & (MS_NOEXEC | ST_NOATIME | ST_NODIRATIME)
         _mount(None, target, None, MS_REMOUNT | MS_BIND | wanted | kept)
 
 
@@ -179,42 +178,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
     _call("mount", encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
 
 
-def _call(name: str, *args: object) -> None:
-    _check(_libc[name](*args), name)
-
-
-def _check(returned: int, name: str) -> None:
-    if returned != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-
-
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_DROP = 1, 15, 16, 24
-PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_VMA = 36, 38, 0x53564D41
-
-NUM_CAPABILITIES = 64
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def prctl(option: int, value: int) -> None:
-    """prctl(2). OSError when the kernel refuses."""
-    _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl({option})")
-
-
-def _syscall(name: str, *args: object) -> int:
-    number = numbers(CONDITIONAL, platform.machine())[name]
-    return _checked(_libc.syscall(ctypes.c_long(number), *args), name)
-
-
-def _checked(returned: int, name: str) -> int:
-    if returned < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return returned
-
-
-# --- Landlock: which files ---
+# Landlock: which files
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _REMOVE, _MAKE_DIR, _MAKE_REG, _MAKE_SYM = 16 | 32, 128, 256, 4096
@@ -232,9 +196,9 @@ def landlock_abi() -> int:
 
 
 def restrict_files(*, abi: int, readable: Sequence[str], devices: Sequence[str], own_directory: str) -> None:
-    """From now on this process reads `readable` (directories and files), uses `devices`, and owns one directory.
+    """Restrict this process to reading `readable` (directories and files), using `devices`, and owning one directory.
 
-    Where the kernel can, TCP, abstract sockets and signals to other processes are refused too.
+    If the kernel can, it refuses TCP, abstract sockets and signals to other processes as well.
     """
     handled = _ALL_OF_ABI_1
     for since, right in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):
@@ -259,7 +223,7 @@ def restrict_files(*, abi: int, readable: Sequence[str], devices: Sequence[str],
     os.close(ruleset)
 
 
-# --- seccomp: which system calls ---
+# seccomp: which system calls. The filter is a program of classic BPF: (code, jump if true, jump if false, constant).
 
 _LOAD, _AND, _RETURN, _JUMP_EQUAL, _JUMP_AT_LEAST = 0x20, 0x54, 0x06, 0x15, 0x35
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -271,6 +235,7 @@ _FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # duplicates, flags, 
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, bytes waiting, flags
 
 _Instruction = tuple[int, int, int, int]
+_ALLOWED: _Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _fail(code: int) -> _Instruction:
@@ -278,33 +243,30 @@ def _fail(code: int) -> _Instruction:
 
 
 def _argument(index: int) -> _Instruction:
-    """Its lower 32 bits: every argument looked at here is an int or a set of flags."""
+    """Load the lower 32 bits: every argument tested here is an int or a set of flags."""
     return (_LOAD, 0, 0, 16 + 8 * index)
 
 
 def _one_of(index: int, values: Sequence[int], code: int) -> list[_Instruction]:
     tests = [(_JUMP_EQUAL, len(values) - i, 0, value) for i, value in enumerate(values)]
-    return [_argument(index), *tests, _fail(code), (_RETURN, 0, 0, _ALLOW)]
+    return [_argument(index), *tests, _fail(code), _ALLOWED]
+
+
+def _masked(index: int, mask: int, value: int, code: int, *, is_refused: bool = False) -> list[_Instruction]:
+    """Allow (or, with `is_refused`, refuse) a call if `mask` of its argument is `value`."""
+    test = (_JUMP_EQUAL, 0, 1, value) if is_refused else (_JUMP_EQUAL, 1, 0, value)
+    return [_argument(index), (_AND, 0, 0, mask), test, _fail(code), _ALLOWED]
 
 
 def _conditions(machine: str) -> Iterator[tuple[int, list[_Instruction]]]:
-    """Number of a call -> what decides about it."""
+    """Number of a call -> the instructions that decide about it."""
     call = numbers(CONDITIONAL, machine)
     for name in ("fork", "vfork"):
         if name in call:
             yield call[name], [_fail(errno.EAGAIN)]
     yield call["clone3"], [_fail(errno.ENOSYS)]  # its flags are behind a pointer; libc then takes clone
     yield call["openat2"], [_fail(errno.ENOSYS)]
-    yield (
-        call["clone"],
-        [
-            _argument(0),
-            (_AND, 0, 0, _THREAD | _NAMESPACES),
-            (_JUMP_EQUAL, 1, 0, _THREAD),
-            _fail(errno.EAGAIN),
-            (_RETURN, 0, 0, _ALLOW),
-        ],
-    )
+    yield call["clone"], _masked(0, _THREAD | _NAMESPACES, _THREAD, errno.EAGAIN)
     for name in ("kill", "tgkill"):
         yield call[name], _one_of(0, [_PID], errno.EPERM)
     yield call["prlimit64"], _one_of(0, [0, _PID], errno.EPERM)
@@ -312,35 +274,16 @@ def _conditions(machine: str) -> Iterator[tuple[int, list[_Instruction]]]:
     yield call["ioctl"], _one_of(1, _IOCTL, errno.ENOTTY)
     yield call["prctl"], _one_of(0, [PR_SET_NAME, PR_GET_NAME, PR_SET_VMA], errno.EPERM)
     for name, index in (("openat", 2), ("open", 1)):
-        if name in call:  # opened for reading and emptied: old versions of Landlock do not see it
-            yield (
-                call[name],
-                [
-                    _argument(index),
-                    (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE),
-                    (_JUMP_EQUAL, 0, 1, os.O_TRUNC | os.O_RDONLY),
-                    _fail(errno.EINVAL),
-                    (_RETURN, 0, 0, _ALLOW),
-                ],
-            )
-    # Connected for good, unlike datagram sockets: there is no address that it could be sent to.
-    yield (
-        call["socketpair"],
-        [
-            _argument(0),
-            (_JUMP_EQUAL, 1, 0, _AF_UNIX),
-            _fail(errno.EPERM),
-            _argument(1),
-            (_AND, 0, 0, _SOCK_TYPES),
-            (_JUMP_EQUAL, 1, 0, _SOCK_STREAM),
-            _fail(errno.EPERM),
-            (_RETURN, 0, 0, _ALLOW),
-        ],
-    )
+        if name in call:  # opened for reading and emptied: old versions of Landlock do not refuse it
+            emptied = os.O_TRUNC | os.O_RDONLY
+            yield call[name], _masked(index, os.O_TRUNC | os.O_ACCMODE, emptied, errno.EINVAL, is_refused=True)
+    # Stream sockets of a pair are connected for good; a datagram socket could be sent to an address.
+    is_unix = [_argument(0), (_JUMP_EQUAL, 1, 0, _AF_UNIX), _fail(errno.EPERM)]
+    yield call["socketpair"], [*is_unix, *_masked(1, _SOCK_TYPES, _SOCK_STREAM, errno.EPERM)]
 
 
 def build_filter(machine: str) -> list[_Instruction]:
-    """The filter as classic BPF. What is in no table is refused with EPERM, another architecture's calls kill."""
+    """The filter as classic BPF. A call in no table fails with EPERM; a call of another architecture kills."""
     program: list[_Instruction] = [
         (_LOAD, 0, 0, 4),
         (_JUMP_EQUAL, 1, 0, ARCHITECTURES[machine][1]),
@@ -350,7 +293,7 @@ def build_filter(machine: str) -> list[_Instruction]:
     if machine == "x86_64":  # calls of its 32-bit ABI have numbers of their own, from here on
         program += [(_JUMP_AT_LEAST, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
     for number in numbers(ALLOWED, machine).values():
-        program += [(_JUMP_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
+        program += [(_JUMP_EQUAL, 0, 1, number), _ALLOWED]
     for number in numbers(PRETENDED, machine).values():
         program += [(_JUMP_EQUAL, 0, 1, number), _fail(0)]
     for number, decision in _conditions(machine):
@@ -358,26 +301,29 @@ def build_filter(machine: str) -> list[_Instruction]:
     return [*program, _fail(errno.EPERM)]
 
 
-class SyscallFilter:
-    """The filter of this machine, made once and installed in many processes."""
-
-    def __init__(self) -> None:
-        self._program = build_filter(platform.machine())
-
-    def install(self) -> None:
-        """From now on this process makes no system call but those. For good; needs `no_new_privs`."""
-        pid = os.getpid()
-        code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in self._program)
-        buffer = ctypes.create_string_buffer(code, len(code))
-        header = struct.pack("@HP", len(self._program), ctypes.addressof(buffer))
-        _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
+def install_filter(program: list[_Instruction]) -> None:
+    """Restrict this process to the system calls that `program` allows, for good. It needs `no_new_privs`."""
+    pid = os.getpid()
+    code = b"".join(struct.pack("=HBBI", c, t, f, pid if k == _PID else k) for c, t, f, k in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(program), ctypes.addressof(buffer))
+    _syscall("seccomp", ctypes.c_uint(1), ctypes.c_uint(0), header)
 
 
-# --- privileges and limits ---
+# Privileges and limits
+
+PR_SET_PDEATHSIG, PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_DROP = 1, 15, 16, 24
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_SET_VMA = 36, 38, 0x53564D41
+NUM_CAPABILITIES = 64
+
+
+def prctl(option: int, value: int) -> None:
+    """prctl(2). OSError when the kernel refuses."""
+    _call("prctl", option, value, 0, 0, 0)
 
 
 def set_limits(limits: SandboxLimits, *, exact_threads: bool) -> None:
-    """Limits that the kernel keeps. `exact_threads`: nobody else runs under this user, so its tasks can be counted."""
+    """Set limits that the kernel enforces. `exact_threads`: no other process of this user runs, so threads count."""
     hard = {
         resource.RLIMIT_CPU: limits.cpu_s,
         resource.RLIMIT_AS: limits.memory_bytes,
@@ -393,27 +339,27 @@ def set_limits(limits: SandboxLimits, *, exact_threads: bool) -> None:
     for kind, value in hard.items():
         present = resource.getrlimit(kind)[1]
         value = value if present == resource.RLIM_INFINITY else min(value, present)
-        # SIGXCPU one second before SIGKILL: a program may not outlive it by catching the first.
+        # SIGXCPU comes one second before SIGKILL, so that a program that catches it ends as well.
         top = value + 1 if kind == resource.RLIMIT_CPU else value
         resource.setrlimit(kind, (value, top))
 
 
 def die_with(parent: int) -> None:
-    """Be killed when `parent`, which has forked this process, ends."""
+    """Make the kernel kill this process when `parent`, which has forked it, ends."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def drop_user(uid: int) -> None:
-    """Become a user who owns nothing."""
+    """Become a user that owns nothing."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
 def drop_privileges() -> None:
-    """No capability, now or ever after."""
+    """Drop all capabilities for good."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(NUM_CAPABILITIES):
         try:

@@ -1,8 +1,8 @@
-"""The server behind a `Sandbox`: a small interpreter that forks once per program and watches over the child.
+"""The server of a sandbox: a small interpreter that forks once per program and watches the child.
 
-It is started with one JSON object as its argument (`ServerConfig`) and talks in JSON lines: a `Program` in, a
-`SandboxResult` out; the first line out says what the sandbox can guarantee here. It ends with its standard input, and
-takes the program and its directory with it. Standard library only: it stays small, so that it forks quickly.
+It is started with one JSON object as its argument (see `main`). It reads a `Program` and writes a `SandboxResult`,
+both as JSON lines; its first line lists the mechanisms of isolation that it has. It ends with its standard input, and
+removes the program and its directory. Standard library only: it stays small, so that it forks quickly.
 """
 
 from __future__ import annotations
@@ -10,31 +10,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
+import platform
 import resource
 import select
 import signal
+import stat
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from nemo_rl.environments.code.sandbox import isolation as sandbox_namespaces
-from nemo_rl.environments.code.sandbox import program as sandbox_program
-from nemo_rl.environments.code.sandbox.isolation import (
-    PR_SET_CHILD_SUBREAPER,
-    SyscallFilter,
-    die_with,
-    drop_privileges,
-    drop_user,
-    landlock_abi,
-    prctl,
-    restrict_files,
-    set_limits,
-)
-from nemo_rl.environments.code.sandbox.limits import LimitHit, SandboxLimits
-from nemo_rl.environments.code.sandbox.sandbox import disk_use, remove_tree
+from nemo_rl.environments.code.sandbox import isolation
+from nemo_rl.environments.code.sandbox.program import LimitHit, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import run as run_program
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 SYSTEM_FILES = (
@@ -52,62 +42,48 @@ PIPES = ("stdout", "stderr", "status")
 READ_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """What a server is told when it starts."""
-
-    directory: str  # its own: programs get directories in it
-    limits: dict[str, Any]  # of SandboxLimits
-    preload: list[str]  # modules that programs find imported
-    library_paths: list[str]  # where programs may import from besides the standard library
-    uids: list[int]  # users to become where the server is root: the first one that can read Python is taken
-    mechanisms: list[str]  # of sandbox_limits.MECHANISMS: which ones may be used
-
-
 class Server:
-    """One program at a time."""
+    """Runs one program at a time.
 
-    def __init__(self, config: ServerConfig) -> None:
-        self.limits = SandboxLimits(**config.limits)
-        self.directory = config.directory
+    `limits` are the fields of SandboxLimits, `mechanisms` the names of program.MECHANISMS that may be used. If the
+    server is root, programs become the first of the users `uids` that can read Python.
+    """
+
+    def __init__(self, directory: str, limits: dict[str, Any], uids: list[int], mechanisms: list[str]) -> None:
+        self.limits = SandboxLimits(**limits)
+        self.directory = directory
         self.work = os.path.join(self.directory, "work")
         self.readable = [*SYSTEM_FILES, *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
-        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # it stays in reach when the namespace has none
-        self.namespaces = "namespaces" in config.mechanisms and self._enter_namespaces()
-        self.abi = landlock_abi() if "landlock" in config.mechanisms else 0
-        self.filter = self._syscall_filter() if "seccomp" in config.mechanisms else None
-        uids = config.uids if "user" in config.mechanisms and os.geteuid() == 0 else []
-        self.uid = next((uid for uid in uids if can_become(uid)), None)
+        self.proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)  # stays open: the namespace has no /proc
+        self.namespaces = "namespaces" in mechanisms and in_child(self._enter_namespaces)
+        if os.path.isdir(root := os.path.join(self.directory, "root")):  # left by the trial
+            remove_tree(root)
+        if self.namespaces:
+            self._enter_namespaces()
+        self.abi = isolation.landlock_abi() if "landlock" in mechanisms else 0
+        self.filter = isolation.build_filter(platform.machine()) if "seccomp" in mechanisms else None
+        if not in_child(self._install_filter):
+            self.filter = None
+        candidates = uids if "user" in mechanisms and os.geteuid() == 0 else []
+        self.uid = next((uid for uid in candidates if can_become(uid)), None)
 
-    def _enter_namespaces(self) -> bool:
-        def enter() -> None:
-            sandbox_namespaces.enter(
-                directory=self.directory,
-                own=self.work,
-                readable=self.readable,
-                devices=DEVICES,
-                size=self.limits.disk_bytes,
-                files=self.limits.files,
-            )
+    def _enter_namespaces(self) -> None:
+        isolation.enter(
+            directory=self.directory,
+            own=self.work,
+            readable=self.readable,
+            devices=DEVICES,
+            size=self.limits.disk_bytes,
+            files=self.limits.files,
+        )
 
-        granted = in_child(enter)
-        remove_tree(os.path.join(self.directory, "root"))
-        if granted:
-            enter()
-        return granted
-
-    @staticmethod
-    def _syscall_filter() -> SyscallFilter | None:
-        made = SyscallFilter()
-
-        def install() -> None:
-            drop_privileges()
-            made.install()
-
-        return made if in_child(install) else None
+    def _install_filter(self) -> None:
+        isolation.drop_privileges()
+        if self.filter is not None:
+            isolation.install_filter(self.filter)
 
     def run(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Fork, watch, clean up."""
+        """Run one program: fork, watch, clean up."""
         if not self.namespaces:
             os.mkdir(self.work, 0o700)
         if self.uid is not None:
@@ -115,7 +91,7 @@ class Server:
         try:
             return self._watched(request)
         finally:
-            remove_tree(self.work, keep=self.namespaces)  # there it is a file system of its own
+            remove_tree(self.work, keep=self.namespaces)  # a namespace has it as a file system of its own
 
     def _watched(self, request: dict[str, Any]) -> dict[str, Any]:
         stdin = os.memfd_create("stdin")
@@ -129,14 +105,12 @@ class Server:
         if pid == 0:
             try:
                 self._become_program(request, stdin, {name: write for name, (_, write) in pipes.items()}, server)
-            finally:  # whatever went wrong on the way in: nothing of the server may run in the child
+            finally:  # after an error on the way in, no code of the server may run in the child
                 os._exit(125)
         os.close(stdin)
         for _, write in pipes.values():
             os.close(write)
-        watch = _Watch(
-            pid, {name: read for name, (read, _) in pipes.items()}, self.limits, self.work, self.proc, started
-        )
+        watch = _Watch(self, pid, {read: name for name, (read, _) in pipes.items()}, started)
         try:
             watch.run()
         finally:
@@ -154,61 +128,55 @@ class Server:
         os.umask(0o077)
         for number in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN if number == signal.SIGPIPE else signal.default_int_handler)
-        set_limits(self.limits, exact_threads=self.uid is not None)
+        isolation.set_limits(self.limits, exact_threads=self.uid is not None)
         if self.uid is not None:
-            drop_user(self.uid)
-        die_with(server)
-        drop_privileges()
+            isolation.drop_user(self.uid)
+        isolation.die_with(server)
+        isolation.drop_privileges()
         if self.abi:
-            restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
+            isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
         if self.filter is not None:
-            self.filter.install()
-        sandbox_program.run(request, 3)
+            isolation.install_filter(self.filter)
+        run_program(request, 3)
 
 
 class _Watch:
-    """One running child: what it has written so far, and when it is enough."""
+    """One running child: its output so far, and the limit that it has reached."""
 
-    def __init__(
-        self, pid: int, pipes: dict[str, int], limits: SandboxLimits, work: str, proc: int, started: float
-    ) -> None:
-        self.pid = pid
-        self.limits = limits
-        self.work = work
-        self.proc = proc
-        self.started = started
-        self.output = {name: bytearray() for name in pipes}
-        self.names = {fd: name for name, fd in pipes.items()}
+    def __init__(self, server: Server, pid: int, names: dict[int, str], started: float) -> None:
+        self.pid, self.started = pid, started
+        self.limits, self.work, self.proc = server.limits, server.work, server.proc
+        self.names = names  # of the pipes that are open, by file descriptor
+        self.output = {name: bytearray() for name in PIPES}
         self.poll = select.poll()
         for fd in self.names:
             self.poll.register(fd, select.POLLIN)
-        self.poll.register(0, select.POLLRDHUP)  # the other side of the server has gone
+        self.poll.register(0, select.POLLRDHUP)  # the other side has closed the server's input
         self.limit: LimitHit | None = None
         self.status: int | None = None
         self.usage: resource.struct_rusage | None = None
         self.duration_s = 0.0
 
     def run(self) -> None:
-        """Until it has ended, or has reached a limit."""
+        """Watch until it has ended or reached a limit."""
         tick = FIRST_TICK_S
         while not self._has_ended():
             if self.limit is not None:
                 return
-            for fd, _ in self.poll.poll(tick * 1000):
-                if fd == 0:
-                    raise EOFError
-                self._read(fd)
-                tick = FIRST_TICK_S
+            tick = FIRST_TICK_S if self._read_ready(tick * 1000) else tick
             tick = min(tick * 2, LONGEST_TICK_S) if self.names else FIRST_TICK_S
             self._check(tick)
-        while self.names and self.limit is None:  # what is left in the pipes
-            ready = self.poll.poll(0)
-            if not ready:
-                break
-            for fd, _ in ready:
-                if fd == 0:
-                    raise EOFError
-                self._read(fd)
+        while self.names and self.limit is None and self._read_ready(0):  # what is left in the pipes
+            pass
+
+    def _read_ready(self, timeout_ms: float) -> bool:
+        """Read the pipes that have something. EOFError when the server is to end."""
+        ready = self.poll.poll(timeout_ms)
+        for fd, _ in ready:
+            if fd == 0:
+                raise EOFError
+            self._read(fd)
+        return bool(ready)
 
     def _has_ended(self) -> bool:
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -221,13 +189,9 @@ class _Watch:
         if not data:
             self._close(fd)
             return
-        name = self.names[fd]
-        kept = self.output[name]
-        kept += data
-        if name == "status":
-            if len(kept) > READ_BYTES:
-                self.limit = LimitHit.OUTPUT
-        elif sum(len(self.output[n]) for n in ("stdout", "stderr")) > self.limits.output_bytes:
+        self.output[self.names[fd]] += data
+        printed = len(self.output["stdout"]) + len(self.output["stderr"])
+        if printed > self.limits.output_bytes or len(self.output["status"]) > READ_BYTES:
             self.limit = LimitHit.OUTPUT
 
     def _close(self, fd: int) -> None:
@@ -239,14 +203,15 @@ class _Watch:
         if time.monotonic() - self.started > self.limits.wall_s:
             self.limit = LimitHit.WALL_TIME
         elif tick == LONGEST_TICK_S and self.limit is None:
-            if num_threads(self.proc, self.pid) > self.limits.threads:
+            fields = stat_fields(self.proc, self.pid)
+            if fields and int(fields[17]) > self.limits.threads:
                 self.limit = LimitHit.THREADS
             size, files = disk_use(self.work, self.limits.files)
             if size > self.limits.disk_bytes or files > self.limits.files:
                 self.limit = LimitHit.DISK
 
     def end(self) -> None:
-        """Nothing of it runs any more."""
+        """End the child and its descendants."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -257,7 +222,7 @@ class _Watch:
             self._close(fd)
 
     def result(self, token: str) -> dict[str, Any]:
-        """The fields of SandboxResult, from what is certain first and from what the child says last."""
+        """The fields of SandboxResult: from certain facts first, from the child's own report last."""
         assert self.status is not None and self.usage is not None
         exit_status = os.waitstatus_to_exitcode(self.status)
         facts = _facts(bytes(self.output["status"]), token)
@@ -271,14 +236,11 @@ class _Watch:
             limit = LimitHit.MEMORY
         if limit is None and exit_status != 0:
             limit = facts.get("limit")
-        text = {n: bytes(self.output[n]) for n in ("stdout", "stderr")}
-        left = self.limits.output_bytes
-        for name, data in text.items():
-            text[name] = data[:left]
-            left -= len(text[name])
+        stdout = self.output["stdout"][: self.limits.output_bytes]
+        stderr = self.output["stderr"][: self.limits.output_bytes - len(stdout)]
         return {
-            "stdout": text["stdout"].decode("utf-8", errors="replace"),
-            "stderr": text["stderr"].decode("utf-8", errors="replace"),
+            "stdout": stdout.decode("utf-8", errors="replace"),
+            "stderr": stderr.decode("utf-8", errors="replace"),
             "exit_status": exit_status,
             "limit": limit,
             "finished": exit_status == 0 and self.limit is None and bool(facts.get("finished")),
@@ -289,16 +251,15 @@ class _Watch:
 
 
 def _facts(data: bytes, token: str) -> dict[str, Any]:
-    """What the first line with the request's token says; values of another type than the runner's count as not said.
+    """The child's report: the first line with the request's token. Values of a wrong type are ignored.
 
-    A line without the token is not from the runner. The converse does not hold: the program shares the runner's process
-    and can find the token there.
+    A line without the token is not from the runner. A line with the token may still be from the program, which shares
+    the runner's process and can find the token there.
     """
     for line in data.splitlines():
-        try:
+        facts = None
+        with contextlib.suppress(ValueError, RecursionError):
             facts = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
         if isinstance(facts, dict) and facts.get("token") == token:
             limit, error, failed_cell = facts.get("limit"), facts.get("error"), facts.get("failed_cell")
             return {
@@ -311,7 +272,7 @@ def _facts(data: bytes, token: str) -> dict[str, Any]:
 
 
 def stat_fields(proc: int, pid: int) -> list[bytes]:
-    """The fields of /proc/<pid>/stat from the third on, or nothing where there is no such process."""
+    """The fields of /proc/<pid>/stat from the third on; nothing if there is no such process."""
     try:
         with open(os.open(f"{pid}/stat", os.O_RDONLY, dir_fd=proc), "rb") as file:
             return file.read().rpartition(b")")[2].split()
@@ -319,14 +280,8 @@ def stat_fields(proc: int, pid: int) -> list[bytes]:
         return []
 
 
-def num_threads(proc: int, pid: int) -> int:
-    """Threads of a process; 0: it has ended."""
-    fields = stat_fields(proc, pid)
-    return int(fields[17]) if fields else 0
-
-
 def end_orphans(proc: int) -> None:
-    """End whatever the program has left behind: where guarantees are waived, its descendants come to this process."""
+    """End processes that the program has left: without guarantees, its descendants become children of this process."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -340,7 +295,7 @@ def end_orphans(proc: int) -> None:
 
 
 def children(proc: int) -> list[int]:
-    """Processes whose parent this one is."""
+    """The children of this process."""
     own = str(os.getpid()).encode()
     listing = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     try:
@@ -354,12 +309,12 @@ def in_child(action: Any) -> bool:
     """Whether `action()` works, tried in a process that ends with it."""
     pid = os.fork()
     if pid == 0:
-        worked = 1
+        exit_status = 1
         try:
             action()
-            worked = 0
+            exit_status = 0
         finally:
-            os._exit(worked)
+            os._exit(exit_status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
@@ -367,7 +322,7 @@ def can_become(uid: int) -> bool:
     """Whether this process may become that user, and still read Python's library then."""
 
     def action() -> None:
-        drop_user(uid)
+        isolation.drop_user(uid)
         for path in sys.path:
             if os.path.isdir(path) or not path.endswith(".zip"):
                 os.listdir(path)
@@ -375,39 +330,90 @@ def can_become(uid: int) -> bool:
     return in_child(action)
 
 
-def serve(config: ServerConfig, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until there are no more requests."""
-    server = Server(config)
-    ready = {
-        "namespaces": server.namespaces,
-        "landlock": server.abi,
-        "seccomp": server.filter is not None,
-        "user": server.uid,
-    }
-    replies.write(json.dumps(ready).encode() + b"\n")
-    replies.flush()
+def disk_use(directory: str, max_files: int) -> tuple[int, int]:
+    """(bytes on disk, number of entries) below a directory; counting stops beyond `max_files` entries.
+
+    Its owner is still running: an entry that is gone counts as empty, a hidden one as beyond `max_files`.
+    """
+    size = entries = 0
+    waiting = [directory]
+    while waiting and entries <= max_files:
+        try:
+            with os.scandir(waiting.pop()) as found:
+                for entry in itertools.islice(found, max_files + 1 - entries):
+                    entries += 1
+                    status = entry.stat(follow_symlinks=False)
+                    size += status.st_blocks * 512
+                    if stat.S_ISDIR(status.st_mode):
+                        waiting.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:  # a path that is too long, or a directory that cannot be read
+            return size, max_files + 1
+    return size, entries
+
+
+def remove_tree(directory: str, *, keep: bool = False) -> None:
+    """Remove a directory, or with `keep` only its contents, whatever its links, depth and modes.
+
+    No other process may use it. Links are not followed. Directories inside directories are moved up and emptied there,
+    so that paths stay short.
+    """
+    names = (os.path.join(directory, f".removed-{os.getpid()}-{number}") for number in itertools.count())
+    os.chmod(directory, 0o700)
+    waiting = [directory]
+    while waiting:
+        inner = waiting[-1]
+        with os.scandir(inner) as entries:
+            listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for path, is_directory in listed:
+            if not is_directory:
+                os.unlink(path)
+                continue
+            os.chmod(path, 0o700)
+            if inner != directory or len(os.path.basename(path)) > 100:
+                moved = next(name for name in names if not os.path.lexists(name))
+                os.rename(path, moved)
+                path = moved
+            waiting.append(path)
+        if waiting[-1] == inner:  # no directory is left in it
+            if inner != directory or not keep:
+                os.rmdir(inner)
+            waiting.pop()
+
+
+def serve(server: Server, requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer until the input ends."""
+
+    def reply(message: dict[str, Any]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
+        replies.flush()
+
+    is_filtered = server.filter is not None
+    reply({"namespaces": server.namespaces, "landlock": server.abi, "seccomp": is_filtered, "user": server.uid})
     for line in iter(requests.readline, b""):
         try:
-            reply = server.run(json.loads(line))
+            reply(server.run(json.loads(line)))
         except EOFError:
             return
-        replies.write(json.dumps(reply).encode() + b"\n")
-        replies.flush()
 
 
 def main() -> None:
-    config = ServerConfig(**json.loads(sys.argv[1]))
-    sys.path[:] = [path for path in sys.path if path not in ("", config.library_paths[0])] + config.library_paths[1:]
-    for name in config.preload:
+    """`preload`: modules to import before programs start. `library_paths`: where programs may import from, besides the
+    standard library; the first one is this package's and is for the server only. Other keys are those of `Server`."""
+    config = json.loads(sys.argv[1])
+    own, *others = config.pop("library_paths")
+    sys.path[:] = [path for path in sys.path if path not in ("", own)] + others
+    for name in config.pop("preload"):
         importlib.import_module(name)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal is for the run, which ends its servers
-    # Out of the way of 1 and 2, which are those of programs.
+    isolation.prctl(isolation.PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal ends the run, which ends its servers
+    # Replies go to a copy of 1: programs use 1 and 2.
     with open(0, "rb", buffering=0, closefd=False) as requests, open(os.dup(1), "wb") as replies:
         gc.collect()
         gc.freeze()
         gc.disable()
-        serve(config, requests, replies)
+        serve(Server(**config), requests, replies)
 
 
 if __name__ == "__main__":

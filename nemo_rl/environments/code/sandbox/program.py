@@ -1,4 +1,7 @@
-"""The inside of the sandbox: runs a program in an interpreter that is already there, and says how it ended."""
+"""A program in the sandbox: its limits, its result, and the code that runs it inside.
+
+`run` is called in a forked interpreter that is already isolated. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,94 @@ import sys
 import threading
 import traceback
 import types
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
-from nemo_rl.environments.code.sandbox.limits import LimitHit
+
+class Guarantee(StrEnum):
+    """Guarantees of the sandbox for every program. `GUARANTEES` says what each one needs."""
+
+    NETWORK = "network"  # no connection and no socket to anything outside the process
+    WRITES = "writes"  # writes, removes and changes nothing outside the program's own directory
+    READS = "reads"  # reads no files but those of Python and the system's libraries
+    PROCESSES = "processes"  # one process: it starts no other, and none outlives it
+    SIGNALS = "signals"  # sends no signal to another process, and does not read its memory
+
+
+_FILTER = "a seccomp filter (any kernel of the last ten years, also in containers)"
+_FILES = "Landlock (Linux 5.13, also in containers), or user and mount namespaces"
+GUARANTEES: dict[Guarantee, str] = {
+    Guarantee.NETWORK: _FILTER,
+    Guarantee.WRITES: _FILES,
+    Guarantee.READS: _FILES,
+    Guarantee.PROCESSES: _FILTER,
+    Guarantee.SIGNALS: _FILTER,
+}
+"""What the machine needs for each guarantee."""
+
+MECHANISMS = ("namespaces", "seccomp", "landlock", "user")
+"""What isolates programs; see `isolation.py`. `user`: root becomes another user."""
+
+
+class LimitHit(StrEnum):
+    """The limit that a program has reached. The last five are known from the error that ended it."""
+
+    WALL_TIME = "wall_time"
+    CPU_TIME = "cpu_time"
+    OUTPUT = "output"
+    MEMORY = "memory"
+    THREADS = "threads"
+    DISK = "disk"  # all its files together, or their number
+    FILE_SIZE = "file_size"
+    OPEN_FILES = "open_files"
+    PROCESSES = "processes"
+    FORBIDDEN = "forbidden"  # a file, socket, signal or system call that is not its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """Limits of one program, which is one process with threads."""
+
+    wall_s: float = 10.0
+    cpu_s: int = 5  # whole seconds, of all its threads
+    memory_bytes: int = 1 << 29  # address space; the interpreter takes about 40 MiB of it
+    output_bytes: int = 1 << 16  # of stdout and stderr together
+    threads: int = 32
+    open_files: int = 64
+    file_bytes: int = 1 << 24
+    disk_bytes: int = 1 << 26  # of all files
+    files: int = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """Python source to run. `__name__` is `"__main__"`, and `random` starts with the same seed every time.
+
+    `check` runs in the program's own process: a malicious program can read it, or make it pass. Where that matters,
+    compare the program's output with the expected one.
+    """
+
+    cells: list[str]  # run in order in one namespace; only the last one may print, echo and read stdin
+    stdin: str = ""
+    echo: bool = False  # print the value of the last cell when it ends with an expression, as the prompt of Python does
+    check: str = ""  # source that runs in the same namespace after the cells
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxResult:
+    """The result of a program. `finished`: its cells and its check ran to their ends, without exit and exception. A
+    malicious program can make it true."""
+
+    stdout: str
+    stderr: str
+    exit_status: int  # negative: the signal that ended it
+    limit: LimitHit | None
+    finished: bool
+    duration_s: float
+    error: str = ""  # type of the exception that ended it
+    failed_cell: int | None = None  # the cell that raised
+
 
 SEED = 0
 LIMIT_OF_ERRNO = {
@@ -34,7 +122,7 @@ LIMIT_OF_ERRNO = {
 
 
 def run(request: dict[str, Any], status_fd: int) -> None:
-    """Run it to its end and leave the process. Standard input, output and error are already those of the program."""
+    """Run a request of the server and end the process. Standard input, output and error are already the program's."""
     os.environ.clear()
     os.environ.update({"HOME": os.getcwd(), "TMPDIR": os.getcwd(), "PATH": "", "LANG": "C.UTF-8"})
     sys.argv = ["program.py"]
@@ -52,31 +140,23 @@ def run(request: dict[str, Any], status_fd: int) -> None:
     vars(module)["__builtins__"] = builtins
     sys.modules["__main__"] = module
     gc.enable()
-    status = _Status(status_fd, request["token"])
     exit_status = 1
     try:
-        exit_status = _cells(request, vars(module), status)
-    finally:  # it has raised, and that is told; nothing of the server may run in this process
+        exit_status = _cells(request, vars(module), status_fd)
+    finally:  # an exception is reported already; no code of the server may run in this process
         _leave(exit_status)
 
 
-class _Status:
-    """What the runner has to say to the server, one JSON object per line."""
+def _cells(request: dict[str, Any], namespace: dict[str, Any], status_fd: int) -> int:
+    """Run the cells and the check, report how they ended, one JSON object per line, and return the exit status."""
 
-    def __init__(self, fd: int, token: str) -> None:
-        self.fd = fd
-        self.token = token
+    def report(**facts: object) -> None:
+        os.write(status_fd, json.dumps({**facts, "token": request["token"]}).encode() + b"\n")
 
-    def tell(self, **facts: object) -> None:
-        os.write(self.fd, json.dumps({**facts, "token": self.token}).encode() + b"\n")
-
-
-def _cells(request: dict[str, Any], namespace: dict[str, Any], status: _Status) -> int:
-    """Exit status, after whatever the program does."""
     cells, number = request["cells"], 0
     try:
         if len(cells) > 1:
-            with _Hushed():
+            with _Silenced():
                 for number, cell in enumerate(cells[:-1]):
                     _execute(cell, f"<cell {number + 1}>", namespace, echo=False)
         number = len(cells) - 1
@@ -85,7 +165,7 @@ def _cells(request: dict[str, Any], namespace: dict[str, Any], status: _Status) 
         if request["check"]:
             number += 1
             _execute(request["check"], "<check>", namespace, echo=False)
-        status.tell(finished=True)
+        report(finished=True)
     except SystemExit as leaving:
         return _exit_status(leaving.code)
     except BaseException as error:
@@ -94,14 +174,14 @@ def _cells(request: dict[str, Any], namespace: dict[str, Any], status: _Status) 
             limit = LIMIT_OF_ERRNO.get(error.errno or 0)
         elif isinstance(error, RuntimeError) and str(error) == "can't start new thread":
             limit = LimitHit.THREADS
-        status.tell(error=type(error).__name__, limit=limit, failed_cell=number)
+        report(error=type(error).__name__, limit=limit, failed_cell=number)
         _show_traceback(error)
         raise
     return 0
 
 
-class _Hushed:
-    """Standard output and error go nowhere, and standard input is empty, in a `with` block."""
+class _Silenced:
+    """Discards standard output and error, and empties standard input, in a `with` block."""
 
     def __enter__(self) -> None:
         self.kept = [os.dup(fd) for fd in range(3)]
@@ -156,8 +236,8 @@ def _show_traceback(error: BaseException) -> None:
 
 
 def _leave(exit_status: int) -> None:
-    """What an interpreter does at its end: waits for threads, runs exit handlers, flushes, and is gone."""
-    left = exit_status or 1  # unless all of it works: the program may have closed its output
+    """End as an interpreter does: wait for threads, run exit handlers, flush."""
+    left = exit_status or 1  # an error below, e.g. of a closed output, is an exit status of 1
     try:
         vars(threading)["_shutdown"]()
         vars(atexit)["_run_exitfuncs"]()

@@ -13,13 +13,13 @@ computes:
 
 Norms, rotary embedding, activations, log-softmax, top-k, top-p and the random generators work row by row already.
 
-**Speculative decoding.** `enable` corrects three defects of vLLM 0.32; see there.
+**Speculative decoding.** `enable` corrects three defects of vLLM 0.32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -123,29 +123,23 @@ class RowInvariantLinear:
         return out[:num_rows]
 
 
-_known_row_blocks: dict[tuple[int, int], tuple[int, ...]] = {}
-
-
+@cache
 def _invariant_row_blocks(shape: tuple[int, int]) -> tuple[int, ...]:
     """The sizes in ROW_BLOCKS whose products agree bit for bit, largest first."""
-    if shape not in _known_row_blocks:
-        generator = torch.Generator().manual_seed(0)
-        weight = torch.randn(shape, generator=generator)
-        row = torch.randn(1, shape[1], generator=generator)
-        bias = torch.randn(shape[0], generator=generator)
-        # A kernel's order of operations does not depend on the numbers, so equal rows in must give equal rows out.
-        out = {
-            size: _product(row.repeat(size, 1), weight.t(), bias, torch.empty(size, shape[0])) for size in ROW_BLOCKS
-        }
-        reference = out[ROW_BLOCKS[-1]][0]
-        sizes = tuple(size for size in ROW_BLOCKS if bool((out[size] == reference).all()))
-        if ROW_BLOCKS[-1] not in sizes:
-            raise RuntimeError(
-                f"float32 products of {ROW_BLOCKS[-1]} rows with a weight of shape {list(shape)} depend on the row's "
-                f"place on this machine ({torch.get_num_threads()} threads): generation cannot be made reproducible"
-            )
-        _known_row_blocks[shape] = sizes
-    return _known_row_blocks[shape]
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator)
+    row = torch.randn(1, shape[1], generator=generator)
+    bias = torch.randn(shape[0], generator=generator)
+    # A kernel's order of operations does not depend on the numbers, so equal rows in must give equal rows out.
+    out = {size: _product(row.repeat(size, 1), weight.t(), bias, torch.empty(size, shape[0])) for size in ROW_BLOCKS}
+    reference = out[ROW_BLOCKS[-1]][0]
+    sizes = tuple(size for size in ROW_BLOCKS if bool((out[size] == reference).all()))
+    if ROW_BLOCKS[-1] not in sizes:
+        raise RuntimeError(
+            f"float32 products of {ROW_BLOCKS[-1]} rows with a weight of shape {list(shape)} depend on the row's "
+            f"place on this machine ({torch.get_num_threads()} threads): generation cannot be made reproducible"
+        )
+    return sizes
 
 
 def _product(

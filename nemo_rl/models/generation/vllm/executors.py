@@ -40,15 +40,10 @@ class BoundMultiprocExecutor(MultiprocExecutor):
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
-    """The bound form of the executor that vLLM chose. Raises ValueError if it has none."""
-    chosen = Executor.get_class(config)
-    for bound in (BoundUniProcExecutor, BoundMultiprocExecutor):
-        if bound.__base__ is chosen:
-            return bound
-    raise ValueError(
-        f"vLLM chose {chosen.__name__} to run the engine: remove distributed_executor_backend from "
-        "policy.generation.vllm_kwargs"
-    )
+    """The bound form of the executor that vLLM chose."""
+    return {bound.__base__: bound for bound in (BoundUniProcExecutor, BoundMultiprocExecutor)}[
+        Executor.get_class(config)
+    ]
 
 
 def end_with_parent() -> None:

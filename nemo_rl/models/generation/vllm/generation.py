@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup, start_groups, wait_groups
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.generation.interfaces import GENERATION, DraftCounts, EngineSettings, GenerationInterface
 from nemo_rl.refit.buffers import host_copy_environment
@@ -30,16 +29,11 @@ class VllmGeneration(GenerationInterface):
 
     Args:
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
-        cfg: `policy.generation`.
-        model: directory or hub name of the model. With `load_format="dummy"` only its configuration is read: the
-            weights come from the policy with the first sync.
-        tokenizer: directory or hub name of the tokenizer.
+        cfg, model, tokenizer, load_format, return_routed_experts: see `EngineSettings`.
         seed: seed of the run.
         section: configuration section that holds the seed, for messages.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
-        load_format: "auto" reads the weights of `model` (evaluation, tests).
-        return_routed_experts: return the experts of every token with completions.
 
     Raises:
         ValueError: the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
@@ -62,10 +56,10 @@ class VllmGeneration(GenerationInterface):
         return_routed_experts: bool = False,
     ) -> None:
         check_vllm_kwargs(cfg, section)
+        self.name_prefix = name_prefix
         self._cluster = cluster
         self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
-        self._name_prefix = name_prefix
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
         if hf_overrides:
@@ -80,52 +74,15 @@ class VllmGeneration(GenerationInterface):
             weight_transfer=weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
             return_routed_experts=return_routed_experts,
         )
-        self._bytes_of_stopped = 0
         cluster.bundles()  # reserve them once, before the replicas start in parallel
-        self._replicas: list[RayWorkerGroup] = start_groups(len(self._bundle_groups), self._start)
+        super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
         if accelerator is not None:
-            accelerator.register(GENERATION, self.onload, self.offload, on_device=True)
-
-    @property
-    def name_prefix(self) -> str:
-        return self._name_prefix
-
-    @property
-    def workers(self) -> list[Any]:
-        return [replica.workers[0] for replica in self._replicas]
-
-    @property
-    def controller_tensor_bytes(self) -> int:
-        return self._bytes_of_stopped + sum(replica.controller_tensor_bytes for replica in self._replicas)
+            accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
     @property
     def num_engine_ranks(self) -> int:
         """Number of ranks of all engines together."""
         return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
-
-    def init_weight_transfer(self, init_info: dict[str, Any]) -> None:
-        self._call_all("init_weight_transfer", init_info)
-
-    def start_weight_update(self, *, clear_cache: bool = True) -> None:
-        self._call_all("start_weight_update", clear_cache=clear_cache)
-
-    def receive_bucket_async(self, info: dict[str, Any], *, turn: int) -> list[Any]:
-        return [replica.start_one(0, "receive_bucket", info, turn=turn) for replica in self._replicas]
-
-    def wait(self, futures: Sequence[Any]) -> None:
-        wait_groups(self._replicas, futures)
-
-    def finish_weight_update(self, version: int) -> None:
-        self._call_all("finish_weight_update", version)
-
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        self._call_all("onload", list(tags) if tags is not None else None)
-
-    def offload(self) -> None:
-        self._call_all("offload")
-
-    def reset_prefix_cache(self) -> None:
-        self._call_all("reset_prefix_cache")
 
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())
@@ -141,35 +98,22 @@ class VllmGeneration(GenerationInterface):
                 dead.append(index)
         return dead
 
-    def abandon_requests(self) -> None:
-        self._call_all("abandon_requests")
-
     def restart_worker(self, index: int) -> None:
-        old = self._replicas[index]
-        present = self._accelerator.present if self._accelerator is not None else None
-        if self._accelerator is not None and present is not None and present != GENERATION:
-            self._accelerator.release(present)  # an engine measures the free memory of its device when it starts
-        logger.warning("restarting %s", old.name_prefix)
-        self._bytes_of_stopped += old.controller_tensor_bytes
-        old.shutdown()
-        self._replicas[index] = self._start(index)
+        awake = self._accelerator.awake if self._accelerator is not None else None
+        if self._accelerator is not None and awake is not None and awake != GENERATION:
+            self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
+        super().restart_worker(index)
 
     def shutdown(self) -> None:
         for replica in self._replicas:
             replica.shutdown("shutdown")
 
-    def _call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        return wait_groups(
-            self._replicas, [replica.start_one(0, method, *args, **kwargs) for replica in self._replicas]
-        )
-
-    def _start(self, index: int) -> RayWorkerGroup:
-        # Each replica has its own group, so that it can be restarted alone.
+    def _start_replica(self, index: int) -> RayWorkerGroup:
         nodes = self._bundle_groups[index]
         return RayWorkerGroup(
             self._cluster,
             RayWorkerBuilder(WORKER if len(nodes) == 1 else WORKER_OF_NODE, replace(self._settings, replica=index)),
-            name_prefix=f"{self._name_prefix}-{index}",
+            name_prefix=f"{self.name_prefix}-{index}",
             bundle_groups=nodes,
             py_executable=self._py_executable,
             env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
@@ -182,31 +126,24 @@ def check_vllm_kwargs(cfg: GenerationConfig, section: str) -> None:
 
     `section` is the configuration section that holds the seed.
     """
-    decided = {
+    own = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
+    own += ("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
+    decided = {key: f"policy.generation.vllm_cfg.{key}" for key in own} | {
         "model": "policy.model_name",
         "tokenizer": "policy.tokenizer.name",
         "dtype": "policy.generation.vllm_cfg.precision",
         "quantization": "policy.generation.vllm_cfg.precision",
-        "kv_cache_dtype": "policy.generation.vllm_cfg.kv_cache_dtype",
-        "max_model_len": "policy.generation.vllm_cfg.max_model_len",
-        "tensor_parallel_size": "policy.generation.vllm_cfg.tensor_parallel_size",
-        "pipeline_parallel_size": "policy.generation.vllm_cfg.pipeline_parallel_size",
-        "gpu_memory_utilization": "policy.generation.vllm_cfg.gpu_memory_utilization",
         "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
-        "enforce_eager": "policy.generation.vllm_cfg.enforce_eager",
-        "enable_prefix_caching": "policy.generation.vllm_cfg.enable_prefix_caching",
         "enable_sleep_mode": "policy.generation.colocated.enabled",
         "seed": f"{section}.seed",
-        "distributed_executor_backend": "",
-        "load_format": "",
-        "logprobs_mode": "",
-        "worker_extension_cls": "",
-        "weight_transfer_config": "",
     }
+    internal = ("distributed_executor_backend", "load_format", "logprobs_mode")
+    internal += ("worker_extension_cls", "weight_transfer_config")
     for key in cfg.vllm_kwargs:
         if key in decided:
-            instead = f"set {decided[key]} instead" if decided[key] else "the library decides it: remove the key"
-            raise ValueError(f"policy.generation.vllm_kwargs.{key}: {instead}")
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: set {decided[key]} instead")
+        if key in internal:
+            raise ValueError(f"policy.generation.vllm_kwargs.{key}: the library decides it: remove the key")
 
 
 def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:

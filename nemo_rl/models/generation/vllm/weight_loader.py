@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,11 +67,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     init_info_cls = PackedInitInfo
     update_info_cls = PackedUpdateInfo
-    transport: Transport
     supports_draft_weight_update = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.transport = cast(Transport, self.config.backend)
         self._receiver: WeightReceiver | None = None
         self._why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
@@ -101,8 +101,14 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._why_reload is None:
             addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
             if self._targets is None or addresses != self._addresses:
-                self._trace()
-                self._addresses = addresses
+                self._targets, self._addresses = None, addresses
+                try:
+                    targets, stale = trace_load(self.model, self._receiver.layout.weights)
+                except NotTraceable as error:
+                    self._why_reload = str(error)
+                else:
+                    self._refuse_stale(stale)
+                    self._targets = targets
         if self._why_reload is not None and self._receiver.layout.num_base_buckets:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
@@ -112,8 +118,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
             self._expected = {name for name, _ in self.model.named_parameters()}
             self._loaded = set()
-            if self.device.type == "cpu":
-                _repack_experts(self.model)
+            for module in self.model.modules() if self.device.type == "cpu" else ():
+                # vLLM packs the experts' weights for the CPU kernel only when it creates the kernel, and a reload keeps
+                # the kernel: unpacked weights would be copied into the memory of packed ones.
+                if hasattr(module, "quant_method") and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                    module.quant_method.moe_kernel = None
             initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
@@ -137,8 +146,11 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             finalize_layerwise_reload(self.model, self.model_config)
             if self.model_config.quantization is None:
                 self._refuse_stale(self._expected - self._loaded)
-        if self.device.type == "cpu":
-            _pack_again(self.model)
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            # Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding.
+            packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
+            if packed and not isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
+                layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
     def shutdown(self) -> None:
         """Detach from the policy's buffer."""
@@ -150,17 +162,6 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         with disable_mtp_completeness_check():
             self._loaded |= self.model.load_weights(weights) or set()
 
-    def _trace(self) -> None:
-        assert self._receiver is not None
-        self._targets = None
-        try:
-            targets, stale = trace_load(self.model, self._receiver.layout.weights)
-        except NotTraceable as error:
-            self._why_reload = str(error)
-            return
-        self._refuse_stale(stale)
-        self._targets = targets
-
     def _refuse_stale(self, names: Iterable[str]) -> None:
         if stale := sorted(names):
             raise RefitError(
@@ -169,27 +170,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             )
 
 
-class PackedShmEngine(PackedWeightTransferEngine):
-    """Shared memory of the node."""
-
-    transport: Transport = "packed_shm"
-
-
-class PackedIpcEngine(PackedWeightTransferEngine):
-    """Memory of the GPU that policy and generation share."""
-
-    transport: Transport = "packed_ipc"
-
-
-class PackedCollectiveEngine(PackedWeightTransferEngine):
-    """A process group of the policy's ranks and the engines' ranks, which are on other devices."""
-
-    transport: Transport = "packed_collective"
-
-
-# vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": ...}` selects an engine.
-for _engine in (PackedShmEngine, PackedIpcEngine, PackedCollectiveEngine):
-    WeightTransferEngineFactory.register_engine(_engine.transport, _engine)
+# vLLM imports this module through `worker_extension_cls`; `weight_transfer_config={"backend": transport}` selects one.
+for _transport in get_args(Transport):
+    WeightTransferEngineFactory.register_engine(_transport, PackedWeightTransferEngine)
 
 # Before the model is built: on a CPU the linear layers are replaced.
 engine_patches.enable()
@@ -300,22 +283,3 @@ def _why_not_in_place(model: torch.nn.Module) -> str | None:
         if hasattr(module, "process_weights_after_loading") and type(module) is not Attention:
             return f"{name} ({type(module).__name__}) derives tensors from its weights"
     return None
-
-
-def _repack_experts(model: torch.nn.Module) -> None:
-    """Make the reload pack the experts' weights for the CPU kernel.
-
-    vLLM packs them only when it creates the kernel, and a reload keeps the kernel: unpacked weights would be copied
-    into the memory of packed ones.
-    """
-    for module in model.modules():
-        if hasattr(module, "quant_method") and isinstance(method := module.quant_method, UnquantizedFusedMoEMethod):
-            method.moe_kernel = None
-
-
-def _pack_again(model: torch.nn.Module) -> None:
-    """Renew the packed copy in layers that keep it beside their weight, such as a head tied to its embedding."""
-    for module in model.modules():
-        packed = "cpu_linear" in module.__dict__ and "weight" in module._parameters and module.weight.numel() > 0
-        if packed and not isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
-            layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -10,8 +10,8 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,51 +40,6 @@ _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits fo
 _SLEEP_TAGS = ("weights", "kv_cache")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EngineNodes:
-    """The number of nodes of an engine, the rank of this one, and the address where they meet.
-
-    vLLM's multiprocess executor spans nodes without Ray: the executors of all nodes connect to the first node, whose
-    scheduler directs them.
-    """
-
-    num_nodes: int
-    rank: int
-    address: str
-    port: int
-
-    @classmethod
-    def from_environment(cls) -> EngineNodes:
-        """From the worker group, which has one worker on each node of the engine; one node outside of a worker group.
-
-        Releases the first node's reserved port, so that vLLM can bind it.
-        """
-        if "WORLD_SIZE" not in os.environ:
-            return cls(num_nodes=1, rank=0, address="127.0.0.1", port=0)
-        nodes = cls(
-            num_nodes=int(os.environ["WORLD_SIZE"]),
-            rank=int(os.environ["RANK"]),
-            address=os.environ["MASTER_ADDR"],
-            port=int(os.environ["MASTER_PORT"]),
-        )
-        if nodes.num_nodes > 1:
-            os.environ["VLLM_HOST_IP"] = own_address(nodes.address, nodes.port)
-            if nodes.rank == 0:
-                release_port()
-        return nodes
-
-    @property
-    def engine_arguments(self) -> dict[str, Any]:
-        if self.num_nodes == 1:
-            return {}
-        return {
-            "nnodes": self.num_nodes,
-            "node_rank": self.rank,
-            "master_addr": self.address,
-            "master_port": self.port,
-        }
-
-
 class VllmWorker:
     """Hosts one `AsyncLLM`. vLLM itself starts the processes of further ranks.
 
@@ -108,7 +63,7 @@ class VllmWorker:
         self._turns = asyncio.Condition()
         self._turn = 0  # of the bucket to read next
         self._num_syncs = 0  # started or aborted
-        nodes = EngineNodes.from_environment()
+        nodes = join_nodes()
         prepare_environment(device, cfg.vllm_cfg.engine_size)
 
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -238,15 +193,10 @@ class VllmWorker:
         await self._engine_call(self._engine.init_weight_transfer_engine(request))
 
     async def start_weight_update(self, *, clear_cache: bool) -> None:
-        """Hold back new requests and pause those in flight.
-
-        With `clear_cache` the KV of paused requests, which belongs to the old weights, is recomputed with the new ones;
-        otherwise they keep it. Requests after the update never use old KV: their cache salt differs.
-        """
+        """Hold back new requests and pause those in flight; see `GenerationInterface.start_weight_update`."""
         self._sampling_allowed.clear()
         async with self._turns:
-            self._num_syncs += 1
-            self._turn = 0
+            self._num_syncs, self._turn = self._num_syncs + 1, 0
             self._turns.notify_all()
         await self._engine_call(self._engine.pause_generation(mode="keep", clear_cache=clear_cache))
         # The sender of the previous sync may have died in the middle of it.
@@ -275,7 +225,7 @@ class VllmWorker:
             self._turns.notify_all()
 
     async def finish_weight_update(self, version: int) -> None:
-        """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
+        """Activate the new weights as `version` and resume sampling."""
         await self._engine_call(self._engine.finish_weight_update(str(version)))
         self.weight_version = version
         self._num_updates += 1
@@ -375,8 +325,8 @@ class VllmFollower:
     """Starts the ranks of a further node of an engine, which the engine's first node directs."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        nodes = EngineNodes.from_environment()
-        self._name = f"node {nodes.rank} of generation replica {settings.replica}"
+        nodes = join_nodes()
+        self._name = f"node {nodes['node_rank']} of generation replica {settings.replica}"
         prepare_environment(settings.device, settings.cfg.vllm_cfg.engine_size)
 
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
@@ -401,6 +351,22 @@ def start_node(settings: EngineSettings) -> VllmWorker | VllmFollower:
     return VllmWorker(settings) if os.environ["RANK"] == "0" else VllmFollower(settings)
 
 
+def join_nodes() -> dict[str, Any]:
+    """vLLM's arguments for an engine on several nodes, from the environment of its worker group (one worker per node).
+
+    vLLM's multiprocess executor spans nodes without Ray: the executors of all nodes connect to the first node, whose
+    scheduler directs them. Its port, which the worker group reserved, is released for vLLM. Empty for one node.
+    """
+    num_nodes = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_nodes == 1:
+        return {}
+    rank, address, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    os.environ["VLLM_HOST_IP"] = own_address(address, port)
+    if rank == 0:
+        release_port()
+    return {"nnodes": num_nodes, "node_rank": rank, "master_addr": address, "master_port": port}
+
+
 def prepare_environment(device: str, engine_size: int) -> None:
     """Set the environment variables of the engine's processes. Call before vllm is imported."""
     # vLLM's ranks have a rendezvous of their own, not that of the worker group.
@@ -417,8 +383,8 @@ def prepare_environment(device: str, engine_size: int) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if engine_size == 1 else "1"
 
 
-def engine_args(settings: EngineSettings, nodes: EngineNodes) -> AsyncEngineArgs:
-    """vLLM's arguments, the same on every node of an engine except for the node's rank.
+def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
+    """vLLM's arguments. `nodes` are those of `join_nodes`; all others are the same on every node of an engine.
 
     Raises:
         ValueError: experts are to be returned on a GPU without a prefix cache, or the data type needs a GPU.
@@ -441,7 +407,7 @@ def engine_args(settings: EngineSettings, nodes: EngineNodes) -> AsyncEngineArgs
         "weight_transfer_config": {"backend": settings.weight_transfer},
         "disable_log_stats": not cfg.speculates,
         "use_tqdm_on_load": False,
-        **nodes.engine_arguments,
+        **nodes,
     }
     if vllm_cfg.engine_size > 1:  # inside a Ray actor vLLM would choose Ray, which does not share a node's devices
         arguments["distributed_executor_backend"] = "mp"

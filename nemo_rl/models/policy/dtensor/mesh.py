@@ -1,9 +1,9 @@
-"""The ranks of a policy on named axes, and the groups that the parts of training talk through.
+"""The ranks of a policy on named axes, and the groups that the parts of training communicate in.
 
     arange(world).reshape(pipeline_parallel, dp_replicate, dp_shard, context_parallel, tensor_parallel)
 
-Neighbouring ranks share tensors (the most traffic), then sequences, then parameters; pipeline stages lie furthest
-apart. Experts live on a second arrangement of the same ranks, in which the ranks that shard parameters
+Axes with more traffic vary faster, so that their ranks are neighbors: tensors, then sequences, then parameters, then
+pipeline stages. Experts use a second arrangement of the same ranks, in which the ranks that shard parameters
 (dp_shard x context_parallel) are (expert_shard x expert_parallel).
 """
 
@@ -19,14 +19,14 @@ EXPERT_AXES = ("pipeline_parallel", "dp_replicate", "expert_shard", "expert_para
 
 
 class ParallelMesh:
-    """This rank's place, and the meshes and groups of its neighbours. Construction is a collective.
+    """This rank's coordinates, and the meshes and groups of its neighbors. Construction is a collective.
 
     Attributes:
-        fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel); 2-D with the copies (HSDP) in front.
-        tensor: 1-D mesh, or None when the size is 1. `context`, `pipeline` likewise.
+        fsdp: ranks that shard each parameter, 1-D (dp_shard x context_parallel), or 2-D after the copies (HSDP).
+        tensor, context, pipeline: 1-D meshes, or None if the size is 1.
         expert: 1-D mesh of the ranks that share experts, or None.
-        expert_fsdp: ranks that shard each expert's parameters, 1-D; 2-D with the copies in front.
-        data_group: the ranks that hold different samples and are otherwise at this rank's place.
+        expert_fsdp: ranks that shard each expert's parameters, 1-D, or 2-D after the copies.
+        data_group: the ranks that hold different samples and have equal coordinates otherwise.
     """
 
     def __init__(self, device_type: str, sizes: ParallelSizes) -> None:
@@ -45,14 +45,9 @@ class ParallelMesh:
         self.expert: DeviceMesh | None = None
         self.expert_fsdp: DeviceMesh | None = None
         if sizes.expert_parallel > 1:
-            shards = sizes.dp_shard * sizes.context_parallel
-            shape = (
-                sizes.pipeline_parallel,
-                sizes.dp_replicate,
-                shards // sizes.expert_parallel,
-                sizes.expert_parallel,
-                sizes.tensor_parallel,
-            )
+            expert_shard = sizes.dp_shard * sizes.context_parallel // sizes.expert_parallel
+            front = (sizes.pipeline_parallel, sizes.dp_replicate)
+            shape = (*front, expert_shard, sizes.expert_parallel, sizes.tensor_parallel)
             experts = init_device_mesh(device_type, shape, mesh_dim_names=EXPERT_AXES)
             self.expert = experts["expert_parallel"]
             axes = ("expert_shard",) if sizes.dp_replicate == 1 else ("dp_replicate", "expert_shard")

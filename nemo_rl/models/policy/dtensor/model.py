@@ -6,11 +6,10 @@ meta model -> adapters -> pipeline stages -> tensor parallel -> expert parallel 
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.experts import ExpertNames
-from nemo_rl.models.policy.head.logprobs import LogprobModel, logit_transform
+from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
@@ -38,52 +37,6 @@ from nemo_rl.refit.layout import ExportedTensor, GatheredParts, exported, gather
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-
-def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
-    """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
-
-    Raises:
-        ValueError: naming the key to change and what would work.
-    """
-    settings = config.dtensor_cfg
-    model = copy.deepcopy(model)  # building a model writes into its configuration
-    if not is_scalar(model):
-        logit_transform(model)
-    if settings.tensor_parallel_size > 1:
-        tensor_parallel.check_tensor_parallel(
-            model,
-            settings.tensor_parallel_size,
-            sequence_parallel=settings.sequence_parallel,
-            custom_plan=settings.custom_parallel_plan,
-        )
-    reason = unpackable_reason(model)
-    if settings.context_parallel_size > 1 and reason is not None:
-        raise ValueError(
-            f"policy.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
-            f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
-            "tensor_parallel_size or activation_checkpointing for long sequences"
-        )
-    pipeline.check_pipeline(model, settings)
-    moe.check_experts(model, settings.expert_parallel_size)
-    if settings.lora_cfg.enabled:
-        lora.check_lora(model, settings.lora_cfg)
-        if settings.lora_cfg.adapter_path is not None:
-            directory = Path(settings.lora_cfg.adapter_path)
-            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
-    if reason is None:
-        return
-    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
-    if config.padding_free:
-        raise ValueError(f"policy.padding_free=true: {why}; set it to null or false")
-    if config.sequence_packing.enabled:
-        raise ValueError(
-            f"policy.sequence_packing.enabled=true: {why}; set policy.sequence_packing.enabled=false and "
-            "policy.dynamic_batching.enabled=true"
-        )
-
-
-# -- building
 
 
 def build_stages(
@@ -360,7 +313,7 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
     for stage, theirs in enumerate(described):
         source = dist.get_global_rank(group, stage)
         for tensor in theirs:
-            gather = _broadcasting(mine.get(tensor.name), tensor, source, group, device)
+            gather = functools.partial(_broadcast_whole, mine.get(tensor.name), tensor, source, group, device)
             tensors.append(replace(tensor, gather=gather))
     return tensors
 
@@ -369,16 +322,18 @@ def _elsewhere(dtype: torch.dtype | None) -> torch.Tensor:
     raise AssertionError("held by another pipeline stage")
 
 
-def _broadcasting(
-    own: ExportedTensor | None, meta: ExportedTensor, source: int, group: Any, device: torch.device
-) -> Callable[[torch.dtype | None], torch.Tensor]:
-    def gather(dtype: torch.dtype | None) -> torch.Tensor:
+def _broadcast_whole(
+    own: ExportedTensor | None,
+    meta: ExportedTensor,
+    source: int,
+    group: Any,
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    if own is not None:
+        tensor = own.gather(dtype).to(device)
+    else:
         wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
-        if own is not None:
-            tensor = own.gather(dtype).to(device)
-        else:
-            tensor = torch.empty(meta.shape, dtype=wanted, device=device)
-        dist.broadcast(tensor, src=source, group=group)
-        return tensor
-
-    return gather
+        tensor = torch.empty(meta.shape, dtype=wanted, device=device)
+    dist.broadcast(tensor, src=source, group=group)
+    return tensor

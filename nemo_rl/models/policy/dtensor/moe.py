@@ -1,12 +1,12 @@
-"""Experts spread over ranks: tokens go to where their experts are, and come back.
+"""Mixture-of-experts layers of transformers: how they compute, how they are sharded, how busy their experts are.
 
-    rows of this rank's tokens, sorted by expert [T x K, H]
-    -> all-to-all over the ranks that share experts -> rows of all their tokens for this rank's experts
-    -> experts -> all-to-all back -> weighted sum [T, H]
+    hidden states [T, H] -> router -> indices, weights [T, K] -> rows sorted by expert [T x K, H] -> experts -> [T, H]
 
-(Lepikhin et al. 2020, arXiv 2006.16668, without capacity: no token is dropped.) The ranks see different tokens; the
-gradient of an expert is complete on the rank that holds it, for the tokens of all of them. Tensor-parallel ranks, which
-see the same tokens, each do the same work in a group of their own.
+A layer is a router (`gate`) beside a module of fused experts with the parameters `gate_up_proj` [E, 2I, H] and
+`down_proj` [E, H, I]. With expert parallelism an all-to-all over the ranks that share experts carries the sorted rows
+to their experts, and a second one carries the results back (Lepikhin et al. 2020, arXiv 2006.16668, without capacity:
+no token is dropped). The ranks see different tokens. The gradient of an expert is complete on the rank that holds it.
+Tensor-parallel ranks, which see the same tokens, each do the same work in a group of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -35,21 +36,15 @@ from nemo_rl.models.policy.experts import (
     num_experts,
 )
 
-# -- Mixture-of-experts layers: which there are, how they compute, how they are sharded, how their routers do.
-#
-#     hidden states [T, H] -> router -> indices, weights [T, K] -> rows sorted by expert [T x K, H] -> experts -> [T, H]
-#
-# The layers are those of transformers: a router (`gate`) beside a module of fused experts with the parameters
-# `gate_up_proj` [E, 2I, H] and `down_proj` [E, H, I]. Every parameter gets a gradient in every backward pass, zeros for
-# experts that saw no token, so that all ranks take part in the same collectives.
-
 GROUPED = "nemo_rl_grouped"
 """Name of `grouped_experts` among transformers' implementations of experts."""
-_PARAMETERS = {"gate_up_proj", "down_proj"}
+
+EXPERT_PARALLEL = "nemo_rl_expert_parallel"
+"""Name of `parallel_experts` among transformers' implementations of experts."""
 
 
 def check_experts(config: PretrainedConfig, ep_size: int) -> None:
-    """Whether the experts of the model can be spread over `ep_size` ranks.
+    """Check that the experts of the model can be spread over `ep_size` ranks.
 
     Raises:
         ValueError: naming `policy.dtensor_cfg.expert_parallel_size` and what would work.
@@ -66,23 +61,28 @@ def check_experts(config: PretrainedConfig, ep_size: int) -> None:
             "which expert parallelism is written; set it to 1"
         )
     if count % ep_size:
-        works = divisors(count)
-        raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {works}")
+        raise ValueError(f"{key} does not divide the {count} experts of {model_type!r}; these would: {divisors(count)}")
 
 
 def expert_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of the fused experts of every layer, in the model's order."""
     for name, module in root.named_modules():
         fused = {key for key, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
-        if fused >= _PARAMETERS:
+        if fused >= {"gate_up_proj", "down_proj"}:
             yield name, module
 
 
 # -- computing
+#
+# Every parameter gets a gradient in every backward pass, zeros for experts without tokens, so that all ranks take part
+# in the same collectives.
 
 
 class _Permute(torch.autograd.Function):
-    """Row i of the result is row `order[i] // copies`; the gradient adds copies up in a fixed order."""
+    """Row i of the result is row `order[i] // copies`. The gradient sums copies in a fixed order.
+
+    Autograd's own backward of indexing adds with atomics, whose order, and so rounding, varies from run to run.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
@@ -100,13 +100,15 @@ class _Permute(torch.autograd.Function):
 
 
 def permute(rows: torch.Tensor, order: torch.Tensor, copies: int = 1) -> torch.Tensor:
-    """Rows [N, H] repeated `copies` times in place, then brought into `order`, a permutation int64 [N x copies]."""
-    return _apply(rows, order, _inverse(order), copies)
+    """Rows [N, H], each repeated `copies` times, brought into `order`, a permutation int64 [N x copies]."""
+    out = _Permute.apply(rows, order, _inverse(order), copies)
+    assert isinstance(out, torch.Tensor)
+    return out
 
 
 def unpermute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `permute` without copies. Deterministic both ways: nothing is added up with atomics."""
-    return _apply(rows, _inverse(order), order, 1)
+    """Inverse of `permute` without copies."""
+    return permute(rows, _inverse(order))
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
@@ -115,16 +117,10 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-def _apply(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:
-    out = _Permute.apply(rows, order, inverse, copies)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
 def _grouped_linear(rows: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """The first counts[0] rows times weight[0], the next counts[1] times weight[1] and so on: [N, C] -> [N, R]."""
+    """The first counts[0] rows times weight[0], the next counts[1] times weight[1], and so on: [N, C] -> [N, R]."""
     rows = rows.to(weight.dtype)
-    if rows.is_cuda and len(rows):  # the kernel is not asked for nothing at all
+    if rows.is_cuda and len(rows):  # the kernel refuses zero rows
         return F.grouped_mm(rows, weight.transpose(-2, -1), offs=counts.cumsum(0).to(torch.int32))
     groups = rows.split(counts.tolist())
     return torch.cat([F.linear(group, matrix) for group, matrix in zip(groups, weight.unbind(0), strict=True)])
@@ -135,14 +131,19 @@ def run_experts(
 ) -> torch.Tensor:
     """The gated MLP of each expert on its rows: `rows` [N, H] sorted by expert, `counts` int64 [E] -> [N, H].
 
-    `module` says how gate and up are combined.
+    `module` combines gate and up.
     """
     combine: Any = module._apply_gate
     return _grouped_linear(combine(_grouped_linear(rows, gate_up, counts)), down, counts)
 
 
-def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter; the gradient is complete for it."""
+def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Outputs of each token's experts, [T x K, H], weighted by the router, [T, K] -> [T, H]."""
+    return (rows * weights.reshape(-1, 1)).view(*weights.shape, rows.shape[-1]).sum(dim=1)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter; the gradient of the part is complete here."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -151,143 +152,53 @@ def grouped_experts(
 ) -> torch.Tensor:
     """All experts of one layer on this rank: hidden states [T, H], indices and weights [T, K] -> [T, H]."""
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    gate_up, down = local(module.get_parameter("gate_up_proj")), local(module.get_parameter("down_proj"))
+    gate_up, down = _local(module.get_parameter("gate_up_proj")), _local(module.get_parameter("down_proj"))
     rows = permute(hidden_states, order, top_k_index.shape[1])
     out = run_experts(module, gate_up, down, rows, count_sorted(ids, gate_up.shape[0]))
-    return weighted_sum(unpermute(out, order), top_k_weights).to(hidden_states.dtype)
+    return _weighted_sum(unpermute(out, order), top_k_weights).to(hidden_states.dtype)
 
 
-def weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """What the experts of each token said, [T x K, H], by the router's weights [T, K] -> [T, H]."""
-    return (rows * weights.reshape(-1, 1)).view(*weights.shape, rows.shape[-1]).sum(dim=1)
+@torch.compiler.disable
+def parallel_experts(
+    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Experts of one layer over all ranks of its mesh: hidden states [T, H], indices and weights [T, K] -> [T, H].
+
+    T differs by rank and may be 0. Waits for the device once, for the number of rows to send and receive. Collective,
+    in the backward pass too.
+    """
+    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
+    assert isinstance(gate_up, DTensor)
+    group, ranks = gate_up.device_mesh.get_group(), gate_up.device_mesh.size()
+    ids, order = top_k_index.reshape(-1).sort(stable=True)
+    counts = count_sorted(ids, gate_up.shape[0])
+    theirs = torch.empty_like(counts)  # [ranks x own experts]: rows of each rank for each expert of this one
+    dist.all_to_all_single(theirs, counts, group=group)
+    theirs = theirs.view(ranks, -1)
+    sent, received = torch.stack([counts.view(ranks, -1).sum(dim=1), theirs.sum(dim=1)]).tolist()
+
+    rows = permute(hidden_states, order, top_k_index.shape[1])
+    rows = funcol.all_to_all_single_autograd(rows, received, sent, group)
+    # Rows arrive sorted by rank, then by expert; the grouped product needs them sorted by expert.
+    own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
+    by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
+    out = run_experts(module, _local(gate_up), _local(down), permute(rows, by_expert), theirs.sum(dim=0))
+    back = funcol.all_to_all_single_autograd(unpermute(out, by_expert), sent, received, group)
+    return _weighted_sum(unpermute(back, order), top_k_weights).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
+ALL_EXPERTS_FUNCTIONS.register(EXPERT_PARALLEL, parallel_experts)
 
 
-def choose_implementation(hf: PreTrainedModel, device_type: str) -> None:
-    """Set how experts compute: on GPUs transformers' grouped matmul, elsewhere one matmul per expert that has tokens.
-
-    A dense model, and one with experts of another layout, is left alone.
-    """
-    if device_type != "cuda" and ExpertNames(hf.config.get_text_config().model_type).has_fused:
-        hf.set_experts_implementation(GROUPED)
-
-
-def keep_float32_buffers(hf: PreTrainedModel) -> None:
-    """Give buffers that the model keeps in float32 this dtype, whatever the model is built in.
-
-    DeepSeek-V3 chooses experts by scores plus `e_score_correction_bias`, whose small differences decide.
-    """
-    names = set(hf._keep_in_fp32_modules_strict or ())
-    for module in hf.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name in names:
-                persistent = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, buffer.float(), persistent=persistent)
-
-
-# -- sharding
-
-
-def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> None:
-    """`fully_shard` every layer's experts on their own, before the blocks around them.
-
-    Without expert parallelism over `mesh.fsdp`, with it over `mesh.expert_fsdp`. Where there are fewer experts than
-    ranks, or an uneven number, each expert's rows are shared out instead, so that every rank holds as much. Inputs are
-    not cast: the routing weights stay in float32 where the model computes them so.
-    """
-    fsdp_mesh = mesh.fsdp if mesh.expert_fsdp is None else mesh.expert_fsdp
-    ranks = fsdp_mesh.size(fsdp_mesh.ndim - 1)
-    policy: MixedPrecisionPolicy = fsdp_kwargs.pop("mp_policy")
-
-    def place(parameter: nn.Parameter) -> Shard:
-        by_rows = local(parameter).shape[0] % ranks and parameter.shape[1] % ranks == 0
-        return Shard(1) if parameter.ndim == 3 and by_rows else Shard(0)
-
-    for _, module in expert_modules(root):
-        fully_shard(
-            module,
-            mesh=fsdp_mesh,
-            mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
-            shard_placement_fn=place,
-            **fsdp_kwargs,
-        )
-
-
-# -- what the routers do
-
-
-class RouterLoad:
-    """Counts, while training, how many tokens each expert of each layer gets.
-
-    Nothing is read from the device before `read`. Recomputed activations and passes without gradients do not count.
-    Set `token_mask` (bool [R, W], as the model's input) before a forward pass to leave padding out; None: all count.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        self.token_mask: torch.Tensor | None = None
-        self._counts: dict[int, torch.Tensor] = {}  # by layer: float64 [E + 2], then tokens and their summed entropy
-        self._num_layers = 0
-        for name, _ in expert_modules(root):
-            router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
-            if router is None:  # not laid out as those whose outputs are known here
-                continue
-            router.register_forward_hook(self._hook(self._num_layers))
-            self._num_layers += 1
-
-    def _hook(self, layer: int) -> Any:
-        @torch.compiler.disable
-        def count(router: nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if torch.is_grad_enabled() and not in_backward:
-                self._add(layer, router, output[0].detach(), output[2])
-
-        return count
-
-    def _add(self, layer: int, router: nn.Module, logits: torch.Tensor, chosen: torch.Tensor) -> None:
-        logits = logits.view(-1, logits.shape[-1])
-        size, device = len(logits), logits.device
-        is_token = torch.ones(size, dtype=torch.bool, device=device) if self.token_mask is None else self.token_mask
-        is_independent = "e_score_correction_bias" in router._buffers
-        counts = choice_counts(logits, chosen, is_token.view(-1), is_independent=is_independent)
-        if layer in self._counts:
-            self._counts[layer] += counts
-        else:
-            self._counts[layer] = counts
-
-    def read(self, mesh: ParallelMesh) -> dict[str, float]:
-        """Metrics of the micro-batches since the last call, over all ranks; waits for the device. Collective.
-
-        They are `LOAD_METRICS` under `moe/`, means over layers.
-        """
-        assert len(self._counts) == self._num_layers, "no forward pass in training since the last call"
-        sums = torch.zeros(5, dtype=torch.float64)
-        if self._num_layers:
-            counts = torch.stack([self._counts[layer] for layer in range(self._num_layers)])
-            for axis in range(mesh.fsdp.ndim):  # all ranks that see different tokens through the same layers
-                dist.all_reduce(counts, group=mesh.fsdp.get_group(axis))
-            values = layer_values(counts)
-            sums = torch.cat([values.sum(dim=0), values.new_full((1,), len(values))])
-        if mesh.pipeline is not None:
-            sums = sums.to(mesh.fsdp.device_type)
-            dist.all_reduce(sums, group=mesh.pipeline.get_group())
-        self._counts.clear()
-        *totals, num_layers = sums.tolist()
-        if num_layers == 0:
-            return {}
-        return {f"moe/{name}": total / num_layers for name, total in zip(LOAD_METRICS, totals, strict=True)}
-
-
-EXPERT_PARALLEL = "nemo_rl_expert_parallel"
-"""Name of `spread_experts` among transformers' implementations of experts."""
+# -- preparing a model
 
 
 def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
-    """Choose how experts compute, and keep on every rank its own experts of each layer only.
+    """Choose how experts compute, and keep on every rank only its own experts of each layer.
 
     In place, on the meta device, before `shard_experts`. The experts' parameters become DTensors sharded by expert over
-    `mesh.expert`; without one they stay whole. What routers keep in float32 is put there.
+    `mesh.expert`; without that mesh they stay whole. Buffers that routers need in float32 get that dtype.
 
     Raises:
         ValueError: for a dense model, or one whose number of experts the ranks do not divide.
@@ -306,60 +217,104 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
     hf.set_experts_implementation(EXPERT_PARALLEL)
 
 
-class _AllToAll(torch.autograd.Function):
-    """Rows [sum(sent), H] -> [sum(received), H]; gradients travel the other way."""
+def choose_implementation(hf: PreTrainedModel, device_type: str) -> None:
+    """Set how experts compute: on GPUs transformers' grouped matmul, elsewhere one matmul per expert that has tokens.
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
-        ctx.splits = sent, received, group
-        return _exchange(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent, received, group = ctx.splits
-        return _exchange(grads[0], received, sent, group), None, None, None
-
-
-def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    out = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=group)
-    return out
-
-
-def all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """The first sent[0] rows go to rank 0 of the group, the next sent[1] to rank 1, ...; theirs come, in rank order."""
-    out = _AllToAll.apply(rows, sent, received, group)
-    assert isinstance(out, torch.Tensor)
-    return out
-
-
-@torch.compiler.disable
-def spread_experts(
-    module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Experts of one layer over all ranks of its mesh: hidden states [T, H], indices and weights [T, K] -> [T, H].
-
-    T differs by rank and may be 0. Waits for the device once, to learn how many rows come and go. Collective, in the
-    backward pass too.
+    Does not change a dense model, or one with experts of another layout.
     """
-    gate_up, down = module.get_parameter("gate_up_proj"), module.get_parameter("down_proj")
-    assert isinstance(gate_up, DTensor)
-    group, ranks = gate_up.device_mesh.get_group(), gate_up.device_mesh.size()
-    ids, order = top_k_index.reshape(-1).sort(stable=True)
-    counts = count_sorted(ids, gate_up.shape[0])
-    theirs = torch.empty_like(counts)  # [ranks x own experts]: rows that each rank has for each expert of this one
-    dist.all_to_all_single(theirs, counts, group=group)
-    theirs = theirs.view(ranks, -1)
-    sent, received = torch.stack([counts.view(ranks, -1).sum(dim=1), theirs.sum(dim=1)]).tolist()
-
-    rows = all_to_all(permute(hidden_states, order, top_k_index.shape[1]), sent, received, group)
-    own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
-    by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
-    out = run_experts(module, local(gate_up), local(down), permute(rows, by_expert), theirs.sum(dim=0))
-    back = all_to_all(unpermute(out, by_expert), received, sent, group)
-    return weighted_sum(unpermute(back, order), top_k_weights).to(hidden_states.dtype)
+    if device_type != "cuda" and ExpertNames(hf.config.get_text_config().model_type).has_fused:
+        hf.set_experts_implementation(GROUPED)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERT_PARALLEL, spread_experts)
+def keep_float32_buffers(hf: PreTrainedModel) -> None:
+    """Give the buffers that the model keeps in float32 this dtype, whatever dtype the model is built in.
+
+    DeepSeek-V3 chooses experts by scores plus `e_score_correction_bias`, whose small differences decide.
+    """
+    names = set(hf._keep_in_fp32_modules_strict or ())
+    for module in hf.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in names:
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, buffer.float(), persistent=persistent)
+
+
+def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> None:
+    """`fully_shard` every layer's experts on their own, before the blocks around them.
+
+    The mesh is `mesh.fsdp`, or `mesh.expert_fsdp` with expert parallelism. If the ranks do not divide the experts, the
+    rows of each expert are sharded instead, so that every rank holds the same amount. Inputs are not cast: the routing
+    weights stay in float32 where the model computes them so.
+    """
+    fsdp_mesh = mesh.fsdp if mesh.expert_fsdp is None else mesh.expert_fsdp
+    ranks = fsdp_mesh.size(fsdp_mesh.ndim - 1)
+    policy: MixedPrecisionPolicy = fsdp_kwargs.pop("mp_policy")
+
+    def place(parameter: nn.Parameter) -> Shard:
+        by_rows = _local(parameter).shape[0] % ranks and parameter.shape[1] % ranks == 0
+        return Shard(1) if parameter.ndim == 3 and by_rows else Shard(0)
+
+    for _, module in expert_modules(root):
+        fully_shard(
+            module,
+            mesh=fsdp_mesh,
+            mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
+            shard_placement_fn=place,
+            **fsdp_kwargs,
+        )
+
+
+class RouterLoad:
+    """Counts, while training, how many tokens each expert of each layer gets.
+
+    Reads nothing from the device before `read`. Recomputed activations and passes without gradients do not count. Set
+    `token_mask` (bool [R, W], as the model's input) before a forward pass to leave out padding; None counts all.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.token_mask: torch.Tensor | None = None
+        self._counts: dict[int, torch.Tensor] = {}  # by layer, see `choice_counts`
+        self._num_layers = 0
+        for name, _ in expert_modules(root):
+            router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
+            if router is None:  # another layout, whose router outputs are not known
+                continue
+            router.register_forward_hook(self._hook(self._num_layers))
+            self._num_layers += 1
+
+    def _hook(self, layer: int) -> Any:
+        @torch.compiler.disable
+        def count(router: nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+            in_backward = torch._C._current_graph_task_id() != -1
+            if torch.is_grad_enabled() and not in_backward:
+                logits, chosen = output[0].detach(), output[2]
+                logits = logits.view(-1, logits.shape[-1])
+                every = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+                is_token = every if self.token_mask is None else self.token_mask.view(-1)
+                is_independent = "e_score_correction_bias" in router._buffers
+                counts = choice_counts(logits, chosen, is_token, is_independent=is_independent)
+                self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+
+        return count
+
+    def read(self, mesh: ParallelMesh) -> dict[str, float]:
+        """Metrics of the micro-batches since the last call, over all ranks. Collective; waits for the device.
+
+        They are `LOAD_METRICS` under `moe/`, means over layers.
+        """
+        assert len(self._counts) == self._num_layers, "no forward pass in training since the last call"
+        sums = torch.zeros(5, dtype=torch.float64)
+        if self._num_layers:
+            counts = torch.stack([self._counts[layer] for layer in range(self._num_layers)])
+            for axis in range(mesh.fsdp.ndim):  # all ranks that pass different tokens through the same layers
+                dist.all_reduce(counts, group=mesh.fsdp.get_group(axis))
+            values = layer_values(counts)
+            sums = torch.cat([values.sum(dim=0), values.new_full((1,), len(values))])
+        if mesh.pipeline is not None:
+            sums = sums.to(mesh.fsdp.device_type)
+            dist.all_reduce(sums, group=mesh.pipeline.get_group())
+        self._counts.clear()
+        *totals, num_layers = sums.tolist()
+        if num_layers == 0:
+            return {}
+        return {f"moe/{name}": total / num_layers for name, total in zip(LOAD_METRICS, totals, strict=True)}

@@ -1,4 +1,4 @@
-"""Any `torch.optim` optimizer and any chain of schedulers, by name."""
+"""Any `torch.optim` optimizer and any chain of schedulers, by name; clipping by the gradient's norm over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,43 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialL
 from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
 from nemo_rl.utils.registry import import_object
 
-# -- The gradient's norm over every axis of the mesh, and clipping by it.
+
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `policy.optimizer`."""
+    return _construct(config.name, torch.optim.Optimizer, "policy.optimizer", parameters, **config.kwargs)
+
+
+def build_scheduler(configs: list[SchedulerConfig], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+    """One scheduler, or a SequentialLR if the list ends in `{milestones: [...]}`; None for an empty list."""
+    parts = [
+        _construct(c.name, LRScheduler, "policy.scheduler", optimizer, **c.kwargs)
+        for c in configs
+        if c.name is not None
+    ]
+    milestones = [c.milestones for c in configs if c.milestones is not None]
+    if len(parts) > 1:
+        return SequentialLR(optimizer, parts, milestones=list(milestones[0]))
+    return parts[0] if parts else None
+
+
+def _construct(path: str, base: type, key: str, *args: Any, **kwargs: Any) -> Any:
+    """An object of the class at the import path. ValueError, under its YAML key, for what the class does not accept."""
+    try:
+        cls = import_object(path, f"{key}.name")
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{error}; give a full path such as torch.optim.AdamW") from error
+    if cls is ReduceLROnPlateau:
+        raise ValueError(f"{key}.name: {path!r} needs a metric at every step, which does not exist; use another one")
+    if not (inspect.isclass(cls) and issubclass(cls, base)):
+        raise ValueError(f"{key}.name: {path!r} is not a {base.__module__}.{base.__name__}")
+    accepted = inspect.signature(cls).parameters
+    if unknown := sorted(set(kwargs) - set(accepted)):
+        options = ", ".join(name for name in accepted if name not in ("params", "optimizer", "self"))
+        raise ValueError(f"{key}.kwargs: {cls.__name__} does not take {', '.join(unknown)}; it takes: {options}")
+    try:
+        return cls(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs}: {error}") from error
 
 
 def clip_grad_norm(
@@ -23,21 +59,23 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients in place to a 2-norm of at most `max_norm`; returns the norm before. Collective.
 
-    Every element of a gradient counts once: shards are summed over the ranks that share them, whichever mesh and axes
-    that is, and copies are not. Plain gradients count as copies. Nothing waits for the device. Where the norm is not
-    finite, gradients stay as they are; with `max_norm` None they always do.
+    Every element of a gradient counts once: shards are summed over the ranks that share them, over any mesh and axes,
+    and copies are not. Plain gradients count as copies. Does not wait for the device. Does not change the gradients if
+    the norm is not finite or `max_norm` is None.
 
     Args:
-        parameters: all of this rank's, in the same order on the ranks of one pipeline stage. On a device mesh of FSDP,
-            tensor or expert parallelism the gradient is a DTensor that says so.
+        parameters: all of this rank's, in the same order on the ranks of one pipeline stage. The gradient of a
+            parameter on a device mesh (FSDP, tensor or expert parallelism) is a DTensor.
         pipeline_group: ranks that hold other layers.
 
     Returns:
-        float32 [], the same on every rank.
+        float32 [], equal on every rank.
     """
     parameters = list(parameters)
     assert parameters, "nothing is trained on this rank"
     gradients = [_reduced(parameter) for parameter in parameters if parameter.grad is not None]
+    # Gradients sharded over the same groups share their all-reduces; a gradient may be sharded over several groups,
+    # then its sum of squares is reduced over one after the other.
     squares = _squares_by_groups(gradients)
     groups: list[dist.ProcessGroup] = []
     for found in squares:
@@ -58,7 +96,7 @@ def clip_grad_norm(
 
 
 def _reduced(parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient, without sums that are still due: on tensor-parallel ranks without FSDP it may be such a sum."""
+    """The gradient, with pending sums done: under tensor parallelism without FSDP it may be a partial sum."""
     gradient = parameter.grad
     assert gradient is not None
     if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -72,7 +110,7 @@ def _local(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.ProcessGroup, ...], torch.Tensor]:
-    """Sums of squares of the local gradients, by the groups over which these are shards."""
+    """Sums of squares of the local gradients, by the groups over which they are sharded."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         found: tuple[dist.ProcessGroup, ...] = ()
@@ -85,50 +123,3 @@ def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.Process
         found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
         for found, local in by_groups.items()
     }
-
-
-def import_class(path: str, base: type, key: str) -> type:
-    """The class at dotted `path`. ValueError when there is none or it is not a `base`."""
-    try:
-        found = import_object(path, key)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{error}; give a full path such as torch.optim.AdamW") from error
-    if found is ReduceLROnPlateau:
-        raise ValueError(f"{key}: {path!r} needs a metric at every step, which there is none of; use another scheduler")
-    if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ValueError(f"{key}: {path!r} is not a {base.__module__}.{base.__name__}")
-    return found
-
-
-def construct(cls: type, key: str, *args: Any, **kwargs: Any) -> Any:
-    """`cls(*args, **kwargs)`; what the class does not take or refuses is reported under its YAML key."""
-    accepted = inspect.signature(cls).parameters
-    unknown = sorted(set(kwargs) - set(accepted))
-    if unknown:
-        options = ", ".join(name for name in accepted if name not in ("params", "optimizer", "self"))
-        raise ValueError(f"{key}.kwargs: {cls.__name__} does not take {', '.join(unknown)}; it takes: {options}")
-    try:
-        return cls(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}.kwargs: {cls.__name__} refuses {kwargs}: {error}") from error
-
-
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `policy.optimizer`."""
-    cls = import_class(config.name, torch.optim.Optimizer, "policy.optimizer.name")
-    return construct(cls, "policy.optimizer", parameters, **config.kwargs)
-
-
-def build_scheduler(configs: list[SchedulerConfig], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-    """One scheduler, or a SequentialLR when the list ends in `{milestones: [...]}`; None for an empty list."""
-    parts = [
-        construct(import_class(c.name, LRScheduler, "policy.scheduler.name"), "policy.scheduler", optimizer, **c.kwargs)
-        for c in configs
-        if c.name is not None
-    ]
-    milestones = [c.milestones for c in configs if c.milestones is not None]
-    if not parts:
-        return None
-    if len(parts) == 1:
-        return parts[0]
-    return SequentialLR(optimizer, parts, milestones=list(milestones[0]))

@@ -4,10 +4,9 @@
                                                         | sent
     last rank:                       layers k+1..n -> norm -> head -> logprobs -> loss
 
-The model's own forward runs on every rank: layers that live elsewhere are replaced by modules that pass hidden states
-through, and later stages begin with hidden states instead of tokens. So parameters keep their Hugging Face names, and
-anything a family does between its layers stays as it is. The schedules of training are torch's: GPipe (Huang et al.
-2019, arXiv 1811.06965), 1F1B (Narayanan et al. 2019) and interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
+The model's own forward runs on every rank, with identities in place of absent layers, so a family's code between layers
+still runs and parameters keep their names. The schedules of training are torch's: GPipe (Huang et al. 2019, arXiv
+1811.06965), 1F1B (Narayanan et al. 2019) and interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
 """
 
 from __future__ import annotations
@@ -22,15 +21,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from transformers import PretrainedConfig, PreTrainedModel
 
-from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, scored_by_last_stage
+from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, clear_cache, scored_by_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
 from nemo_rl.models.policy.dtensor import lora
@@ -41,12 +35,15 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 _FINAL_NORMS = ("norm", "final_layernorm")
 
 
-class PassThrough(nn.Module):
-    """Stands where a layer or norm was that lives on another rank."""
+# -- splitting a model
+
+
+class _Identity(nn.Module):
+    """Replaces a layer or norm that another rank holds. Keeps attributes that the model reads, e.g. attention_type."""
 
     def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
-        for name, value in vars(replaced).items():  # what the model asks its layers for, such as `attention_type`
+        for name, value in vars(replaced).items():
             if not name.startswith("_") and name != "training":
                 setattr(self, name, value)
 
@@ -55,7 +52,8 @@ class PassThrough(nn.Module):
 
 
 def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of each stage, as even as possible; the ends, which also have embeddings or head, get fewer.
+    """The layers of each stage, as even as possible. The first and last stage, which also have embeddings or head, get
+    fewer.
 
     >>> [len(layers) for layers in layers_of_stages(10, 4)]
     [2, 3, 3, 2]
@@ -68,9 +66,9 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
 
 
 def split(hf: PreTrainedModel, rank: int, num_ranks: int, config: PipelineConfig) -> list[PreTrainedModel]:
-    """The parts of `hf`, a model on the meta device, that pipeline rank `rank` holds, in order. `hf` is used up.
+    """The parts of `hf`, a model on the meta device, that pipeline rank `rank` holds, in order. Consumes `hf`.
 
-    Stages go around the ranks as often as there are stages per rank: rank r has stages r, r + num_ranks, ...
+    Rank r holds stages r, r + num_ranks, ..., `config.stages_per_rank` of them.
 
     Raises:
         ValueError: see `split_stages`.
@@ -82,7 +80,7 @@ def split(hf: PreTrainedModel, rank: int, num_ranks: int, config: PipelineConfig
 
 
 def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> range:
-    """Take out of `hf`, in place, what belongs to other stages. Returns the layers that stay.
+    """Remove the parts of other stages from `hf`, in place. Returns the layers that remain.
 
     Embeddings stay on the first stage, final norm and head on the last. Names of parameters do not change.
 
@@ -94,18 +92,14 @@ def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> rang
     _check_depth(type(hf).__name__, len(layers), num_stages)
     kept = layers_of_stages(len(layers), num_stages)[stage_index]
     for number in set(range(len(layers))) - set(kept):
-        layers[number] = PassThrough(layers[number])
+        layers[number] = _Identity(layers[number])
     if stage_index > 0:
-        _remove(base, "embed_tokens")
+        setattr(base, "embed_tokens", None)  # noqa: B010 (pyright: a module's attributes are not declared)
     if stage_index < num_stages - 1:
-        setattr(base, norm, PassThrough(getattr(base, norm)))
+        setattr(base, norm, _Identity(getattr(base, norm)))
         (head,) = [name for name, module in hf.named_children() if module is output_module(hf)]
-        _remove(hf, head)
+        setattr(hf, head, None)
     return kept
-
-
-def _remove(parent: nn.Module, name: str) -> None:
-    setattr(parent, name, None)
 
 
 def _parts(hf: PreTrainedModel) -> tuple[nn.Module, str]:
@@ -141,7 +135,7 @@ def _check_depth(name: str, num_layers: int, num_stages: int) -> None:
 
 
 def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
-    """Whether the model of `config` can be split as `dtensor_cfg` says. Needs no weights and no ranks.
+    """Check that the model of `config` can be split as `dtensor_cfg` says. Needs no weights and no ranks.
 
     Raises:
         ValueError: naming the key to change and what would work.
@@ -167,11 +161,11 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
     if dtensor_cfg.lora_cfg.enabled:
         lora.apply_lora(model, dtensor_cfg.lora_cfg)
         _check_adapters(model, dtensor_cfg)
-    _check_middle(model)
+    _check_identity(model)
 
 
 def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
-    """Every rank must have something to train."""
+    """Every rank must have a parameter to train."""
     layers = list(cast(nn.ModuleList, _parts(hf)[0].layers))
     size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
     stages = layers_of_stages(len(layers), size * per_rank)
@@ -185,15 +179,15 @@ def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
             )
 
 
-def _check_middle(hf: PreTrainedModel) -> None:
-    """A model without its embeddings, layers and norm must hand hidden states on as they came."""
+def _check_identity(hf: PreTrainedModel) -> None:
+    """A model without its embeddings, layers and norm must return hidden states unchanged."""
     base, norm = _parts(hf)
     layers = cast(nn.ModuleList, base.layers)
-    _remove(base, "embed_tokens")
-    setattr(base, norm, PassThrough(getattr(base, norm)))
+    setattr(base, "embed_tokens", None)  # noqa: B010
+    setattr(base, norm, _Identity(getattr(base, norm)))
     for number, layer in enumerate(layers):
-        layers[number] = PassThrough(layer)
-    base.to_empty(device="cpu").eval()  # buffers hold anything now: nothing that is left uses them
+        layers[number] = _Identity(layer)
+    base.to_empty(device="cpu").eval()  # buffers now hold arbitrary values, which no remaining module uses
     hidden = torch.linspace(-1, 1, 2 * hf.config.get_text_config().hidden_size).view(1, 2, -1)
     out = base(inputs_embeds=hidden, position_ids=torch.arange(2)[None], use_cache=False).last_hidden_state
     if not torch.equal(out, hidden):
@@ -202,6 +196,9 @@ def _check_middle(hf: PreTrainedModel) -> None:
             "embeddings, layers and norm, which would then happen in every stage; set "
             "policy.dtensor_cfg.pipeline_parallel_size=1"
         )
+
+
+# -- running the stages
 
 
 class PipelineStageModel(LogprobModel):
@@ -216,7 +213,7 @@ class PipelineStageModel(LogprobModel):
         return output_module(self.hf) is not None
 
     def forward(self, batch: ModelBatch, task: HeadTask, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or what `task` says."""
+        """Hidden states [R, W, H] of the stage before (None on the first) -> hidden states, or the output of `task`."""
         assert (hidden is None) == self.is_first
         begin = {"input_ids": batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
         out = self.hf.base_model(
@@ -227,10 +224,36 @@ class PipelineStageModel(LogprobModel):
         return self.score(out, batch, task)
 
 
+class Activations:
+    """The point-to-point messages between stages: hidden states [R, W / sequence_shards, H] of `dtype`.
+
+    With sequence parallelism each tensor-parallel rank sends its own positions.
+    """
+
+    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_shards: int = 1) -> None:
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
+        self.sequence_shards = sequence_shards
+
+    def empty(self, batch: ModelBatch) -> torch.Tensor:
+        """Memory for the hidden states of `batch`."""
+        return torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
+
+    def fits(self, hidden: torch.Tensor, batch: ModelBatch) -> bool:
+        """Whether the next stage expects `hidden`: gloo would deliver another size or dtype as wrong values."""
+        return hidden.shape == self._shape(batch) and hidden.dtype == self.dtype
+
+    def _shape(self, batch: ModelBatch) -> tuple[int, int, int]:
+        rows, width = batch.input_ids.shape
+        assert width % self.sequence_shards == 0
+        return rows, width // self.sequence_shards, self.hidden_size
+
+
 class _Stage(PipelineStage):
     """A stage of torch's schedules whose messages have the shape of their micro-batch.
 
-    torch allocates the messages of all micro-batches at once and keeps them through the step; here each lives from its
+    torch allocates the messages of all micro-batches at once and keeps them through the step. Here each lives from its
     arrival to the end of its backward pass, and micro-batches may differ in shape.
     """
 
@@ -240,34 +263,34 @@ class _Stage(PipelineStage):
         stage_index: int,
         num_stages: int,
         group: dist.ProcessGroup,
-        hand_over: HandOver,
+        activations: Activations,
         clear_cache_every: int | None,
     ) -> None:
-        any_rows = torch.empty(0, device="meta", dtype=hand_over.dtype, requires_grad=True)
+        any_rows = torch.empty(0, device="meta", dtype=activations.dtype, requires_grad=True)
         super().__init__(
             model,
             stage_index,
             num_stages,
-            hand_over.device,
+            activations.device,
             input_args=() if stage_index == 0 else any_rows,
             output_args=any_rows,
             group=group,
         )
-        self.hand_over = hand_over
+        self.activations = activations
         self.clear_cache_every = clear_cache_every
         self.batches: Sequence[ModelBatch] = ()
         self.task: HeadTask | None = None
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing was inferred. The parent would drop gradients that are already there."""
+        """Nothing was inferred. The parent's method would drop gradients that exist already."""
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: Any, kwargs: Any = None, save_forward_output: bool = True
     ) -> torch.Tensor:
-        # By number, which the host knows: a tensor that says which batch it is would have to be waited for.
+        # The host knows the number; a batch number in a tensor would wait for the device.
         batch = self.batches[fwd_chunk_id]
         out = super().forward_one_chunk(fwd_chunk_id, args, {"batch": batch}, save_forward_output)
-        assert self.is_last or self.hand_over.fits(out, batch)
+        assert self.is_last or self.activations.fits(out, batch)
         return out
 
     def forward_maybe_with_nosync(self, *args: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
@@ -290,51 +313,25 @@ class _Stage(PipelineStage):
         for info in (*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id]):
             info.buffer = None
         if loss is not None:
-            loss.detach_()  # the schedule keeps it to the end of the step, and with its graph the message
-        _clear_cache(bwd_chunk_id, self.clear_cache_every)
+            loss.detach_()  # the schedule keeps the loss to the end of the step, and its graph holds the message
+        clear_cache(bwd_chunk_id, self.clear_cache_every)
 
     def _allocate(self, infos: tuple[Any, ...], number: int) -> None:
         for info in infos:
             if not info.is_root_arg:
-                info.buffer = self.hand_over.empty(self.batches[number])
-
-
-class HandOver:
-    """What passes between stages: hidden states [R, W / sequence_shards, H] of `dtype`.
-
-    With sequence parallelism each tensor-parallel rank hands on its own positions.
-    """
-
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_shards: int = 1) -> None:
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.device = device
-        self.sequence_shards = sequence_shards
-
-    def empty(self, batch: ModelBatch) -> torch.Tensor:
-        """Memory for the hidden states of `batch`."""
-        return torch.empty(self._shape(batch), dtype=self.dtype, device=self.device)
-
-    def fits(self, hidden: torch.Tensor, batch: ModelBatch) -> bool:
-        """Whether `hidden` is what the next stage expects: a message of another size would arrive as something else."""
-        return hidden.shape == self._shape(batch) and hidden.dtype == self.dtype
-
-    def _shape(self, batch: ModelBatch) -> tuple[int, int, int]:
-        rows, width = batch.input_ids.shape
-        assert width % self.sequence_shards == 0
-        return rows, width // self.sequence_shards, self.hidden_size
+                info.buffer = self.activations.empty(self.batches[number])
 
 
 _Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
 
 
 class PipelineRunner:
-    """Passes micro-batches through the stages of all pipeline ranks; a `MicroBatchRunner`.
+    """A `MicroBatchRunner` over the stages of all pipeline ranks.
 
     Args:
         stages: those of this rank, in order; sharded already.
         pipeline: 1-D mesh of the pipeline ranks.
-        compute_dtype: of the hidden states that stages hand over.
+        compute_dtype: dtype of the hidden states between stages.
     """
 
     def __init__(
@@ -354,7 +351,7 @@ class PipelineRunner:
         self.clear_cache_every = config.clear_cache_every_n_steps
         hidden_size = stages[0].hf.config.get_text_config().hidden_size
         sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
-        self.hand_over = HandOver(hidden_size, compute_dtype, device, sequence_shards)
+        self.activations = Activations(hidden_size, compute_dtype, device, sequence_shards)
         self._loss: MicroBatchLoss | None = None
         self._built: dict[int, tuple[list[_Stage], _Schedule]] = {}
 
@@ -379,29 +376,31 @@ class PipelineRunner:
 
     def _loss_of(self, outputs: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
-        return self._loss(int(number), outputs).clone()  # no view: it is to be detached in place
+        return self._loss(int(number), outputs).clone()  # not a view: `backward_one_chunk` detaches it in place
 
     def _schedule(self, count: int) -> tuple[list[_Stage], _Schedule]:
         if count in self._built:
             return self._built[count]
         num_stages = self.size * len(self.stages)
         stages = [
-            _Stage(model, self.rank + turn * self.size, num_stages, self.group, self.hand_over, self.clear_cache_every)
+            _Stage(
+                model, self.rank + turn * self.size, num_stages, self.group, self.activations, self.clear_cache_every
+            )
             for turn, model in enumerate(self.stages)
         ]
         if self.schedule == "interleaved_1f1b":
-            # Its rounds are equal; plans follow `DTensorConfig.micro_batch_multiple`.
+            # torch wants rounds of equal length; plans follow `DTensorConfig.micro_batch_multiple`.
             assert count % self.size == 0, (count, self.size)
             schedule = ScheduleInterleaved1F1B(list(stages), count, loss_fn=self._loss_of, scale_grads=False)
         else:
-            # 1F1B of fewer micro-batches than stages is GPipe; torch wants it called so.
+            # With fewer micro-batches than stages 1F1B is GPipe, and torch accepts it under that name only.
             kind = Schedule1F1B if self.schedule == "1f1b" and count >= self.size else ScheduleGPipe
             schedule = kind(stages[0], count, loss_fn=self._loss_of, scale_grads=False)
         self._built[count] = stages, schedule
         return stages, schedule
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
-        """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
+        """The outputs of `task` for all micro-batches, in order, on all pipeline ranks, without gradients."""
         if not batches:
             return
         with torch.no_grad():
@@ -409,11 +408,11 @@ class PipelineRunner:
         yield from scored_by_last_stage(scored, batches, task, self.group, self.device)
 
     def _forward_all(self, batches: Sequence[ModelBatch], task: HeadTask) -> list[torch.Tensor]:
-        """On the last rank what `task` says of all micro-batches, elsewhere nothing.
+        """On the last rank the outputs of `task` for all micro-batches, elsewhere nothing.
 
-        All ranks take turns together, and what one sends is used by the next in the following turn: only one message
-        is in memory at a time. In turn t rank r does unit t - r; the units go through the stages of a rank in rounds
-        of as many micro-batches as there are ranks.
+        All ranks advance together: in turn t rank r does unit t - r, and the next rank uses the result in turn t + 1.
+        So a rank holds only one message at a time. A rank's units pass through its stages in rounds of as many
+        micro-batches as there are ranks, because that many turns later the first of them is back at this rank.
         """
         turns = -(-len(batches) // self.size) * self.size * len(self.stages)
         scored: list[torch.Tensor] = []
@@ -428,17 +427,17 @@ class PipelineRunner:
                     scored.append(out)
                     out = None
                 else:
-                    assert self.hand_over.fits(out, batches[number])
-                _clear_cache(number, self.clear_cache_every)
+                    assert self.activations.fits(out, batches[number])
+                clear_cache(number, self.clear_cache_every)
             following = self._unit(turn + 1 - self.rank, len(batches))
             hidden = None
             if following is not None and not following[1].is_first:
-                hidden = self.hand_over.empty(batches[following[0]])
+                hidden = self.activations.empty(batches[following[0]])
             self._exchange(out, hidden)
         return scored
 
     def _unit(self, unit: int, count: int) -> tuple[int, PipelineStageModel] | None:
-        """(micro-batch, stage) of a unit of work, None where there is none."""
+        """(micro-batch, stage) of a unit of work; None if the unit does not exist."""
         per_round = self.size * len(self.stages)
         number = unit // per_round * self.size + unit % self.size
         if unit < 0 or number >= count:
@@ -446,28 +445,22 @@ class PipelineRunner:
         return number, self.stages[unit % per_round // self.size]
 
     def _exchange(self, sent: torch.Tensor | None, received: torch.Tensor | None) -> None:
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         operations = []
         if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size))
+            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=following))
         if received is not None:
-            operations.append(
-                dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size)
-            )
+            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
 
 
-def _clear_cache(number: int, every: int | None) -> None:
-    if every is not None and (number + 1) % every == 0:
-        torch.cuda.empty_cache()
-
-
 @contextmanager
 def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
-    """Parameters that FSDP gathers stay so until the step ends.
+    """Keep the parameters that FSDP gathers until the step ends.
 
-    The schedules keep them from the first backward pass on; to free them after each forward pass in between would only
-    mean to gather them again for every micro-batch.
+    The schedules keep them from the first backward pass on. Freeing them after each forward pass before that would only
+    gather them again for every micro-batch.
     """
     blocks = [
         module

@@ -1,18 +1,19 @@
-"""Tensor parallelism: the matrices of every layer, the embeddings and the head shared out over neighbouring ranks.
+"""Tensor parallelism: the matrices of every layer, the embeddings and the head are split over neighboring ranks.
 
     tokens -> embeddings (rows of the vocabulary) -> blocks -> final norm -> hidden states, whole on every rank
                                                                                -> head (its rows are the vocabulary)
 
 All ranks of the axis see the same tokens and end with the same hidden states; the gradient that comes back must be
-complete on each of them.
+complete on each of them. Column- and row-parallel matrices: Shoeybi et al. 2019, arXiv 1909.08053. Sequence
+parallelism: Korthikanti et al. 2022, arXiv 2205.05198.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -28,22 +29,94 @@ from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.utils.registry import import_object
 
+PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
+
 SEQUENCE = Shard(1)
 """Layout of hidden states [R, W, H] between the regions of sequence parallelism."""
 
+Plan = dict[str, ParallelStyle]
+"""Name of a module -> its style."""
+
+
+def check_tensor_parallel(
+    config: PretrainedConfig, size: int, *, sequence_parallel: bool, custom_plan: str | None
+) -> None:
+    """Check that a model of `config` can be split over `size` ranks. Loads no weights; needs no process group.
+
+    Args:
+        custom_plan: import path `package.module:name` of a plan, see `user_plan`.
+
+    Raises:
+        ValueError: `size` does not divide heads or matrices (says what would work); no plan is known for the
+            architecture (says how to write one); `custom_plan` cannot be imported or is no plan.
+    """
+    if size == 1:
+        return
+    hf = build_on_meta(config, torch.bfloat16)
+    _check_divisible(hf, styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan), size)
+
+
+def apply_tensor_parallel(
+    hf: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None
+) -> None:
+    """Split `hf`, on the meta device, over the 1-D `mesh`, in place.
+
+    Afterwards its parameters are DTensors (except those of experts and routers) under unchanged names, and
+    `hf.base_model(...)` returns plain hidden states [R, W, H], equal on every rank. The head must not be called: its
+    weight is Shard(0), split by vocabulary. With `sequence_parallel`, W must be a multiple of the ranks, and a pipeline
+    stage without embeddings takes, one without final norm returns, this rank's positions only: [R, W / size, H].
+
+    Raises:
+        ValueError: as `check_tensor_parallel`.
+    """
+    plan = styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
+    _check_divisible(hf, plan, mesh.size())
+    embeddings, head = hf.get_input_embeddings(), hf.get_output_embeddings()
+    is_tied = embeddings is not None and head is not None and head.weight is embeddings.weight
+    parallelize_module(hf, mesh, dict(plan), src_data_rank=None)
+    if is_tied:  # each module got a DTensor of its own
+        assert embeddings is not None and head is not None
+        head.weight = embeddings.weight
+
+
+def _check_divisible(hf: PreTrainedModel, plan: Plan, size: int) -> None:
+    config = hf.config.get_text_config()
+    sizes = config.to_dict()
+    heads = (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key/value heads"))
+    asked = {f"{sizes[key]} {what}": sizes[key] for key, what in heads if sizes.get(key)}
+    for name, style in plan.items():
+        module = hf.get_submodule(name)
+        if not isinstance(module, nn.Linear) or module is hf.get_output_embeddings():
+            continue
+        if isinstance(style, Colwise):
+            asked[f"{module.out_features} output features of {name}"] = module.out_features
+        elif isinstance(style, Rowwise):
+            asked[f"{module.in_features} input features of {name}"] = module.in_features
+    failing = [what for what, count in asked.items() if count % size]
+    if failing:
+        raise ValueError(
+            f"policy.dtensor_cfg.tensor_parallel_size={size} does not divide the {failing[0]} of the "
+            f"{config.model_type!r} model; these would: {divisors(*asked.values())}"
+        )
+
+
+# -- Styles: how one module is split.
+#
+# Modules exchange plain local tensors, with one exception: `Region` passes hidden states to its module as a replicated
+# DTensor, so that the gradients of all projections that read them are reduced once, not one by one. Parameters become
+# DTensors with the same name, shape and `requires_grad`; buffers do not change.
+
 
 def place_parameters(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
-    """Turn the module's own parameters into DTensors. Nothing is sent: every rank cuts its part out of what it has."""
+    """Turn the module's own parameters into DTensors. Nothing is sent: every rank keeps its part of what it has."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        assert name in placements, f"{type(module).__name__}.{name} has no place in tensor parallelism"
+        assert name in placements, f"{type(module).__name__}.{name} has no placement in tensor parallelism"
         placed = distribute_tensor(parameter.detach(), mesh, [placements[name]], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
 def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DTensor:
-    if isinstance(tensor, DTensor):
-        return tensor
-    return DTensor.from_local(tensor, mesh, [layout], run_check=False)
+    return tensor if isinstance(tensor, DTensor) else DTensor.from_local(tensor, mesh, [layout], run_check=False)
 
 
 def _relayout(tensor: torch.Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> torch.Tensor:
@@ -51,8 +124,14 @@ def _relayout(tensor: torch.Tensor, mesh: DeviceMesh, now: Placement, then: Plac
     return _as_dtensor(tensor, mesh, now).redistribute(placements=[then]).to_local()
 
 
+def _local_in(output: torch.Tensor, layout: Placement | None) -> torch.Tensor:
+    """This rank's part of a DTensor in another layout (None: its own)."""
+    assert isinstance(output, DTensor)
+    return (output if layout is None else output.redistribute(placements=[layout])).to_local()
+
+
 class _Style(ParallelStyle):
-    """Hooks around a module; subclasses say what becomes of its parameters, first input and output."""
+    """Hooks around a module. Subclasses define what happens to its parameters, first input and output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -69,44 +148,47 @@ class _Style(ParallelStyle):
             module.register_forward_hook(after)
         return module
 
+    placements: ClassVar[Mapping[str, Placement]] = {}
+    """Of the module's own parameters, by name."""
+
     def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Cut the parameters."""
+        """Split the parameters."""
+        if self.placements:
+            place_parameters(module, mesh, self.placements)
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """The first argument, or the keyword `hidden_states`, as the module is to see it."""
+        """The first argument, or the keyword `hidden_states`, as the module gets it."""
         return tensor
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        """The output as the caller is to see it."""
+        """The output as the caller gets it."""
         return output
 
 
 class Colwise(_Style):
-    """A linear layer whose output features are shared out. Replicated input [..., in] -> local [..., out / size].
+    """A linear layer split by output features. Replicated input [..., in] -> local [..., out / size].
 
-    With `gathered` the output is replicated [..., out]. An adapter (`lora_A` [r, in], `lora_B` [out, r]) is cut alike.
+    With `gather_output` the output is replicated [..., out]. An adapter (`lora_A` [r, in], `lora_B` [out, r]) is split
+    alike.
     """
 
-    def __init__(self, *, gathered: bool = False) -> None:
-        self.gathered = gathered
+    placements: ClassVar = {"weight": Shard(0), "bias": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
 
-    def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(0), "bias": Shard(0), "lora_A": Replicate(), "lora_B": Shard(0)}
-        place_parameters(module, mesh, placements)
+    def __init__(self, *, gather_output: bool = False) -> None:
+        self.gather_output = gather_output
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return _as_dtensor(tensor, mesh, Replicate())
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return output.redistribute(placements=[Replicate() if self.gathered else Shard(-1)]).to_local()
+        return _local_in(output, Replicate() if self.gather_output else Shard(-1))
 
 
 class FusedColwise(Colwise):
     """Several column-parallel matrices stored as one, `blocks` output features each, one block after the other.
 
-    The weight is cut as it is stored, in consecutive rows, so that checkpoints see one ordinary tensor. An exchange of
-    the outputs then gives each rank its share of every block: [..., out / size], block after block.
+    The weight is split as it is stored, in consecutive rows, so that checkpoints see one ordinary tensor. An all-to-all
+    of the outputs then gives each rank its share of every block: [..., out / size], block after block.
     """
 
     def __init__(self, blocks: Sequence[int]) -> None:
@@ -116,17 +198,17 @@ class FusedColwise(Colwise):
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         local = super().write(module, output, mesh)
         size, rank = mesh.size(), mesh.get_local_rank()
+        features = local.movedim(-1, 0)  # all-to-all splits dimension 0
         parts = {to: list(_overlaps(self.blocks, size, rank, to)) for to in range(size)}
-        features = local.movedim(-1, 0)
         sent = torch.cat([features[part] for to in range(size) for part in parts[to]])
         sent_sizes = [_length(parts[to]) for to in range(size)]
-        received_sizes = [_length(list(_overlaps(self.blocks, size, source, rank))) for source in range(size)]
+        received_sizes = [_length(_overlaps(self.blocks, size, source, rank)) for source in range(size)]
         received = funcol.all_to_all_single_autograd(sent, received_sizes, sent_sizes, mesh.get_group())
         return received.movedim(0, -1).contiguous()
 
 
 def _overlaps(blocks: Sequence[int], size: int, owner: int, wanted_by: int) -> Iterator[slice]:
-    """Where, in the consecutive features of rank `owner`, those lie that rank `wanted_by` has of each block."""
+    """Slices of the consecutive features of rank `owner` that belong to the share of rank `wanted_by` in each block."""
     share = sum(blocks) // size
     begin = 0
     for block in blocks:
@@ -137,42 +219,40 @@ def _overlaps(blocks: Sequence[int], size: int, owner: int, wanted_by: int) -> I
         begin += block
 
 
-def _length(parts: Sequence[slice]) -> int:
+def _length(parts: Iterator[slice] | list[slice]) -> int:
     return sum(part.stop - part.start for part in parts)
 
 
 class Rowwise(_Style):
-    """A linear layer whose input features are shared out. Local [..., in / size] -> [..., out] in layout `output`.
+    """A linear layer split by input features. Local [..., in / size] -> [..., out] in layout `output`.
 
-    With `is_split=False` the input is replicated [..., in], and each rank takes its share of it.
+    Each rank computes a summand of the output. With `is_split=False` the input is replicated [..., in], and each rank
+    takes its share.
     """
+
+    placements: ClassVar = {"weight": Shard(1), "bias": Replicate(), "lora_A": Shard(1), "lora_B": Replicate()}
 
     def __init__(self, *, output: Placement, is_split: bool = True) -> None:
         self.output = output
         self.input = Shard(-1) if is_split else Replicate()
 
-    def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        placements = {"weight": Shard(1), "bias": Replicate(), "lora_A": Shard(1), "lora_B": Replicate()}
-        place_parameters(module, mesh, placements)
-
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return _as_dtensor(tensor, mesh, self.input).redistribute(placements=[Shard(-1)])
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return output.redistribute(placements=[self.output]).to_local()
+        return _local_in(output, self.output)
 
 
 class Replicated(_Style):
     """A module whose parameters are whole on every rank, while its input and output have `layout`.
 
-    Where ranks see different positions or heads, the gradients of its parameters are summed over ranks. `joined` gives
-    the output whole to every rank.
+    If ranks see different positions or heads, each has a part of the gradient of its parameters; DTensor sums them.
+    `gather_output` returns the whole output on every rank.
     """
 
-    def __init__(self, layout: Placement, *, joined: bool = False) -> None:
+    def __init__(self, layout: Placement, *, gather_output: bool = False) -> None:
         self.layout = layout
-        self.joined = joined
+        self.gather_output = gather_output
 
     def place(self, module: nn.Module, mesh: DeviceMesh) -> None:
         place_parameters(module, mesh, {name: Replicate() for name, _ in module.named_parameters(recurse=False)})
@@ -181,15 +261,14 @@ class Replicated(_Style):
         return _as_dtensor(tensor, mesh, self.layout)
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        assert isinstance(output, DTensor)
-        return (output.redistribute(placements=[Replicate()]) if self.joined else output).to_local()
+        return _local_in(output, Replicate() if self.gather_output else None)
 
 
-class SharedKeys(Replicated):
-    """The down-projection of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434), whole on every rank.
+class LatentKvA(Replicated):
+    """`kv_a_proj`, the down-projection of multi-head latent attention (DeepSeek-AI 2024, arXiv 2405.04434), whole.
 
-    The last `rope_features` outputs are one key that all heads share: each rank's heads give it a part of its gradient.
-    The rest goes through a column-parallel matrix, which sums its gradient itself.
+    The last `rope_features` outputs are one key that all heads share. Each rank's heads contribute a part of its
+    gradient, which must be summed here. The latent goes on through a column-parallel matrix, which sums its gradient.
     """
 
     def __init__(self, rope_features: int) -> None:
@@ -204,11 +283,11 @@ class SharedKeys(Replicated):
 
 
 class Region(_Style):
-    """An attention or MLP whose matrices are shared out: it gets the hidden states whole, as a DTensor.
+    """An attention or MLP whose matrices are split: it gets the hidden states whole, as a DTensor.
 
     Args:
-        hidden: how the hidden states arrive.
-        fused_heads: the module finds its heads in a fused projection by their numbers, which become this rank's.
+        hidden: layout in which the hidden states arrive.
+        fused_heads: the module computes head boundaries in a fused projection from its head counts, which are divided.
     """
 
     def __init__(self, hidden: Placement, *, fused_heads: bool = False) -> None:
@@ -228,7 +307,7 @@ class Region(_Style):
 
 
 class WholeSequence(_Style):
-    """A module that knows nothing of sequence parallelism: it gets all positions, and each rank keeps its own."""
+    """A module that does not support sequence parallelism: it gets all positions, and each rank keeps its own."""
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         return _relayout(tensor, mesh, SEQUENCE, Replicate())
@@ -238,7 +317,7 @@ class WholeSequence(_Style):
 
 
 class SplitSequence(_Style):
-    """The first transformer block: of whole hidden states [R, W, H] each rank keeps W / size positions."""
+    """The first transformer block: each rank keeps W / size positions of whole hidden states [R, W, H]."""
 
     def read(self, module: nn.Module, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         assert tensor.shape[1] % mesh.size() == 0, f"{tensor.shape[1]} positions on {mesh.size()} ranks"
@@ -248,7 +327,7 @@ class SplitSequence(_Style):
 class VocabularyParallelEmbedding(_Style):
     """Each rank holds some rows of the embedding and looks up the tokens it has: int64 [R, W] -> replicated [R, W, H].
 
-    Written without DTensor's own embedding, whose gradient is whole on every rank.
+    DTensor's own embedding is not used, because its gradient is whole on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -266,32 +345,32 @@ class VocabularyParallelEmbedding(_Style):
             assert isinstance(weight, DTensor)
             ids = input_ids - first
             is_elsewhere = (ids < 0) | (ids >= rows)
+            # The family's own forward may scale the result, so it runs, on the local rows.
             module._parameters["weight"] = cast(nn.Parameter, weight.to_local())
             try:
                 found = forward(ids.masked_fill(is_elsewhere, 0))
             finally:
                 module._parameters["weight"] = cast(nn.Parameter, weight)
+            # Exactly one rank has each token, so the sum over ranks is the lookup.
             return _relayout(found.masked_fill(is_elsewhere[..., None], 0), device_mesh, Partial(), Replicate())
 
         cast(Any, module).forward = lookup
         return module
 
 
-# -- Which style each module of a model gets: from transformers' plan for the architecture, or from the user's.
+# -- Plans: which style each module gets, from transformers' plan for the architecture or from the user's.
 #
-# A plan says in words what becomes of the matrices of attention and MLP, `{"model.layers.*.mlp.up_proj": "colwise"}`.
-# The rest follows from where a module stands:
+# A plan names what happens to the matrices of attention and MLP, `{"model.layers.*.mlp.up_proj": "colwise"}`. The rest
+# follows from the place of a module in the model:
 #
-#     embeddings    rows of the vocabulary shared out
+#     embeddings    split by rows of the vocabulary
 #     blocks        norms and other modules between the regions: whole parameters
 #       regions     attention and MLPs that the plan names: input whole, output reduced by their row-parallel matrix
-#       experts     left alone, routers too
+#       experts     unchanged, routers too
 #     final norm    whole parameters, whole output
-#     head          columns (the vocabulary) shared out, logits never gathered; one that gives one number is whole
+#     head          split by vocabulary, logits never gathered; a head with one output is whole
 #
 # With sequence parallelism hidden states are split by position from the first block to the final norm, outside regions.
-
-PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
 
 HOW_TO_WRITE = (
     f"write one and set {PLAN_KEY}=my_package.plans:plan. `plan` is a dict, or a function of the model that returns "
@@ -299,7 +378,7 @@ HOW_TO_WRITE = (
     '"model.layers.*.self_attn.o_proj": "rowwise", ...}, or to torch.distributed.tensor.parallel.ParallelStyle objects'
 )
 
-# Beside or instead of transformers' own words, whose plans leave attention whole where heads are fused or compressed.
+# Added to transformers' own plans, which leave attention whole where heads are fused or compressed.
 _ATTENTION = "model.layers.*.self_attn."
 _OWN_WORDS: dict[str, dict[str, str]] = {
     "phi3": {
@@ -324,44 +403,33 @@ _OWN_WORDS: dict[str, dict[str, str]] = {
     },
 }
 
-_EXITS = {"rowwise", "rowwise_split_input"}
-_MATRICES = {"colwise", "colwise_gather_output", "fused_qkv", "fused_gate_up", "mla_kv_a_proj"} | _EXITS
-# Words for modules whose region holds whole activations all the way: whatever else stands there is simply replicated.
-_GATHERED = {"colwise_gather_output", "rowwise_split_input", "replicated"}
+_ROWWISE = {"rowwise", "rowwise_split_input"}
+_MATRICES = {"colwise", "colwise_gather_output", "fused_qkv", "fused_gate_up", "mla_kv_a_proj"} | _ROWWISE
+# A region with these words only holds whole activations throughout, so any other module in it is simply replicated.
+_WHOLE_ACTIVATIONS = {"colwise_gather_output", "rowwise_split_input", "replicated"}
 WORDS = _MATRICES | {"replicated", "replicated_with_grad_allreduce"}
-
-Plan = dict[str, ParallelStyle]
-"""Name of a module -> its style."""
-
-UserPlan = Mapping[str, str] | Mapping[str, ParallelStyle]
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a module's name fits a pattern part by part: `*` stands inside one part, not across dots."""
+    """Whether a module's name fits a pattern part by part: `*` does not match dots."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def load_user_plan(path: str) -> UserPlan | Callable[[PreTrainedModel], UserPlan]:
-    """The object at the import path `package.module:name`. ValueError when there is none."""
-    try:
-        return import_object(path, PLAN_KEY)
-    except ImportError as error:
-        raise ValueError(f"{PLAN_KEY} {path!r} cannot be imported: {error}") from error
-
-
-def user_plan(hf: PreTrainedModel, path: str) -> UserPlan:
-    """The user's plan for `hf`, all words or all styles.
+def user_plan(hf: PreTrainedModel, path: str) -> Mapping[str, str] | Mapping[str, ParallelStyle]:
+    """The user's plan for `hf`, all words or all styles; `path` is `package.module:name`.
 
     Raises:
-        ValueError: it is no plan, mixes the two, or names modules that are not there.
+        ValueError: it cannot be imported, is no plan, mixes the two, or names modules that do not exist.
     """
-    found: Any = load_user_plan(path)
+    try:
+        found: Any = import_object(path, PLAN_KEY)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{error}; it must be importable where the job is started and on every node") from error
     plan: Any = found(hf) if callable(found) else found
     is_mapping = isinstance(plan, Mapping) and bool(plan) and all(isinstance(name, str) for name in plan)
-    in_words = is_mapping and all(isinstance(value, str) for value in plan.values())
-    in_styles = is_mapping and all(isinstance(value, ParallelStyle) for value in plan.values())
-    if not in_words and not in_styles:
+    kinds = (str, ParallelStyle)
+    if not is_mapping or not any(all(isinstance(value, kind) for value in plan.values()) for kind in kinds):
         raise ValueError(
             f"{PLAN_KEY}={path!r} is no plan but {plan!r:.200}; a plan is a dict that is not empty, or a function of "
             'the model that returns one, from names of modules ("model.layers.*.mlp.up_proj") either all to words '
@@ -381,7 +449,7 @@ def styles(hf: PreTrainedModel, *, sequence_parallel: bool, custom_plan: str | N
     """The style of every module that needs one. `hf` may be a pipeline stage, which lacks some of its modules.
 
     Raises:
-        ValueError: no plan is known for this architecture or for one of its modules, or the user's is none.
+        ValueError: no plan is known for this architecture or for one of its modules, or the user's is invalid.
     """
     if custom_plan is None:
         words = dict(hf.tp_plan) | _OWN_WORDS.get(hf.config.get_text_config().model_type, {})
@@ -397,8 +465,8 @@ def styles(hf: PreTrainedModel, *, sequence_parallel: bool, custom_plan: str | N
         return _Planner(hf, words, sequence_parallel=sequence_parallel).plan()
     if sequence_parallel:
         raise ValueError(
-            f"{PLAN_KEY}={custom_plan!r} gives ParallelStyle objects, which must say themselves how hidden states are "
-            "split; set policy.dtensor_cfg.sequence_parallel=false, or write the plan in words "
+            f"{PLAN_KEY}={custom_plan!r} gives ParallelStyle objects, which must split the hidden states themselves; "
+            "set policy.dtensor_cfg.sequence_parallel=false, or write the plan in words "
             f"({', '.join(sorted(WORDS))}), which work with both"
         )
     given: Plan = {}
@@ -427,8 +495,8 @@ class _Planner:
         self.ends = [hf.get_input_embeddings(), output_module(hf)]
         layers = {id(layer) for layer in decoder_layers(hf)}
         self.layers = [name for name, module in self.modules.items() if id(module) in layers]
-        # Experts and their routers are cut along their own axis; what stands beside them may be in the plan.
-        self.experts = [name for name, module in self.modules.items() if "experts" in dict(module.named_children())]
+        # Blocks with experts. Expert parallelism splits experts and routers; the plan may name modules beside them.
+        self.moe_blocks = [name for name, module in self.modules.items() if "experts" in dict(module.named_children())]
         self.hidden = SEQUENCE if sequence_parallel else Replicate()
         self.words = self._find(words)
         self.regions: dict[str, set[str]] = {}  # name of an attention or MLP -> words of its modules
@@ -442,18 +510,26 @@ class _Planner:
 
     def _find(self, words: Mapping[str, str]) -> dict[str, str]:
         found = {}
+        experts = [f"{block}.experts" for block in self.moe_blocks]
         for name, module in self.modules.items():
             fits = [word for pattern, word in words.items() if matches(name, pattern)]
-            if fits and not self._is_expert(name) and all(module is not end for end in self.ends):
+            is_expert = any(name == expert or name.startswith(f"{expert}.") for expert in experts)
+            if fits and not is_expert and all(module is not end for end in self.ends):
                 found[name] = fits[-1]
         return found
 
-    def _is_expert(self, name: str) -> bool:
-        return any(name == f"{block}.experts" or name.startswith(f"{block}.experts.") for block in self.experts)
-
     def _region(self, name: str) -> str | None:
+        """The innermost region that holds module `name`."""
         inside = [region for region in self.regions if name == region or name.startswith(f"{region}.")]
         return max(inside, key=len) if inside else None
+
+    def _output(self, name: str) -> Placement:
+        """Layout of the hidden states at a region. A block with experts gets and returns whole sequences."""
+        return Replicate() if self._is_in(name, self.moe_blocks) else self.hidden
+
+    @staticmethod
+    def _is_in(name: str, blocks: list[str]) -> bool:
+        return any(name.startswith(f"{block}.") for block in blocks)
 
     def plan(self) -> Plan:
         plan: Plan = {}
@@ -468,13 +544,13 @@ class _Planner:
                 plan[name] = self._region_style(name)
             elif name in self.words:
                 plan[name] = self._style(name)
-            elif name in self.experts and self.hidden is SEQUENCE:
+            elif name in self.moe_blocks and self.hidden is SEQUENCE:
                 plan[name] = WholeSequence()
             elif next(module.parameters(recurse=False), None) is not None:
                 plan |= self._unnamed(name)
         if self.hidden is SEQUENCE:
             self._check_final_norm(plan)
-            if has_embeddings and self.layers:  # later stages of a pipeline get hidden states that are split
+            if has_embeddings and self.layers:  # later pipeline stages receive hidden states that are split already
                 plan[self.layers[0]] = SplitSequence()
         return plan
 
@@ -482,13 +558,12 @@ class _Planner:
         words = self.regions[name]
         if name in self.layers or next(self.modules[name].parameters(recurse=False), None) is not None:
             self._refuse(name)
-        if self.hidden is SEQUENCE and not words & _EXITS:
+        if self.hidden is SEQUENCE and not words & _ROWWISE:
             raise ValueError(
                 f"policy.dtensor_cfg.sequence_parallel=true: the plan of {type(self.hf).__name__} has no row-parallel "
                 f"module in {name}, whose output could be split by position; set it to false"
             )
-        is_beside_experts = any(name.startswith(f"{block}.") for block in self.experts)
-        return Region(Replicate() if is_beside_experts else self.hidden, fused_heads="fused_qkv" in words)
+        return Region(self._output(name), fused_heads="fused_qkv" in words)
 
     def _style(self, name: str) -> ParallelStyle:
         word, module = self.words[name], self.modules[name]
@@ -497,38 +572,36 @@ class _Planner:
         if word == "replicated":
             return Replicated(Replicate())
         if word == "replicated_with_grad_allreduce":
-            return Replicated(Shard(2))  # heads or positions, whichever stands there: a norm treats them alike
+            return Replicated(Shard(2))  # heads or positions, whichever dimension 2 is: a norm treats them alike
         assert isinstance(module, nn.Linear)
-        if word in _EXITS:
-            is_beside_experts = any(name.startswith(f"{block}.") for block in self.experts)
-            output = Replicate() if is_beside_experts else self.hidden
-            return Rowwise(output=output, is_split=word == "rowwise")
+        if word in _ROWWISE:
+            return Rowwise(output=self._output(name), is_split=word == "rowwise")
         if word == "mla_kv_a_proj":
-            return SharedKeys(self.config.qk_rope_head_dim)
+            return LatentKvA(self.config.qk_rope_head_dim)
         if word == "fused_gate_up":
             return FusedColwise([module.out_features // 2] * 2)
         if word == "fused_qkv":
             heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
             head = module.out_features // (heads + 2 * kv_heads)
             return FusedColwise([heads * head, kv_heads * head, kv_heads * head])
-        return Colwise(gathered=word == "colwise_gather_output")
+        return Colwise(gather_output=word == "colwise_gather_output")
 
     def _unnamed(self, name: str) -> Plan:
         """The style of a module with parameters that the plan does not name; none for experts and routers."""
         region = self._region(name)
         if region is not None:
-            if not self.regions[region] <= _GATHERED:
+            if not self.regions[region] <= _WHOLE_ACTIVATIONS:
                 self._refuse(name)
             return {name: Replicated(Replicate())}
-        if any(name.startswith(f"{block}.") for block in self.experts):
+        if self._is_in(name, self.moe_blocks):
             return {}
         if name in self.layers:
             self._refuse(name)
-        is_in_layer = any(name.startswith(f"{layer}.") for layer in self.layers)
-        return {name: Replicated(self.hidden, joined=not is_in_layer and self.hidden is SEQUENCE)}
+        is_final_norm = not self._is_in(name, self.layers) and self.hidden is SEQUENCE
+        return {name: Replicated(self.hidden, gather_output=is_final_norm)}
 
     def _check_final_norm(self, plan: Plan) -> None:
-        joined = [name for name, style in plan.items() if isinstance(style, Replicated) and style.joined]
+        joined = [name for name, style in plan.items() if isinstance(style, Replicated) and style.gather_output]
         if len(joined) > 1 or (not joined and self.ends[1] is not None):
             raise ValueError(
                 f"policy.dtensor_cfg.sequence_parallel=true: {type(self.hf).__name__} has not one final norm with "
@@ -541,74 +614,6 @@ class _Planner:
         said = f"its plan says {self.words[name]!r}" if name in self.words else "its plan does not name it"
         raise ValueError(
             f"policy.dtensor_cfg.tensor_parallel_size: how to cut {name} ({type(module).__name__}) of "
-            f"{type(self.hf).__name__} is not known: {said}. Give a plan of your own: {HOW_TO_WRITE}. Words that are "
-            f"known: {', '.join(sorted(WORDS))}. Or set tensor_parallel_size=1"
-        )
-
-
-def check_tensor_parallel(
-    config: PretrainedConfig, size: int, *, sequence_parallel: bool, custom_plan: str | None
-) -> None:
-    """Whether a model of `config` can be cut over `size` ranks. Loads no weights; needs no process group.
-
-    Args:
-        custom_plan: import path `package.module:name` of a plan, see `tp_plans`.
-
-    Raises:
-        ValueError: `size` does not divide heads or matrices (says what would work); no plan is known for the
-            architecture (says how to write one); `custom_plan` cannot be imported or is no plan.
-    """
-    if size == 1:
-        return
-    hf = build_on_meta(config, torch.bfloat16)
-    plan = styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
-    _check_divisible(hf, plan, size)
-
-
-def apply_tensor_parallel(
-    hf: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None
-) -> None:
-    """Cut `hf`, on the meta device, over the 1-D `mesh`, in place.
-
-    Afterwards its parameters are DTensors (but those of experts and routers) under the names they had, and
-    `hf.base_model(...)` gives plain hidden states [R, W, H], the same on every rank; with `sequence_parallel` W must be
-    a multiple of the ranks. The head is not meant to be called: its weight is Shard(0), the vocabulary. With
-    `sequence_parallel` a pipeline stage without embeddings takes, and one without final norm gives, hidden states of
-    its own positions only, [R, W / size, H].
-
-    Raises:
-        ValueError: as `check_tensor_parallel`.
-    """
-    plan = styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
-    _check_divisible(hf, plan, mesh.size())
-    embeddings, head = hf.get_input_embeddings(), hf.get_output_embeddings()
-    is_tied = embeddings is not None and head is not None and head.weight is embeddings.weight
-    parallelize_module(hf, mesh, dict(plan), src_data_rank=None)
-    if is_tied:
-        assert embeddings is not None and head is not None
-        head.weight = embeddings.weight
-
-
-def _check_divisible(hf: PreTrainedModel, plan: Plan, size: int) -> None:
-    config = hf.config.get_text_config()
-    sizes = config.to_dict()
-    asked = {
-        f"{sizes[key]} {what}": sizes[key]
-        for key, what in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key/value heads"))
-        if sizes.get(key)
-    }
-    for name, style in plan.items():
-        module = hf.get_submodule(name)
-        if not isinstance(module, nn.Linear) or module is hf.get_output_embeddings():
-            continue
-        if isinstance(style, Colwise):
-            asked[f"{module.out_features} output features of {name}"] = module.out_features
-        elif isinstance(style, Rowwise):
-            asked[f"{module.in_features} input features of {name}"] = module.in_features
-    failing = [what for what, count in asked.items() if count % size]
-    if failing:
-        works = divisors(*asked.values())
-        raise ValueError(
-            f"policy.dtensor_cfg.tensor_parallel_size={size} does not divide the {failing[0]} of the "
-            f"{config.model_type!r} model; these would: {works}"
+            f"{type(self.hf).__name__} is not known: {said}. Give a plan of your own: {HOW_TO_WRITE}. Known words: "
+            f"{', '.join(sorted(WORDS))}. Or set tensor_parallel_size=1"
         )

@@ -1,11 +1,14 @@
-"""Policy workers that draw completions too: generation without a second engine."""
+"""A rank that trains with PyTorch: a Hugging Face model sharded with FSDP2, its optimizer, its reference policy.
+
+`GeneratingPolicyWorker` also draws completions from the model it trains.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import build_stages, export_weights, row_layout, trainable
 from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler, clip_grad_norm
 from nemo_rl.models.policy.dtensor.pipeline import PipelineRunner, PipelineStageModel
+from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.logprobs import LogprobModel
@@ -33,87 +37,25 @@ from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.save import SaveRequest
+from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
-
-
-class BaseModelReference:
-    """Under LoRA the reference is the model without its adapters, unless training began with a given one."""
-
-    def __init__(self, stages: Sequence[LogprobModel]) -> None:
-        self.stages = stages
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stage in self.stages:
-                stack.enter_context(lora.adapters_disabled(stage.hf))
-            yield
-
-
-class SwappedReference:
-    """The shards of the first weights in host memory, exchanged with the present ones while they are needed.
-
-    Frozen weights stay where they are.
-    """
-
-    def __init__(self, stages: Sequence[LogprobModel]) -> None:
-        self.stages = stages
-        self.shards = [_on_host(local.detach()) for local in self._local_shards()]
-
-    def _local_shards(self) -> Iterator[torch.Tensor]:
-        for stage in self.stages:
-            for parameter in stage.parameters():
-                if parameter.requires_grad:
-                    assert isinstance(parameter, DTensor)
-                    yield parameter.to_local()
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # One parameter at a time: no second copy of the model on the device.
-        for stage in self.stages:
-            stage.reshard()
-        for local, other in zip(self._local_shards(), self.shards, strict=True):
-            current = local.clone()
-            local.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(shard.is_pinned() for shard in self.shards):
-            torch.cuda.synchronize()  # the copies to the host are read by the next exchange
-
-
-def _on_host(shard: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, page-locked where the shard is on a device."""
-    copy = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
-    return copy.copy_(shard)
-
-
-# -- A rank that trains with PyTorch: a Hugging Face model sharded with FSDP2, and its optimizer.
-#
-# A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process.
 
 WHOLE_GRADIENT_SHARE = 0.1
 """Part of a device's memory that gradients may take while they wait to be reduced."""
 
 
 class DTensorPolicyWorker(PolicyWorker):
-    """See the module and `PolicyWorker`."""
+    """See `PolicyWorker`. A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process."""
 
     mesh: ParallelMesh
     saver: AsyncSaver | None
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu or config.dtensor_cfg.cpu_offload)
-        # It warns of every gather over two axes, which is what exporting and saving sharded weights is made of.
+        # It warns of every gather over two axes, which exporting and saving sharded weights consist of.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         sizes = ParallelSizes.of(config.dtensor_cfg, dist.get_world_size())
         self.mesh = ParallelMesh(self.device.type, sizes)
@@ -124,7 +66,8 @@ class DTensorPolicyWorker(PolicyWorker):
         self.stages = build_stages(
             config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
         )
-        self.router_load = self._watch_routers() if moe.num_experts(hf_config) > 0 else None
+        self.parts = [stage.hf for stage in self.stages]
+        self.router_load = self._watch_routers() if num_experts(hf_config) > 0 else None
         self.layout = row_layout(config, hf_config, self.mesh)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
@@ -135,7 +78,7 @@ class DTensorPolicyWorker(PolicyWorker):
         self.reference = self._reference_policy() if settings.init_reference_model else None
 
     def _watch_routers(self) -> moe.RouterLoad:
-        load = moe.RouterLoad(nn.ModuleList(stage.hf for stage in self.stages))
+        load = moe.RouterLoad(nn.ModuleList(self.parts))
 
         def leave_padding_out(stage: nn.Module, args: tuple[Any, ...]) -> None:
             load.token_mask = args[0].is_token
@@ -173,8 +116,8 @@ class DTensorPolicyWorker(PolicyWorker):
     def _reference_policy(self) -> ReferencePolicy:
         lora_cfg = self.config.dtensor_cfg.lora_cfg
         if lora_cfg.enabled and lora_cfg.adapter_path is None:
-            return BaseModelReference(self.stages)
-        return SwappedReference(self.stages)
+            return BaseModelReference(self.parts)
+        return SwappedReference(self._local_shards)
 
     # -- optimizer steps
 
@@ -200,12 +143,11 @@ class DTensorPolicyWorker(PolicyWorker):
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
-        is_active = self.config.dtensor_cfg.lora_cfg.enabled and self.config.dtensor_cfg.lora_cfg.dropout > 0
-        for stage in self.stages if is_active else ():
-            lora.set_adapter_dropout(stage.hf, True)
+        for part in self.parts:
+            lora.set_adapter_dropout(part, True)
         yield
-        for stage in self.stages if is_active else ():
-            lora.set_adapter_dropout(stage.hf, False)
+        for part in self.parts:
+            lora.set_adapter_dropout(part, False)
 
     def _model_metrics(self) -> dict[str, float]:
         return {} if self.router_load is None else self.router_load.read(self.mesh)
@@ -213,11 +155,19 @@ class DTensorPolicyWorker(PolicyWorker):
     # -- checkpoints
 
     def _named_tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint holds of this rank: the whole model, or, under LoRA, the adapters."""
+        """This rank's part of a checkpoint: the whole model or, with LoRA, the adapters."""
         for stage in self.stages:
             stage.reshard()
-        parts = [stage.hf for stage in self.stages]
-        return checkpoint.policy_tensors(parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
+        return checkpoint.policy_tensors(self.parts, trained_only=self.config.dtensor_cfg.lora_cfg.enabled)
+
+    def _local_shards(self) -> list[torch.Tensor]:
+        for stage in self.stages:
+            stage.reshard()
+        shards = []
+        for parameter in trainable(self.stages):
+            assert isinstance(parameter, DTensor)
+            shards.append(parameter.to_local().detach())
+        return shards
 
     def _save_state(self, directory: Path, request: SaveRequest) -> None:
         optimizer = self.optimizer if request.save_optimizer else None
@@ -230,18 +180,18 @@ class DTensorPolicyWorker(PolicyWorker):
         self.saver.start(state, directory, request.model_save_format)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
-        lora_cfg = self.config.dtensor_cfg.lora_cfg
-        parts = [stage.hf for stage in self.stages]
-        checkpoint.save_model_files(parts[0], directory)
+        lora_cfg, group = self.config.dtensor_cfg.lora_cfg, self.mesh.pipeline_group
+        checkpoint.save_model_files(self.parts[0], directory)
         if save_consolidated:
-            weights = export_weights(parts, self.mesh, self.device)
-            checkpoint.save_consolidated(weights, parts[0], directory / "weights" / "consolidated")
+            weights = export_weights(self.parts, self.mesh, self.device)
+            checkpoint.save_model_files(self.parts[0], directory / "weights" / "consolidated")
+            checkpoint.save_consolidated_tensors(weights, directory / "weights" / "consolidated")
         if lora_cfg.enabled:
-            save_peft(parts, lora_cfg, directory / "adapter", self.config.model_name, pipeline=self.mesh.pipeline_group)
+            save_peft(self.parts, lora_cfg, directory / "adapter", self.config.model_name, pipeline=group)
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         tensors = self._named_tensors()
-        checkpoint.load_weights(tensors, directory)
+        load_tensors(tensors, directory / "weights")
         if load_optimizer:
             assert self.optimizer is not None
             checkpoint.load_optimizer(tensors, self.optimizer, self.scheduler, directory)
@@ -250,10 +200,9 @@ class DTensorPolicyWorker(PolicyWorker):
 
     def _export(self) -> list[ExportedTensor]:
         merged = self.config.dtensor_cfg.lora_cfg.refit == "merged"
-        return export_weights([stage.hf for stage in self.stages], self.mesh, self.device, merged=merged)
+        return export_weights(self.parts, self.mesh, self.device, merged=merged)
 
     def offload(self) -> None:
-        """Weights and optimizer state to host memory; frees the device for generation."""
         for stage in self.stages:
             stage.reshard()
         if not self.config.dtensor_cfg.cpu_offload:
@@ -264,7 +213,6 @@ class DTensorPolicyWorker(PolicyWorker):
         torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:
-        """Weights, and optimizer state when it will be used, back to the device."""
         if self.config.dtensor_cfg.cpu_offload:
             return
         for stage in self.stages:
@@ -273,18 +221,29 @@ class DTensorPolicyWorker(PolicyWorker):
             self._move_optimizer(self.device)
 
     def _move_optimizer(self, device: torch.device | str) -> None:
-        if self.optimizer is None:
-            return
-        for state in self.optimizer.state.values():
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim > 0:  # step counters live on the host
+                if isinstance(value, torch.Tensor) and value.ndim > 0:  # step counters stay on the host
                     state[name] = value.to(device)
 
 
-# -- The model of transformers that FSDP shards, as it generates: prompts padded on the left, with a KV cache.
+# -- the reference policy: the weights the run started from, without a second copy on the device
+
+
+class BaseModelReference:
+    """With LoRA, the reference is the model without its adapters, unless training began with given adapters."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def active(self) -> AbstractContextManager[None]:
+        return lora.adapters_disabled(*self.parts)
+
+
+# -- generation: prompts padded on the left, with a KV cache
 #
-# The weights of the whole model, or under tensor parallelism this rank's part of it, stay gathered on every rank while
-# completions are drawn: no traffic per token, and data-parallel ranks need not keep step with each other.
+# The weights of the model, or this rank's tensor-parallel part, stay gathered while completions are drawn. This needs
+# no traffic per token, and data-parallel ranks need not stay in step.
 
 
 class HfDecoder:
@@ -310,7 +269,7 @@ class _HfSequences:
     def __init__(self, model: LogprobModel, starts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._model = model
         self._device = device
-        # Other implementations of attention take their mask from transformers, and may keep less than everything.
+        # Other attention implementations get their mask from transformers, and their cache may drop old keys.
         self._is_ours = model.hf.config._attn_implementation == ATTENTION
         self._cache = DynamicCache() if self._is_ours else DynamicCache(config=model.hf.config)
         prompts = list(dict.fromkeys(map(tuple, starts)))
@@ -326,46 +285,40 @@ class _HfSequences:
         self._prompt_of = [index[tuple(prompt)] for prompt in starts]
 
     def logits(self, temperature: float) -> torch.Tensor:
-        """Of the first token of every row. Prompts that are equal are computed once."""
-        first = self._forward(self._tokens, temperature)
+        first = self._forward(self._tokens, temperature)  # equal prompts are computed once
         if self._prompt_of == list(range(len(first))):
             return first
         self.keep(self._prompt_of)
         return first[torch.tensor(self._prompt_of, device=self._device)]
 
     def step(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Append `tokens` [B]; the logits of what follows."""
         self._width += 1
         return self._forward(tokens[:, None], temperature)
 
     def keep(self, rows: list[int]) -> None:
-        """The rows are now these of the present ones, some of them perhaps several times."""
         index = torch.tensor(rows, device=self._device)
         self._starts = self._starts[index]
         self._cache.batch_select_indices(index)
 
     def _forward(self, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-        places = torch.arange(self._width - tokens.shape[1], self._width, device=self._device)
-        how = {}
-        if self._is_padded:
-            how = self._masks(tokens.shape[1])
-        return self._model.next_logits(
-            tokens, (places - self._starts[:, None]).clamp(min=0), temperature, past_key_values=self._cache, **how
-        )
+        slots = torch.arange(self._width - tokens.shape[1], self._width, device=self._device)
+        positions = (slots - self._starts[:, None]).clamp(min=0)
+        masks = self._masks(tokens.shape[1]) if self._is_padded else {}
+        return self._model.next_logits(tokens, positions, temperature, past_key_values=self._cache, **masks)
 
     def _masks(self, queries: int) -> dict[str, torch.Tensor]:
         is_token = torch.arange(self._width, device=self._device) >= self._starts[:, None]
         if not self._is_ours:
             return {"attention_mask": is_token}
         seen = causal_mask(queries, self._width, None, self._device) & is_token[:, None, None]
-        # Padding sees itself: a softmax over nothing is no number, and would spread.
+        # Padding sees itself: a softmax over no keys is NaN, and would spread.
         own = torch.eye(self._width, dtype=torch.bool, device=self._device)[-queries:]
         return {"seen": seen | own}
 
 
 @contextmanager
 def whole_weights(model: torch.nn.Module) -> Iterator[None]:
-    """FSDP's parameters gathered once, and kept until the block ends. A collective."""
+    """Gather FSDP's parameters once, and keep them until the block ends. Collective."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
@@ -379,7 +332,7 @@ def whole_weights(model: torch.nn.Module) -> Iterator[None]:
 
 
 class GeneratingPolicyWorker(GeneratingWorker, DTensorPolicyWorker):
-    """A worker that trains with PyTorch, and generates."""
+    """A `DTensorPolicyWorker` that draws completions too."""
 
     def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
         [stage] = self.stages

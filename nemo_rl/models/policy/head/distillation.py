@@ -1,10 +1,10 @@
-"""What teacher and student say of each scored token when one is distilled into the other.
+"""Outputs of teacher and student for each scored token in distillation.
 
     the teacher's k largest logits:   TopKLogits  -> column `teacher_topk`   -> TopKLogprobs of the student
     its whole distribution:           LastStates  -> column `teacher_states` -> FullKL of the student
 
-The whole distribution travels as the teacher's last hidden states, H numbers per token in place of V: the student's
-ranks have the teacher's head, and make logits of both a tile at a time.
+The whole distribution travels as the teacher's last hidden states, H numbers per token instead of V. The student's
+ranks have the teacher's head too and compute the logits of both, a tile at a time.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.head.linear_distribution import linear_kl, linear_topk_logprobs
-from nemo_rl.models.policy.head.linear_logprobs import topk_logits
+from nemo_rl.models.policy.head.linear import linear_kl, linear_topk_logprobs, topk_logits
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
 from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
@@ -27,15 +26,14 @@ from nemo_rl.models.policy.weight_loading import StoredModel, named_tensors
 TEACHER_TOPK = "teacher_topk"
 TEACHER_STATES = "teacher_states"
 
-_EXACT_INTEGERS = 2**24  # float32 has 24 bits of mantissa: it holds every whole number up to here
+_EXACT_INTEGERS = 2**24  # float32, with 24 bits of mantissa, holds every integer up to here
 
 
 @dataclass(frozen=True)
 class TopKLogits(HeadTask):
-    """The k largest of the first `vocab_size` logits, descending, then their numbers in the vocabulary: [N, 2k].
+    """The k largest of the first `vocab_size` logits, descending, then their token ids: float32 [N, 2k].
 
-    Both are float32, so that they travel as one column. A number in the vocabulary stays exact in it: vocabularies have
-    far fewer than 2^24 tokens, and float32 holds every whole number up to that.
+    Logits and token ids travel as one column. Float32 holds every integer up to 2^24, so token ids stay exact.
     """
 
     k: int
@@ -55,7 +53,7 @@ class TopKLogits(HeadTask):
 
 @dataclass(frozen=True)
 class TopKLogprobs(HeadTask):
-    """The logprobs of the teacher's top k, in its order, and the entropy of the whole distribution: [N, k + 1]."""
+    """The student's logprobs of the teacher's top k, in that order, then its entropy: [N, k + 1]."""
 
     k: int
 
@@ -76,11 +74,11 @@ class TopKLogprobs(HeadTask):
 
 @dataclass(frozen=True)
 class LastStates(HeadTask):
-    """The last hidden states, of a model that computes in `precision`: float32 [N, H], or int32 [N, H / 2].
+    """The last hidden states of a model that computes in `precision`: float32 [N, H], or int32 [N, H / 2].
 
-    Half-precision states travel two in an int32, bit for bit. As they are they could not: numpy, which the object store
-    keeps arrays in, has no bfloat16. As floats of other bits they could not either: ranks that share a sequence add up
-    their parts, and a float of any bits plus 0 may be another one, whereas an int32 is not.
+    Two half-precision numbers travel in one int32, bit for bit. numpy, which the object store uses, has no bfloat16.
+    Reinterpreted floats would not do: ranks that share a sequence sum their parts, and x + 0 keeps the bits of every
+    int32 but not of every float (NaN, -0).
     """
 
     hidden_size: int
@@ -104,18 +102,18 @@ class StoredHead:
     """The output head of a model on disk."""
 
     model_path: str
-    weight: str  # name of the tensor; the embeddings', where the two are one
+    weight: str  # name of the tensor; the embeddings' if they are tied
     bias: str | None
     transform: LogitTransform
-    precision: str  # that its model computes in
+    precision: str  # in which its model computes
 
     @classmethod
     def of(cls, config: PretrainedConfig, model_path: str, precision: str) -> StoredHead:
         """The head of the model at `model_path`, a directory or hub name, of `config`. Reads names, not weights.
 
         Raises:
-            ValueError: the weights are not in safetensors files, or under other names, or the architecture does more to
-                its logits than is known.
+            ValueError: the weights are not in safetensors files or have other names, or the architecture does something
+                unknown to its logits.
         """
         model = build_on_meta(config, DTYPES[precision])
         names = {id(tensor): name for name, tensor in named_tensors(model)}
@@ -139,7 +137,7 @@ class StoredHead:
         return head
 
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight [stop - start, H] and bias [stop - start] of these rows, read once until `drop_stored_heads`."""
+        """Weight [stop - start, H] and bias [stop - start] of these rows, cached until `drop_stored_heads`."""
         return _read_rows(self, start, stop, device)
 
 
@@ -155,7 +153,7 @@ def _read_rows(
 
 
 def drop_stored_heads() -> None:
-    """Free the device of what `StoredHead.rows` keeps there; the next call reads it anew."""
+    """Free the rows that `StoredHead.rows` caches on the device; the next call reads them again."""
     _read_rows.cache_clear()
 
 
@@ -163,8 +161,8 @@ def drop_stored_heads() -> None:
 class FullKL(HeadTask):
     """KL(teacher || student) and KL(student || teacher) over the first `vocab_size` tokens: [N, 2].
 
-    Under the student's sampling temperature on both sides. Every rank of the student keeps the rows of the teacher's
-    head that belong to its part of the vocabulary, on its device, from the first call until it is offloaded.
+    Both are under the student's sampling temperature. Every rank of the student caches the rows of the teacher's head
+    for its part of the vocabulary, on its device, from the first call until the model is offloaded.
     """
 
     teacher: StoredHead

@@ -1,11 +1,11 @@
-"""Logits of hidden states on an output head, one tile at a time, and what is gathered from the tiles.
+"""Logits of hidden states on an output head, one tile at a time, and sums over the tiles.
 
-    Tiles    logits [rows, columns] of each block of tokens and of the vocabulary, in one buffer
-    Sums     per token: largest logit, sum of exponentials, chosen logits, what the entropy needs
-    Gradients   of states, weight and bias, from tiles of gradients of the logits
+    Tiles      logits [rows, columns] of each block of tokens and of the vocabulary, in one buffer
+    Sums       per token: largest logit, sum of exponentials, chosen logits, terms of the entropy
+    Gradients  of states, weight and bias, from tiles of gradients of the logits
 
-Tiles go over vocabulary first: the gradient of a block of the head is finished, in float32, before the next one begins,
-and a bfloat16 head needs no float32 copy of its gradient. With top-k or top-p a tile is whole rows.
+All tokens pass a block of the head before the next block: its gradient is then complete in float32, and a bfloat16 head
+needs no float32 copy of its whole gradient. With top-k or top-p a tile has whole rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-from nemo_rl.models.policy.head.token_filter import smallest_kept
+import torch.nn.functional as F
 
 TILE_BYTES = 32 << 20
-"""Memory of one tile of logits: no more fits the caches of CPUs and GPUs, and matrix products are at full speed."""
+"""Memory of one tile of logits: larger tiles leave the caches, smaller ones slow down the matrix products."""
 
 _MAX_ROWS = 8192
 _COLUMN_MULTIPLE = 64
-_WHOLE_ROWS_TILES = 4  # whole rows are long: with fewer of them at a time, reading the head would take all the time
+_WHOLE_ROWS_TILES = 4  # tiles of whole rows are larger: with few rows at a time, reading the head would dominate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class OutputHead:
 
 @dataclass(frozen=True, kw_only=True)
 class TileOptions:
-    """All of a call that is no tensor. Of the vocabulary, the first `vocab_size` numbers count."""
+    """The arguments of a call that are no tensors. Only the first `vocab_size` token ids count."""
 
     transform: LogitTransform
     temperature: float
@@ -79,9 +78,8 @@ class TileOptions:
     vocab_size: int
     chunk_tokens: int | None
     tile_bytes: int
-    top_k: int | None  # None where it takes nothing away
+    top_k: int | None  # None if it filters nothing
     top_p: float
-    with_entropy: bool
 
     @classmethod
     def of(
@@ -93,7 +91,6 @@ class TileOptions:
         top_p: float = 1.0,
         *,
         vocab_size: int | None = None,
-        with_entropy: bool = False,
     ) -> TileOptions:
         """`vocab_size` None: the whole vocabulary counts."""
         assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
@@ -108,7 +105,6 @@ class TileOptions:
             tile_bytes=tile_bytes,
             top_k=top_k if top_k is not None and top_k < head.vocab_size else None,
             top_p=top_p,
-            with_entropy=with_entropy,
         )
 
     @property
@@ -116,9 +112,9 @@ class TileOptions:
         return self.top_k is not None or self.top_p < 1.0
 
     def rows_per(self, num_bytes: int, itemsize: int) -> int:
-        """Whole rows of logits in `num_bytes`, on every rank as many as where the share of the vocabulary is largest.
+        """Whole rows of logits that fit into `num_bytes` on the rank with the largest share of the vocabulary.
 
-        All ranks of the group take part in the filter of every tile, so they must cut the rows alike.
+        All ranks of the group filter every tile together, so they must cut the rows alike.
         """
         num_ranks = 1 if self.group is None else self.group.size()
         return max(1, num_bytes // itemsize // -(-self.vocab_size // num_ranks))
@@ -137,8 +133,8 @@ class TileOptions:
 class Tiles:
     """Logits of `states` [N, H] on a head, tile by tile in one buffer; `num_columns` of the head's rows count.
 
-    Half-precision matrices are multiplied as they are on a GPU, whose tensor cores add up in float32 and can answer in
-    it; elsewhere a block of them at a time is turned into float32. So logits are float32 numbers, not rounded ones.
+    Logits are float32 and never rounded to half precision: the tensor cores of a GPU multiply half-precision matrices
+    with float32 sums and results; elsewhere one block at a time is converted to float32.
     """
 
     def __init__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: TileOptions):
@@ -156,7 +152,7 @@ class Tiles:
         self.softcap_scale = 1.0 if transform.softcap is None else transform.softcap / temperature
 
     def column_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(columns, rows of the head that make them [columns, H])."""
+        """Columns of the logits, and the rows of the head [columns, H] that give them."""
         for columns in slices(self.num_columns, self.columns_per_block):
             yield columns, self.weight[columns].to(self.operand_dtype)
 
@@ -174,30 +170,31 @@ class Tiles:
         return tile
 
     def slope(self, tile: torch.Tensor) -> torch.Tensor | None:
-        """What is left of the derivative of `logits` by the head's output when `scale` is taken out; None where 1."""
+        """The derivative of `logits` by the head's output, divided by `scale`; None if it is 1."""
         if self.softcap is None:
             return None
         # d/dx of c tanh(x) is c (1 - tanh^2 x)
         return tile.mul(1.0 / self.softcap_scale).square_().neg_().add_(1.0).mul_(self.softcap_scale)
 
     def smallest_kept(self, tile: torch.Tensor) -> torch.Tensor:
-        """The smallest logit [rows] that top-k and top-p leave, of a tile of whole rows."""
+        """The smallest logit [rows] that top-k and top-p keep, of a tile of whole rows."""
         options = self.options
-        # A few rows at a time: finding a nucleus takes three more tensors of their size.
+        # A few rows at a time, because finding a nucleus takes three more tensors of this size.
         few = options.rows_per(options.tile_bytes, self.dtype.itemsize)
         return torch.cat([smallest_kept(rows, options.top_k, options.top_p, options.group) for rows in tile.split(few)])
 
-    def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: Place) -> None:
-        """-inf, in place, to logits below `kept` [rows] that are not the target's."""
+    def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: TargetColumn) -> None:
+        """Set logits below `kept` [rows] to -inf in place, but not the target's.
+
+        The target was sampled: rounding at the border of the set, or an update since, must not make it impossible.
+        """
         sampled = tile.gather(1, target.index)
         tile.masked_fill_(tile < kept[:, None], float("-inf"))
         tile.scatter_(1, target.index, torch.where(target.is_here, sampled, tile.gather(1, target.index)))
 
 
 def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
-    """Logits after transform and temperature of `states` [N, H]: [N, V_local], as training computes them, without
-    gradients.
-    """
+    """Logits [N, V_local] of `states` [N, H] after transform and temperature, computed as in training."""
     tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, TILE_BYTES))
     logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
     for columns, block in tiles.column_blocks():
@@ -207,35 +204,35 @@ def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The column of each row's target in a tile: int64 [rows, 1], some column where the target is not in the tile."""
+class TargetColumn:
+    """The column of each row's target in a tile."""
 
-    index: torch.Tensor
+    index: torch.Tensor  # int64 [rows, 1]; any column if the target is not in the tile
     is_here: torch.Tensor  # bool [rows, 1]
 
     @classmethod
-    def of(cls, targets: torch.Tensor, first: int, width: int) -> Place:
+    def of(cls, targets: torch.Tensor, first: int, width: int) -> TargetColumn:
         index = (targets - first)[:, None]
         return cls(index.clamp(0, width - 1), (index >= 0) & (index < width))
 
 
 @dataclass
 class Sums:
-    """What is known of each row's distribution so far; `maximum` is taken out of the exponents."""
+    """Running sums over the tiles of each row; exponents are relative to `maximum`, so that none overflows."""
 
     maximum: torch.Tensor  # [N]
     total: torch.Tensor  # [N]; sum of e = exp(logit - maximum)
     spread: torch.Tensor  # [N]; sum of -e (logit - maximum)
-    chosen: torch.Tensor  # [N, K]; logits of the targets, 0 where no tile has had them
+    chosen: torch.Tensor  # [N, K]; logits of the targets, 0 until their tile comes
 
     @classmethod
     def empty(cls, like: torch.Tensor, n: int, k: int = 1) -> Sums:
-        # The lowest finite number, not -inf: -inf - -inf is no number.
+        # The lowest finite number instead of -inf, because -inf - -inf is NaN.
         lowest = torch.finfo(like.dtype).min
         return cls(like.new_full((n,), lowest), like.new_zeros(n), like.new_zeros(n), like.new_zeros(n, k))
 
     def add(self, rows: slice, tile: torch.Tensor, *, with_entropy: bool) -> None:
-        """Take in a tile of logits, which becomes e of the maximum so far."""
+        """Add a tile of logits, which becomes exp(logit - maximum so far)."""
         self._raise_maximum(rows, torch.maximum(self.maximum[rows], tile.amax(dim=1)))
         tile.sub_(self.maximum[rows, None]).exp_()
         self.total[rows] += tile.sum(dim=1)
@@ -243,6 +240,7 @@ class Sums:
             self.spread[rows] += torch.special.entr(tile).sum(dim=1)
 
     def _raise_maximum(self, rows: slice, maximum: torch.Tensor) -> None:
+        # Earlier terms had a smaller maximum in their exponents: rescale them to the new one.
         change = self.maximum[rows] - maximum
         factor = change.exp()
         self.spread[rows] = factor * (self.spread[rows] - change * self.total[rows])
@@ -260,7 +258,7 @@ class Sums:
 
     def logprobs(self) -> torch.Tensor:
         """[N, K]."""
-        # In this order, and not by their logsumexp: large logits would take digits of it.
+        # Not chosen - logsumexp: added to a large maximum, log(total) would lose digits.
         return self.chosen - self.maximum[:, None] - self.total.log()[:, None]
 
     def entropy(self) -> torch.Tensor:
@@ -270,7 +268,7 @@ class Sums:
 class Gradients:
     """Gradients of states, weight and bias, from tiles of gradients of the head's output.
 
-    They add up in float32: those of the states as a whole [N, H], those of the weight block by block.
+    They accumulate in float32, for the states as a whole [N, H], for the weight block by block.
     """
 
     def __init__(self, tiles: Tiles, needs_states: bool, needs_weight: bool, needs_bias: bool) -> None:
@@ -283,15 +281,15 @@ class Gradients:
         self.weight = torch.empty_like(tiles.weight) if needs_weight else tiles.weight.new_empty(0)
         is_rounded = needs_weight and tiles.weight.dtype != tiles.dtype
         self.block = tiles.buffer.new_empty((tiles.columns_per_block, hidden) if is_rounded else 0)
-        if needs_weight:  # no tile reaches these
+        if needs_weight:  # rows that no tile reaches
             self.weight[tiles.num_columns if num_rows > 0 else 0 :].zero_()
 
     def _block(self, columns: slice) -> torch.Tensor:
-        """Where the gradient of these rows of the weight adds up."""
+        """The accumulator of the gradient of these rows of the weight."""
         return self.block[: columns.stop - columns.start] if self.block.numel() > 0 else self.weight[columns]
 
     def add(self, rows: slice, columns: slice, tile: torch.Tensor, block: torch.Tensor) -> None:
-        """Take in a tile; `block` are the rows of the head it came from."""
+        """Add a tile; `block` are the rows of the head it came from."""
         if self.needs_bias:
             self.bias[columns] += tile.sum(dim=0)
         tile = tile.to(self.tiles.operand_dtype)
@@ -303,14 +301,14 @@ class Gradients:
             _add_matmul(self._block(columns), tile.t(), self.tiles.states[rows])
 
     def finish(self, columns: slice) -> None:
-        """All tiles of these columns were taken in."""
+        """All tiles of these columns have been added."""
         if self.block.numel() > 0 and len(self.tiles.states) > 0:
             self.weight[columns] = self._block(columns)
 
     def result(
         self, group: dist.ProcessGroup | None, dtype: torch.dtype
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Gradients of states, weight and bias in `dtype`, those of the states complete on all ranks of `group`."""
+        """Gradients of states, weight and bias in `dtype`. A collective that sums the states' over `group`."""
         if self.needs_states and group is not None and len(self.states) > 0:
             dist.all_reduce(self.states, group=group)
         return (
@@ -337,3 +335,90 @@ def _add_matmul(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> N
         out.addmm_(left, right)
     else:
         out.add_(torch.mm(left, right, out_dtype=out.dtype))
+
+
+# -- top-k and nucleus (top-p) filters
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def smallest_kept(
+    logits: torch.Tensor, top_k: int | None, top_p: float, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The smallest logit [N] that top-k and top-p keep, from this rank's columns `logits` [N, V_local].
+
+    The kept set is "every logit at or above the smallest one", so ties at its border all belong to it. Top-k comes
+    before top-p, and the nucleus is the smallest set whose probability reaches `top_p` (Holtzman et al. 2019, arXiv
+    1904.09751), as the generation engine does it. At least one of the filters is active.
+
+    A collective over `group`, which shares the vocabulary; only the top k logits of each rank are gathered.
+    """
+    if top_k is None:
+        return _bisect(logits, top_p, group)
+    best = _largest(logits, top_k, group)
+    if top_p >= 1.0:
+        return best[:, -1]
+    # Ties count towards the mass of the set, and `best` may lack some of them.
+    is_kept = logits >= best[:, -1:]
+    total = torch.where(is_kept, logits - best[:, :1], float("-inf")).exp_().sum(dim=1)
+    return _nucleus(best, (best - best[:, :1]).exp_(), top_p * _sum(total, group)[:, None])
+
+
+def _nucleus(descending: torch.Tensor, mass: torch.Tensor, needed: torch.Tensor | float) -> torch.Tensor:
+    """The smallest logit [N] of the nucleus. A token is in it while the tokens before it do not reach `needed`."""
+    before = F.pad(mass.cumsum(dim=-1)[:, :-1], (1, 0))
+    return torch.where(before < needed, descending, float("inf")).amin(dim=-1)
+
+
+def _sum(partial: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    if group is not None:
+        dist.all_reduce(partial, group=group)
+    return partial
+
+
+def _largest(logits: torch.Tensor, k: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The k largest of every row over all ranks [N, k], descending."""
+    width = min(k, logits.shape[1])
+    best = logits.topk(width, dim=1).values
+    if group is None:
+        return best
+    best = F.pad(best, (0, k - width), value=float("-inf"))  # shards of the vocabulary may be narrower than k
+    gathered = best.new_empty(group.size() * len(best), k)
+    dist.all_gather_into_tensor(gathered, best.contiguous(), group=group)
+    return gathered.view(-1, *best.shape).transpose(0, 1).flatten(1).topk(k, dim=1).values
+
+
+def _bisect(logits: torch.Tensor, top_p: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The smallest logit of the nucleus, exact to the last bit: bisection over the bits of a float.
+
+    The nucleus ends at the smallest t for which the mass of the logits above t is below top_p. That mass falls as t
+    grows, in floating point too (a sum in a fixed order), so the search ends at the same t on every rank. It needs no
+    sort and no synchronisation with the host, and reduces one number per row and round.
+    """
+    maximum = logits.amax(dim=1)
+    if group is not None:
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    mass = (logits - maximum[:, None]).exp_()
+    needed = top_p * _sum(mass.sum(dim=1), group)
+    low, high = _to_ordered(torch.full_like(maximum, float("-inf"))), _to_ordered(maximum)
+    for _ in range(torch.iinfo(low.dtype).bits):
+        middle = (low & high) + ((low ^ high) >> 1)  # the mean, rounded down, without overflow
+        is_above = logits > _from_ordered(middle, logits.dtype)[:, None]
+        reaches = _sum(torch.where(is_above, mass, 0.0).sum(dim=1), group) >= needed
+        low, high = torch.where(reaches, middle, low), torch.where(reaches, high, middle)
+    return _from_ordered(high, logits.dtype)
+
+
+def _to_ordered(numbers: torch.Tensor) -> torch.Tensor:
+    """Integers in the order of the floats, one apart for neighbours."""
+    return _flip(numbers.view(_INTEGERS[numbers.dtype]))
+
+
+def _from_ordered(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return _flip(integers).view(dtype)
+
+
+def _flip(bits: torch.Tensor) -> torch.Tensor:
+    """Floats store sign and magnitude: under a sign bit the rest counts downwards. Its own inverse."""
+    info = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (info.bits - 1)) & info.max)

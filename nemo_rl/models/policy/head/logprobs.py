@@ -1,8 +1,8 @@
-"""A model that answers with what its head says of given tokens: their logprobs instead of logits, or scores.
+"""A model whose forward returns a number per scored token instead of logits: its logprob, or a score.
 
     ModelBatch -> hidden states [R, W, H] -> those that predict a scored token [N, H] -> head -> logprobs [N] -> [B, S]
 
-Only states whose next token is scored pass through the head at all: prompts and padding cost nothing there.
+Only the states that predict a scored token pass through the head: prompts and padding cost nothing there.
 """
 
 from __future__ import annotations
@@ -22,33 +22,18 @@ from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, w
 from nemo_rl.models.policy.head.scalar import check_scalar_head, is_scalar, output_module
 from nemo_rl.models.policy.head.tasks import HeadTask
 
+# What an architecture does to its logits after the head: setting of the configuration -> model types.
 _SOFTCAPS = {
-    "final_logit_softcapping": {
-        "gemma2",
-        "gemma3_text",
-        "gemma3n_text",
-        "gemma4_text",
-        "gemma4_unified_text",
-        "nanochat",
-        "vaultgemma",
-    },
-    "logits_soft_cap": {"recurrent_gemma"},
+    "final_logit_softcapping": "gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text nanochat vaultgemma",
+    "logits_soft_cap": "recurrent_gemma",
 }
 _FACTORS = {
-    "logit_scale": {"cohere", "cohere2", "cohere2_moe", "cohere_compass_text"},
-    "lm_head_multiplier": {"falcon_h1"},
-    "logits_scaling": {"hyperclovax"},
+    "logit_scale": "cohere cohere2 cohere2_moe cohere_compass_text",
+    "lm_head_multiplier": "falcon_h1",
+    "logits_scaling": "hyperclovax",
 }
-_DIVISORS = {
-    "logits_scaling": {
-        "granite",
-        "granite_swa",
-        "granitemoe",
-        "granitemoe_swa",
-        "granitemoehybrid",
-        "granitemoeshared",
-    }
-}
+_DIVISORS = {"logits_scaling": "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared"}
+# Settings that concern the head although their name has no "logit", and the reverse.
 _OF_THE_HEAD = {"dim_model_base", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size"}
 _NOT_OF_THE_HEAD = {
     "attn_logit_softcapping",
@@ -63,7 +48,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
     """What models of this architecture do to their logits after the head.
 
     Raises:
-        ValueError: a setting changes the logits in a way that is not known here.
+        ValueError: a setting changes the logits in an unknown way.
     """
     text = config.get_text_config()
     kind: str = text.model_type
@@ -72,11 +57,11 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
         is_of_the_head = name in _OF_THE_HEAD or ("logit" in name and name not in _NOT_OF_THE_HEAD)
         if not is_of_the_head or value is None or value == 1.0:
             continue
-        if kind in _SOFTCAPS.get(name, ()):
+        if kind in _SOFTCAPS.get(name, "").split():
             softcap = value
-        elif kind in _FACTORS.get(name, ()):
+        elif kind in _FACTORS.get(name, "").split():
             scale *= value
-        elif kind in _DIVISORS.get(name, ()):
+        elif kind in _DIVISORS.get(name, "").split():
             scale /= value
         else:
             raise ValueError(
@@ -88,7 +73,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 
 
 def _check_head(hf: PreTrainedModel) -> None:
-    """ValueError unless logits are one linear layer on the last hidden states, as far as modules can tell."""
+    """ValueError unless logits are one linear layer on the last hidden states, as far as the modules show."""
     head = hf.get_output_embeddings()
     known = {id(hf.base_model), id(head)}
     others = [
@@ -108,21 +93,21 @@ def _check_head(hf: PreTrainedModel) -> None:
 
 
 class LogprobModel(nn.Module):
-    """A causal language model with a head that gives logprobs, or a reward or value model; or one of its stages.
+    """A causal language model whose head returns logprobs, or a reward or value model; or one of its pipeline stages.
 
-    It is the root of FSDP: the head's weight is gathered while `forward` runs, and stays so until backward computes the
-    logits again (`reshard_after_forward=False`).
+    It is the root of FSDP: the head's weight is gathered during `forward` and stays gathered, because backward computes
+    the logits again (`reshard_after_forward=False`).
 
     Args:
-        hf: the model of transformers; without an output head where a later pipeline stage has it.
+        hf: the model of transformers; without an output head if a later pipeline stage has it.
         chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
-        temperature, top_k, top_p: those of sampling, applied again here.
+        temperature, top_k, top_p: the sampling parameters, applied to logprobs too.
         tensor: mesh of the ranks that may share the vocabulary (they do when the head's weight is a DTensor sharded on
-            dim 0); hidden states are whole on each of them.
+            dim 0); each of them has whole hidden states.
         context: mesh of the ranks that share every sequence.
 
     Raises:
-        ValueError: the architecture does more to its logits than is known here, or the head has adapters.
+        ValueError: the architecture does something unknown to its logits, or the head has adapters.
     """
 
     def __init__(
@@ -150,7 +135,7 @@ class LogprobModel(nn.Module):
         self.transform = LogitTransform() if is_scalar(hf.config) else logit_transform(hf.config)
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """What `task` says of the scored tokens of `batch`; see `score`."""
+        """The outputs of `task` for the scored tokens of `batch`; see `score`."""
         states = self.hf.base_model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, cu_seqlens=batch.cu_seqlens
         ).last_hidden_state
@@ -159,8 +144,9 @@ class LogprobModel(nn.Module):
     def next_logits(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, temperature: float, **how: object
     ) -> torch.Tensor:
-        """Logits of the token after the last one of every row of `input_ids` [B, W]: float32 [B, V], or this rank's
-        columns of it, divided by the temperature (0: by 1). `how` goes to the model: a cache, a mask.
+        """Logits of the token after each row of `input_ids` [B, W], divided by the temperature (0: by 1).
+
+        float32 [B, V], or this rank's columns of it. `how` goes to the model: a cache, a mask.
         """
         states = self.hf.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=True, **how
@@ -168,25 +154,24 @@ class LogprobModel(nn.Module):
         return whole_logits(states, replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """`task` of the scored tokens, elsewhere 0: float32 [B, S] or [B, S, C] from the last hidden states [R, W, H].
+        """Last hidden states [R, W, H] -> outputs of `task` for scored tokens, else 0: float32 [B, S] or [B, S, C].
 
         Equal and complete on all tensor- and context-parallel ranks.
         """
-        judging = states.flatten(0, 1).index_select(0, batch.states)
-        scored = task(self, judging, batch)
+        scored = task(self, states.flatten(0, 1).index_select(0, batch.states), batch)
         out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
         out = out.index_put((batch.rows, batch.positions), scored)
         return out if self.context is None else context_sum(out, self.context.get_group())
 
     def score_weight(self) -> torch.Tensor:
-        """[1, H], the head of a reward or value model; to be used inside `forward`, where FSDP has gathered it."""
+        """[1, H], the head of a reward or value model. Only valid inside `forward`, where FSDP has gathered it."""
         assert is_scalar(self.hf.config), "a language model has no score"
         head = output_module(self.hf)
         assert head is not None, "this stage has no head"
         return _local(head.get_parameter("weight"))
 
     def output_head(self) -> OutputHead:
-        """The head as this rank holds it, to be used inside `forward`, where FSDP has gathered its weight."""
+        """This rank's rows of the head. Only valid inside `forward`, where FSDP has gathered the weight."""
         layer = self.hf.get_output_embeddings()
         assert isinstance(layer, nn.Linear), "this stage has no output head"
         weight, bias = layer.weight, layer.bias
@@ -209,5 +194,5 @@ class LogprobModel(nn.Module):
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part; the gradient of a part is complete on the rank that has it."""
+    """This rank's part; its gradient is complete on this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

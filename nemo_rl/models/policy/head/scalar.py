@@ -2,8 +2,8 @@
 
     hidden states [N, H] -> score, one linear layer without bias [1, H] -> [N]
 
-Whether a model is one is said by the `architectures` of its configuration; `scalar_config` makes one of the
-configuration of a causal language model. Everything that builds a model asks `auto_class`.
+The `architectures` of a configuration decide what a model is. `scalar_config` turns the configuration of a causal
+language model into one of a reward model. Everything that builds a model uses `auto_class`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ KEY = "policy.reward_model_cfg.enabled"
 _CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_HEADS = ("lm_head", "embed_out")
 _HEAD_WORDS = ("head", "classifier", "reward", HEAD)  # `v_head`, `value_head`, `classification_head`, ...
-_DEFAULT_STD = 0.02  # transformers' own, for configurations that say nothing
+_DEFAULT_STD = 0.02  # the default of transformers
 
 
 def is_scalar(config: PretrainedConfig) -> bool:
-    """Whether a configuration is that of a sequence classifier, which here means one number."""
+    """Whether the configuration is that of a sequence classifier, which here has one output."""
     return any(name.endswith(_CLASSIFIER) for name in config.architectures or ())
 
 
@@ -47,13 +47,12 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int | None = None) -> PretrainedConfig:
-    """`config`, of a causal language model or a reward model, as that of a model with one number for a head.
+    """A copy of `config`, of a causal language model or a reward model, as a reward model with one output.
 
-    `pad_token_id`: that of the tokenizer, by which transformers finds the last token of a padded row; None leaves the
-    one that is there. The argument is not changed.
+    `pad_token_id`: the tokenizer's, by which transformers finds the last token of a padded row; None keeps the present.
 
     Raises:
-        ValueError: for a classifier of several labels, and an architecture whose classifier has another head.
+        ValueError: a classifier of several labels, or an architecture without a classifier.
     """
     known = _class_name(config, model_name)
     if is_scalar(config) and config.num_labels != 1:
@@ -72,7 +71,7 @@ def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int |
 
 
 def _class_name(config: PretrainedConfig, model_name: str) -> str:
-    """The name of the classifier of this architecture. ValueError when `config` cannot be made one."""
+    """The name of the classifier of this architecture. ValueError if there is none."""
     kind = type(config)
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
@@ -97,7 +96,7 @@ def _names(mapping: Any, kind: type[PretrainedConfig]) -> list[str]:
 
 
 def check_scalar_head(hf: PreTrainedModel) -> None:
-    """ValueError unless the head of a classifier is one linear layer on the last hidden states, with one output."""
+    """ValueError unless the head is one linear layer on the last hidden states, with one output and no bias."""
     head = hf._modules.get(HEAD)
     others = [
         name
@@ -113,15 +112,15 @@ def check_scalar_head(hf: PreTrainedModel) -> None:
 
 
 def output_module(hf: PreTrainedModel) -> nn.Module | None:
-    """The head of a language, reward or value model; None for a pipeline stage that is without."""
+    """The head of a language, reward or value model; None for a pipeline stage without one."""
     return hf._modules[HEAD] if is_scalar(hf.config) else hf.get_output_embeddings()
 
 
 @torch.no_grad()
 def draw_head(weight: torch.Tensor, config: PretrainedConfig, seed: int) -> None:
-    """Draw the head that a language model does not have: normal, with the standard deviation of the architecture.
+    """Initialise a new head: normal, with the standard deviation of the architecture.
 
-    Drawn whole from `seed`, each rank keeping its part of `weight` [1, H]: equal for every number of ranks.
+    Every rank draws the whole `weight` [1, H] from `seed` and keeps its part, so it does not depend on their number.
     """
     settings = config.get_text_config().to_dict()
     std = settings.get("initializer_range") or _DEFAULT_STD
@@ -130,9 +129,9 @@ def draw_head(weight: torch.Tensor, config: PretrainedConfig, seed: int) -> None
 
 
 def foreign_heads(names: set[str]) -> list[str]:
-    """Of the tensors of a checkpoint, those of a head that is neither a language model's nor `score`, by their names.
+    """Names of a checkpoint's tensors that belong to a head other than a language model's or `score`.
 
-    Other tensors that the model does not have, such as those of layers for speculative decoding, are left alone.
+    Other unknown tensors, such as layers for speculative decoding, are not listed.
     """
     first_parts = {name: name.partition(".")[0] for name in names if name != HEAD_WEIGHT}
     return sorted(

@@ -1,4 +1,4 @@
-"""What a model's head says of each scored token, from the hidden state that the token is judged from.
+"""What a model's head computes for each scored token, from the hidden state that predicts the token.
 
 hidden states [N, H] of the scored tokens -> head -> [N] or [N, C], float32 unless said
 """
@@ -12,16 +12,16 @@ from typing import Protocol
 import torch
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.head.linear_logprobs import linear_logprobs
+from nemo_rl.models.policy.head.linear import linear_logprobs
 from nemo_rl.models.policy.head.logit_tiles import OutputHead
 
 
 class HeadModel(Protocol):
-    """What a task asks of the model whose states it judges.
+    """What a task needs of the model.
 
     Attributes:
         chunk_tokens: the most rows whose logits are in memory at a time; None: by a budget of bytes.
-        temperature, top_k, top_p: those of sampling.
+        temperature, top_k, top_p: the sampling parameters.
     """
 
     chunk_tokens: int | None
@@ -30,7 +30,7 @@ class HeadModel(Protocol):
     top_p: float
 
     def output_head(self) -> OutputHead:
-        """The head of a language model, as this rank holds it."""
+        """This rank's rows of the head of a language model."""
         ...
 
     def score_weight(self) -> torch.Tensor:
@@ -39,7 +39,7 @@ class HeadModel(Protocol):
 
 
 class HeadTask(ABC):
-    """Called inside the model's forward, where FSDP has gathered the head. Picklable."""
+    """A function of hidden states. It runs inside the model's forward, where FSDP has gathered the head. Picklable."""
 
     @property
     def num_values(self) -> int | None:
@@ -48,7 +48,7 @@ class HeadTask(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers."""
+        """Of the output."""
         return torch.float32
 
     @property
@@ -65,8 +65,8 @@ class HeadTask(ABC):
 class Logprobs(HeadTask):
     """The logprob of each scored token.
 
-    `filtered=False` leaves out top-k and top-p (for a reference policy, which may give a sampled token no mass at all
-    inside the filter).
+    `filtered=False` leaves out top-k and top-p. A reference policy needs this: its filter may exclude a sampled token,
+    whose logprob would be -inf.
     """
 
     filtered: bool = True
@@ -80,7 +80,7 @@ class Logprobs(HeadTask):
 
 @dataclass(frozen=True)
 class Scalars(HeadTask):
-    """The score of each scored token: what a reward model says of a sequence, or a value model of a state."""
+    """The score of each scored token: the reward of a sequence, or the value of a state."""
 
     def __call__(self, model: HeadModel, states: torch.Tensor, batch: ModelBatch) -> torch.Tensor:
         return (states.float() @ model.score_weight().float().T)[:, 0]

@@ -1,9 +1,9 @@
-"""Which of Megatron's linear layers get low-rank adapters, and where these lie in a layer and in files.
+"""Which of Megatron's linear layers get low-rank adapters, and their names and shapes in a layer and in files.
 
-    linear_qkv.weight [q + k + v, in]  ->  lora_A [r, in], one for all three; lora_B [q + k + v, r], cut as the weight
+    linear_qkv.weight [q + k + v, in]  ->  lora_A [r, in], one for all three; lora_B [q + k + v, r], sharded like it
     files                              ->  {q,k,v}_proj.lora_B, and the lora_A of the first of them
 
-Nothing here imports Megatron.
+The driver uses this module too, so it does not import Megatron.
 """
 
 from __future__ import annotations
@@ -21,13 +21,20 @@ from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
 from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, Row
+from nemo_rl.models.policy.megatron.mapping import (
+    OUTPUT_LAYER,
+    HFTensor,
+    MappedTensor,
+    Replicated,
+    Row,
+    WeightMap,
+    weight_map,
+)
 from nemo_rl.models.policy.peft_format import tensor_names
 
 KEY = "policy.megatron_cfg.peft"
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Adapted when nothing is named."""
+"""Adapted by default."""
 
 _LINEAR_WEIGHT = re.compile(r"(.*\.linear_\w+)\.weight\d*")
 
@@ -36,8 +43,8 @@ _LINEAR_WEIGHT = re.compile(r"(.*\.linear_\w+)\.weight\d*")
 class AdaptedLayer:
     """A linear layer `name` of the whole model, its weight, and the two matrices of its adapter.
 
-    Of a layer cut by rows of the weight (column parallel) `lora_b` is cut likewise and `lora_a` whole on every rank;
-    of one cut by columns (row parallel) `lora_a` is cut and `lora_b` whole.
+    For a column-parallel layer `lora_b` is sharded by rows, as the weight, and `lora_a` replicated; for a row-parallel
+    layer `lora_a` is sharded by columns and `lora_b` replicated.
     """
 
     name: str
@@ -52,16 +59,15 @@ class AdaptedLayer:
 
     @property
     def hf_names(self) -> list[str]:
-        """Of the Hugging Face layers that it is made of."""
+        """Names of the Hugging Face layers that it consists of."""
         return [source.name.removesuffix(".weight") for source in self.weight.sources]
 
 
 def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[AdaptedLayer]:
-    """The layers that `peft` names, in the order of the model; nothing named: `LINEAR_LAYERS`, but not of experts.
+    """The layers that `peft` names, in the order of the model; by default `LINEAR_LAYERS` except those of experts.
 
     Raises:
-        ValueError: for a name that matches no layer, for layers that cannot be adapted, and for a rank above the full
-            one.
+        ValueError: a name matches no layer, a layer cannot be adapted, or the adapter's rank is above the full rank.
     """
     linears: dict[str, MappedTensor] = {}
     for entry in weights.entries:
@@ -94,7 +100,7 @@ def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> N
         )
     if isinstance(weight.layout, Replicated):
         raise ValueError(
-            f"{KEY}.target_modules takes in {name}, which Transformer Engine does not cut over ranks and which has no "
+            f"{KEY}.target_modules takes in {name}, which Transformer Engine does not shard and which has no "
             f"adapter here; add it to {KEY}.exclude_modules, or set policy.megatron_cfg.transformer_impl=local"
         )
     largest = min(sum(rows for rows, _ in weight.shapes), weight.shapes[0][1])
@@ -131,19 +137,19 @@ def _adapted(name: str, weight: MappedTensor, dim: int) -> AdaptedLayer:
 
 
 def trained_map(weights: WeightMap, layers: Sequence[AdaptedLayer]) -> WeightMap:
-    """The mapping of what is trained: adapters, and the head of a reward or value model."""
+    """The mapping of the trained parameters: adapters, and the head of a reward or value model."""
     adapters = [part for layer in layers for part in (layer.lora_a, layer.lora_b)]
     return replace(weights, entries=(*adapters, *trained_head(weights)), is_tied=False)
 
 
 def trained_head(weights: WeightMap) -> list[MappedTensor]:
-    """The head of a reward or value model, which is trained whole; nothing of a language model."""
+    """The head of a reward or value model, which is trained without adapter; nothing for a language model."""
     heads = [entry for entry in weights.entries if entry.template == OUTPUT_LAYER]
     return [entry for entry in heads if entry.sources[0].name == HEAD_WEIGHT]
 
 
 def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole trained tensors under the names of files -> under PEFT's names, where every layer has its own lora_A."""
+    """Whole trained tensors by their names in files -> by PEFT's names, where every layer has its own lora_A."""
     found = {f"base_model.model.{HEAD_WEIGHT}": trained[HEAD_WEIGHT]} if HEAD_WEIGHT in trained else {}
     for layer in layers:
         for hf_name, rows in zip(layer.hf_names, layer.lora_b.sources, strict=True):
@@ -154,7 +160,7 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
 
 
 def lora_config(peft: MegatronPeftConfig) -> LoRAConfig:
-    """What adapters of either backend have in common."""
+    """The settings that adapters of both backends have."""
     return LoRAConfig(
         enabled=peft.enabled,
         dim=peft.dim,
@@ -164,15 +170,11 @@ def lora_config(peft: MegatronPeftConfig) -> LoRAConfig:
     )
 
 
-# -- on the driver
-
-
 def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
-    """Whether `policy.megatron_cfg.peft` goes with the model and the other settings; nothing where it is off.
+    """Check `policy.megatron_cfg.peft` against the model and the other settings, on the driver.
 
     Raises:
-        ValueError: as `adapted_layers`, for a pipeline stage without adapters, and for settings that would train what
-            adapters leave as it is.
+        ValueError: as `adapted_layers`; a pipeline stage has no adapters; or a setting would train frozen parameters.
     """
     settings, text = policy.megatron_cfg, model.get_text_config()
     if not settings.peft.enabled:

@@ -1,14 +1,13 @@
-"""A Megatron policy on disk, saved on one layout and loaded on any: see `megatron_checkpoint_files`.
+"""Checkpoints of a Megatron policy, saved on one layout and loaded on any other. The files: see `files.py`.
 
-Every rank writes boxes of Hugging Face tensors, without gathering anything: the parts of parameters it holds, and of
-main parameters and moments the parts it updates, which with the distributed optimizer are stretches of a parameter.
-Nothing is pickled but torch's own .metadata, which is read by names that it may hold.
+Every rank writes chunks of Hugging Face tensors, without gathering: its shards of parameters and the elements of main
+parameters and moments that it updates, which with the distributed optimizer are a range of a flat parameter. Only
+torch's own .metadata is pickled, and it is read with a list of allowed names.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,193 +25,74 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, shapes_of
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, WeightMap
-from nemo_rl.models.policy.megatron.optimizer import OptimizerPart, optimizer_parts, set_steps_taken, steps_taken
-from nemo_rl.models.policy.megatron.shard_layout import Shape, ShardPlace
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, ParallelRanks, Shape, WeightMap
+from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
 from nemo_rl.utils.checkpoint.manager import CheckpointError
-from nemo_rl.utils.checkpoint.save import ModelSaveFormat
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
-
-# -- What a rank holds of Hugging Face tensors, as boxes that torch.distributed.checkpoint writes and reads.
-#
-#     Megatron parameter, or rows a to b of it laid out flat  ->  (Hugging Face name, offset in that tensor, view)
-#
-# Under Hugging Face names a checkpoint knows nothing of the layout it was saved on, so any layout reads it.
-
-
-@dataclass(kw_only=True)
-class Boxes:
-    """Parts of a tensor of `shape`, by offset: views of what they are saved from and loaded into.
-
-    Speaks the protocol by which torch.distributed.checkpoint takes objects for sharded tensors. Several ranks may hold
-    the same box; it is written once. Boxes that overlap otherwise are refused when they are saved.
-    """
-
-    shape: Shape
-    dtype: torch.dtype
-    parts: dict[Shape, torch.Tensor] = field(default_factory=dict)
-
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=torch.Size(self.shape)
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape) for offset, part in self.parts.items()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.parts[tuple(index.offset)]
-
-    def on_host(self) -> Boxes:
-        """Copies in host memory."""
-        copies = {offset: part.detach().to("cpu", copy=True) for offset, part in self.parts.items()}
-        return Boxes(shape=self.shape, dtype=self.dtype, parts=copies)
-
-
-class BoxSavePlanner(DefaultSavePlanner):
-    """Finds the boxes again that it planned to write."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """The values of a box."""
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-class BoxLoadPlanner(DefaultLoadPlanner):
-    """Likewise for reading. What it is given is flat already, and has memory."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Take over `state_dict`, names and `Boxes`."""
-        self.flatten_state_dict = False
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """What a box is read into."""
-        return self.state_dict[index.fqn].__get_tensor_shard__(index)
-
-
-def add_boxes(
-    boxes: dict[str, Boxes],
-    entry: MappedTensor,
-    place: ShardPlace,
-    values: torch.Tensor,
-    *,
-    flat: range | None = None,
-    suffix: str = "",
-) -> None:
-    """Add to `boxes` what `values` are of the Hugging Face tensors of `entry`, under their names and `suffix`.
-
-    `values`: this rank's shard, or, with `flat`, these elements of it in a row [stop - start]. Rows that pad the
-    vocabulary are left out.
-    """
-    rank, size = entry.rank_and_size(place)
-    shape = entry.shard_shape(size)
-    for start, part in _stretch(shape, values.detach(), flat):
-        for piece in entry.pieces(rank, size):
-            low = max(piece.at, start[piece.dim])
-            high = min(piece.at + piece.length, start[piece.dim] + part.shape[piece.dim])
-            if low >= high:
-                continue
-            source = entry.sources[piece.source]
-            name = source.name + suffix
-            offset = list(start)
-            offset[piece.dim] = low - piece.at + piece.start
-            held = boxes.setdefault(name, Boxes(shape=source.shape, dtype=values.dtype))
-            assert tuple(offset) not in held.parts, f"{name} is held twice from {offset} on"
-            held.parts[tuple(offset)] = part.narrow(piece.dim, low - start[piece.dim], high - low)
-
-
-def _stretch(shape: Shape, values: torch.Tensor, flat: range | None) -> Iterator[tuple[Shape, torch.Tensor]]:
-    """(where it begins in a shard of `shape`, view) of the boxes that make up elements `flat` of it: at most three."""
-    if flat is None:
-        assert tuple(values.shape) == shape, f"{tuple(values.shape)} is not {shape}"
-        yield (0,) * len(shape), values
-        return
-    assert values.shape == (len(flat),), f"{tuple(values.shape)} is not {len(flat)} elements"
-    if len(shape) == 1:
-        yield (flat.start,), values
-        return
-    _, columns = shape
-    at = 0
-    while at < len(values):
-        row, column = divmod(flat.start + at, columns)
-        left = len(values) - at
-        is_part = column > 0 or left < columns
-        rows, width = (1, min(left, columns - column)) if is_part else (left // columns, columns)
-        yield (row, column), values[at : at + rows * width].view(rows, width)
-        at += rows * width
-
-
-def on_host(boxes: Mapping[str, Boxes]) -> dict[str, Boxes]:
-    """Copies in host memory, which later steps do not change."""
-    return {name: box.on_host() for name, box in boxes.items()}
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronPolicy:
-    """What of a rank is saved and loaded. `parameters`: as for `weights.load_weights`."""
+    """What a rank saves and loads. `parameters` as for `weights.load_weights`."""
 
     parameters: Mapping[str, torch.Tensor]
     weights: WeightMap
-    place: ShardPlace
+    ranks: ParallelRanks
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
     optimizer_kind: str  # megatron_cfg.optimizer.optimizer
+
+    def entries(self, names: Iterable[str], *, with_tied_output: bool) -> dict[str, MappedTensor]:
+        """The mapping of the parameters `names`. The last stage's copy of a tied embedding is read, never saved."""
+        entries = self.weights.on_rank(self.ranks)
+        is_left_out = self.weights.is_tied and not with_tied_output
+        return {name: entries[name] for name in names if not (name == OUTPUT_LAYER and is_left_out)}
+
+    def states(self) -> dict[str, ParameterState]:
+        """The optimizer's state by parameter name."""
+        assert self.optimizer is not None
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        return {names[id(state.parameter)]: state for state in parameter_states(self.optimizer)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronState:
     """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
 
-    weights: Mapping[str, Boxes]
-    optimizer: Mapping[str, Boxes] | None  # None: not saved
+    weights: Mapping[str, Chunks]
+    optimizer: Mapping[str, Chunks] | None  # None: not saved
     counters: Counters
     generators: Mapping[str, torch.Tensor]
 
     @classmethod
     def of(cls, policy: MegatronPolicy, *, save_optimizer: bool) -> MegatronState:
-        """Of now. The copy of a tied embedding on the last stage is left out."""
-        weights: dict[str, Boxes] = {}
-        for name, entry in _own_entries(policy, policy.parameters).items():
-            add_boxes(weights, entry, policy.place, policy.parameters[name])
+        """The present state."""
+        weights: dict[str, Chunks] = {}
+        for name, entry in policy.entries(policy.parameters, with_tied_output=False).items():
+            add_chunks(weights, entry, policy.ranks, policy.parameters[name])
         generators = dict(_random_tracker().get_states())
         if not save_optimizer:
             return cls(weights=weights, optimizer=None, counters=Counters(), generators=generators)
         assert policy.optimizer is not None and policy.scheduler is not None
-        state: dict[str, Boxes] = {}
-        for name, part in _named_parts(policy).items():
-            if not (name == OUTPUT_LAYER and policy.weights.is_tied):
-                _add_state(state, policy, name, part, part.tensors())
+        optimizer: dict[str, Chunks] = {}
+        states = policy.states()
+        for name, entry in policy.entries(states, with_tied_output=False).items():
+            _add_state(optimizer, entry, policy.ranks, states[name], states[name].tensors())
         counters = Counters(
             optimizer=policy.optimizer_kind,
             optimizer_steps=steps_taken(policy.optimizer),
             scheduler_steps=policy.scheduler.num_steps,
         )
-        return cls(weights=weights, optimizer=state, counters=counters, generators=generators)
+        return cls(weights=weights, optimizer=optimizer, counters=counters, generators=generators)
 
     def on_host(self) -> MegatronState:
         """Copies in host memory, which later steps do not change."""
         return replace(
             self,
-            weights=on_host(self.weights),
-            optimizer=None if self.optimizer is None else on_host(self.optimizer),
+            weights=_on_host(self.weights),
+            optimizer=None if self.optimizer is None else _on_host(self.optimizer),
             generators={name: state.clone() for name, state in self.generators.items()},
         )
 
@@ -222,11 +102,11 @@ def save_state(
 ) -> None:
     """Every rank writes its part of the folder `directory` of a checkpoint. Collective over `group`.
 
-    Raises RuntimeError on all ranks when one of them cannot write; the text holds its error.
+    RuntimeError on all ranks if one of them cannot write; the text holds its error.
     """
-    assert model_save_format == "torch_save", "safetensors hold one part of a tensor per rank"
+    assert model_save_format == "torch_save", "safetensors hold one chunk of a tensor per rank"
 
-    def beside() -> None:
+    def write_small_files() -> None:
         for name in ("weights", "generators", *(() if state.optimizer is None else ("optimizer",))):
             (directory / name).mkdir(parents=True, exist_ok=True)
         if state.generators:
@@ -234,30 +114,32 @@ def save_state(
         if dist.get_rank() == 0:
             state.counters.write(directory)
 
-    _on_all(beside, directory, group)
-    _save_boxes(state.weights, directory / "weights", group)
+    _on_all(write_small_files, directory, group)
+    _save_chunks(state.weights, directory / "weights", group)
     if state.optimizer is not None:
-        _save_boxes(state.optimizer, directory / "optimizer", group)
+        _save_chunks(state.optimizer, directory / "optimizer", group)
 
 
 def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool) -> None:
-    """Inverse of `save_state`, in place, whatever ranks and layout it was saved on. Collective.
+    """Inverse of `save_state`, in place, from any number of ranks and any layout. Collective.
 
     Raises:
-        CheckpointError: for a checkpoint of another backend, model or optimizer, and one that cannot be read.
+        CheckpointError: a checkpoint of another backend, model or optimizer, or one that cannot be read.
     """
     counters = Counters.read(directory)
     check_checkpoint_fits(directory / "weights", shapes_of(policy.weights))
-    weights: dict[str, Boxes] = {}
-    for name, entry in _entries(policy, policy.parameters).items():
-        add_boxes(weights, entry, policy.place, policy.parameters[name])
-    _load_boxes(weights, directory / "weights")
+    weights: dict[str, Chunks] = {}
+    for name, entry in policy.entries(policy.parameters, with_tied_output=True).items():
+        add_chunks(weights, entry, policy.ranks, policy.parameters[name])
+    _load_chunks(weights, directory / "weights")
     if policy.optimizer is not None:
         policy.optimizer.reload_model_params()
     if load_optimizer:
         check_optimizer(directory, counters, policy.optimizer_kind)
         _load_optimizer(policy, directory / "optimizer", counters)
-    _load_generators(directory / "generators")
+    generators = directory / "generators"
+    if len(list(generators.glob("*.safetensors"))) == dist.get_world_size():  # else no rank's generator has a successor
+        _random_tracker().set_states(load_file(generators / f"{dist.get_rank()}.safetensors"))
 
 
 def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters) -> None:
@@ -274,29 +156,22 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
                 "from its weights, with another checkpointing.checkpoint_dir"
             )
         keys.setdefault(tensor, set()).add(key)
-    boxes: dict[str, Boxes] = {}
-    loaded: list[tuple[OptimizerPart, dict[str, torch.Tensor]]] = []
-    for name, part in _named_parts(policy).items():
-        there = keys.get(_entries(policy, [name])[name].sources[0].name, set())
-        part.allocate(there - {"main_param"})
-        tensors = {key: value for key, value in part.tensors().items() if key in there}
-        _add_state(boxes, policy, name, part, tensors)
-        loaded.append((part, tensors))
-    _load_boxes(boxes, directory)
-    for part, tensors in loaded:
-        part.put(tensors)
+    chunks: dict[str, Chunks] = {}
+    loaded: list[tuple[ParameterState, dict[str, torch.Tensor]]] = []
+    states = policy.states()
+    for name, entry in policy.entries(states, with_tied_output=True).items():
+        available = keys.get(entry.sources[0].name, set())
+        states[name].allocate(available - {"main_param"})
+        tensors = {key: value for key, value in states[name].tensors().items() if key in available}
+        _add_state(chunks, entry, policy.ranks, states[name], tensors)
+        loaded.append((states[name], tensors))
+    _load_chunks(chunks, directory)
+    for state, tensors in loaded:
+        state.put(tensors)
     set_steps_taken(policy.optimizer, counters.optimizer_steps)
-    # The schedule is that of the configuration; where it stands is that of the checkpoint.
+    # The schedule comes from the configuration, its position from the checkpoint.
     policy.scheduler.num_steps = 0
     policy.scheduler.step(counters.scheduler_steps)
-
-
-def _load_generators(directory: Path) -> None:
-    """Megatron's own random generators, when as many ranks were there."""
-    if len(list(directory.glob("*.safetensors"))) != dist.get_world_size():
-        return
-    saved = load_file(directory / f"{dist.get_rank()}.safetensors")
-    _random_tracker().set_states(saved)
 
 
 def _random_tracker() -> CudaRNGStatesTracker:
@@ -305,65 +180,163 @@ def _random_tracker() -> CudaRNGStatesTracker:
     return tracker
 
 
-# -- parameters and what belongs to them
-
-
-def _entries(policy: MegatronPolicy, names: Mapping[str, Any] | list[str]) -> dict[str, MappedTensor]:
-    held = policy.weights.held(policy.place)
-    return {name: held[name] for name in names}
-
-
-def _own_entries(policy: MegatronPolicy, names: Mapping[str, Any]) -> dict[str, MappedTensor]:
-    entries = _entries(policy, names)
-    return {name: e for name, e in entries.items() if not (name == OUTPUT_LAYER and policy.weights.is_tied)}
-
-
-def _named_parts(policy: MegatronPolicy) -> dict[str, OptimizerPart]:
-    assert policy.optimizer is not None
-    names = {id(parameter): name for name, parameter in policy.parameters.items()}
-    return {names[id(part.parameter)]: part for part in optimizer_parts(policy.optimizer)}
-
-
 def _add_state(
-    boxes: dict[str, Boxes],
-    policy: MegatronPolicy,
-    name: str,
-    part: OptimizerPart,
+    chunks: dict[str, Chunks],
+    entry: MappedTensor,
+    ranks: ParallelRanks,
+    state: ParameterState,
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    entry = policy.weights.held(policy.place)[name]
     for key, values in tensors.items():
-        add_boxes(boxes, entry, policy.place, values, flat=part.flat, suffix=f".{key}")
+        add_chunks(chunks, entry, ranks, values, flat=state.flat, suffix=f".{key}")
 
 
-# -- boxes <-> files
+# -- a rank's values as chunks of Hugging Face tensors, which torch.distributed.checkpoint writes and reads
+#
+#     Megatron parameter, or a range of its flat elements  ->  (Hugging Face name, offset in that tensor, view)
+#
+# Under Hugging Face names a checkpoint is independent of the layout it was saved on, so any layout reads it.
 
 
-def _save_boxes(boxes: Mapping[str, Boxes], directory: Path, group: dist.ProcessGroup | None) -> None:
+@dataclass(kw_only=True)
+class Chunks:
+    """Chunks of a tensor of `shape`, by offset: views of the memory they are saved from and loaded into.
+
+    Implements the protocol by which torch.distributed.checkpoint accepts objects as sharded tensors. Several ranks may
+    hold the same chunk; it is written once. Saving refuses chunks that overlap otherwise.
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    views: dict[Shape, torch.Tensor] = field(default_factory=dict)
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        properties, size = TensorProperties(dtype=self.dtype), torch.Size(self.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(name, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=view.shape) for offset, view in self.views.items()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.views[tuple(index.offset)]
+
+
+def _on_host(chunks: Mapping[str, Chunks]) -> dict[str, Chunks]:
+    return {
+        name: replace(held, views={at: view.detach().to("cpu", copy=True) for at, view in held.views.items()})
+        for name, held in chunks.items()
+    }
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """torch's planner, which finds chunks only of torch's own sharded tensors."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """The same for reading. The given state is flat and allocated, so torch's preparations are skipped."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.flatten_state_dict = False
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].__get_tensor_shard__(index)
+
+
+def add_chunks(
+    chunks: dict[str, Chunks],
+    entry: MappedTensor,
+    ranks: ParallelRanks,
+    values: torch.Tensor,
+    *,
+    flat: range | None = None,
+    suffix: str = "",
+) -> None:
+    """Add to `chunks` the parts of the Hugging Face tensors of `entry` that `values` are, under their names + `suffix`.
+
+    `values`: this rank's shard or, with `flat`, these elements of the flat shard, [stop - start]. Padding rows of the
+    vocabulary are left out.
+    """
+    rank, size = entry.rank_and_size(ranks)
+    shape = entry.shard_shape(size)
+    for start, view in _rectangles(shape, values.detach(), flat):
+        for part in entry.slices(rank, size):
+            low = max(part.at, start[part.dim])
+            high = min(part.at + part.length, start[part.dim] + view.shape[part.dim])
+            if low >= high:
+                continue
+            source = entry.sources[part.source]
+            name = source.name + suffix
+            offset = list(start)
+            offset[part.dim] = low - part.at + part.start
+            held = chunks.setdefault(name, Chunks(shape=source.shape, dtype=values.dtype))
+            assert tuple(offset) not in held.views, f"{name} has two chunks at {offset}"
+            held.views[tuple(offset)] = view.narrow(part.dim, low - start[part.dim], high - low)
+
+
+def _rectangles(shape: Shape, values: torch.Tensor, flat: range | None) -> Iterator[tuple[Shape, torch.Tensor]]:
+    """(offset in a shard of `shape`, view) of the at most three rectangles that make up elements `flat` of it."""
+    if flat is None:
+        assert tuple(values.shape) == shape, f"{tuple(values.shape)} is not {shape}"
+        yield (0,) * len(shape), values
+        return
+    assert values.shape == (len(flat),), f"{tuple(values.shape)} is not {len(flat)} elements"
+    if len(shape) == 1:
+        yield (flat.start,), values
+        return
+    _, columns = shape
+    at = 0
+    while at < len(values):  # the rest of a row, whole rows, the beginning of a row
+        row, column = divmod(flat.start + at, columns)
+        left = len(values) - at
+        is_partial = column > 0 or left < columns
+        rows, width = (1, min(left, columns - column)) if is_partial else (left // columns, columns)
+        yield (row, column), values[at : at + rows * width].view(rows, width)
+        at += rows * width
+
+
+def _save_chunks(chunks: Mapping[str, Chunks], directory: Path, group: dist.ProcessGroup | None) -> None:
     try:
-        dcp.save(dict(boxes), checkpoint_id=str(directory), planner=BoxSavePlanner(), process_group=group)
-    except CheckpointException as error:  # which is no Exception: it would pass by those who report failures
+        dcp.save(dict(chunks), checkpoint_id=str(directory), planner=_SavePlanner(), process_group=group)
+    except CheckpointException as error:  # not an Exception: callers that report failures would miss it
         raise RuntimeError(f"{directory} could not be written: {error}") from error
 
 
-def _load_boxes(boxes: Mapping[str, Boxes], directory: Path) -> None:
+def _load_chunks(chunks: Mapping[str, Chunks], directory: Path) -> None:
     if not holds_tensors(directory):
         return
-    saved_tensors(directory)  # torch reads the same header, and would run what stands in it
-    state: dict[str, Any] = dict(boxes)
+    saved_tensors(directory)  # checks the pickled header, which torch then reads without a check
+    state: dict[str, Any] = dict(chunks)
     try:
         with torch.no_grad():
-            dcp.load(state, checkpoint_id=str(directory), planner=BoxLoadPlanner())
+            dcp.load(state, checkpoint_id=str(directory), planner=_LoadPlanner())
     except CheckpointException as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
 
 
 def _on_all(action: Callable[[], None], directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Do `action` on every rank; RuntimeError on all of them when it fails on one."""
+    """Run `action` on every rank. RuntimeError on all ranks if it fails on one."""
     problem = None
     try:
         action()
-    except (OSError, SafetensorError) as error:  # a full disk is either, by who writes
+    except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
         problem = f"rank {dist.get_rank()}: {error}"
     problems: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(problems, problem, group=group)

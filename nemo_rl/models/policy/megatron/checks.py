@@ -1,10 +1,10 @@
-"""Whether a model can be trained with Megatron Core as asked, found on the driver before any worker loads it.
+"""Whether Megatron Core can train a model as configured, found on the driver before any worker loads it.
 
-Nothing here imports Megatron. What needs no model is checked with the configuration: how ranks are arranged
-(`megatron_sizes`), what the devices can do (`megatron_device`), keys that exclude each other (`megatron_config`).
+Nothing here imports Megatron. What needs no model is checked with the configuration: the arrangement of ranks
+(`layout.py`), the kind of devices and keys that exclude each other (`config.py`).
 
-The vocabulary need not divide by anything: `mapping.py` pads the rows of a rank. Sequences need not either: every one
-is padded to its chunks (`RowLayout`); of context parallelism only the longest is checked, with the configuration.
+The vocabulary need not divide by anything, because `mapping.py` pads the rows of a rank. Sequences need not either:
+`RowLayout` pads each of them to its chunks.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from nemo_rl.config.rules import divisors, value_of, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
-from nemo_rl.models.policy.layout import divisor_list, stage_layers
+from nemo_rl.models.policy.head.scalar import is_scalar
+from nemo_rl.models.policy.layout import stage_layers
 from nemo_rl.models.policy.megatron.adapter_map import check_adapters
 from nemo_rl.models.policy.megatron.config import NEEDS_TRANSFORMER_ENGINE, MegatronConfig, switched_on
-from nemo_rl.models.policy.megatron.files import check_checkpoint, check_conversion
+from nemo_rl.models.policy.megatron.files import check_conversion
 from nemo_rl.models.policy.megatron.mapping import (
-    OUTPUT_LAYER,
     heads_of,
     is_latent,
     is_moe_layer,
@@ -35,46 +34,52 @@ from nemo_rl.models.policy.megatron.mapping import (
 )
 from nemo_rl.models.policy.weight_loading import StoredModel
 
-KEY = "policy.megatron_cfg"
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not change with the length of a sequence."""
 WITH_EXPERT_BIAS = ("deepseek_v3",)
-"""`model_type` of architectures whose experts are chosen with a bias that is moved after each step."""
+"""`model_type` of architectures whose routers choose experts with a bias that moves after each step."""
 FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""Compute capability from which on a GPU multiplies by the recipe."""
+"""Lowest compute capability of GPUs that multiply by the recipe."""
+FOR_EXPERTS = {
+    "megatron_cfg.expert_model_parallel_size": 1,
+    "megatron_cfg.expert_tensor_parallel_size": 1,
+    "megatron_cfg.moe_router_load_balancing_type": "none",
+    "megatron_cfg.moe_router_bias_update_rate": 0.0,
+    "megatron_cfg.moe_grouped_gemm": False,
+    "megatron_cfg.moe_shared_expert_overlap": False,
+    "megatron_cfg.moe_per_layer_logging": False,
+    "router_replay.enabled": False,
+}
+"""Keys that a dense model has to leave at these values. Not `moe_permute_fusion`: NeMo RL 0.7 always sets it."""
 
 _NUM_LISTED = 8
 
 
-def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
-    """Raises ValueError naming the key to change and what would work."""
+def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
+    """Raises ValueError naming the key of the section `key` to change and what would work."""
     settings = policy.megatron_cfg
-    check_installed(is_installed=_is_installed("megatron") and _is_installed("megatron.core"))
+    check_installed(is_installed=_is_installed("megatron") and _is_installed("megatron.core"), key=key)
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
-    check_engine(
-        settings,
-        is_installed=_is_installed("transformer_engine"),
-        capability=capability,
-    )
-    check_mapping(policy, model, model_path)
+    check_engine(settings, is_installed=_is_installed("transformer_engine"), capability=capability, key=key)
+    check_mapping(policy, model, model_path, key)
     if Path(model_path).is_dir():
         check_conversion(policy.model_name, model_path, model, force=settings.force_reconvert_from_hf)
-    _check_parts(policy, model)
+    _check_model(policy, model, key)
 
 
-def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig) -> None:
-    """What of `check_megatron` needs neither weights nor what this machine has installed, for `--dry-run`."""
-    check_mapping(policy, model, None)
-    _check_parts(policy, model)
+def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, key: str = "policy") -> None:
+    """The part of `check_megatron` that needs neither weights nor installed packages, for `--dry-run`."""
+    check_mapping(policy, model, None, key)
+    _check_model(policy, model, key)
 
 
-def _check_parts(policy: PolicyConfig, model: PretrainedConfig) -> None:
+def _check_model(policy: PolicyConfig, model: PretrainedConfig, key: str) -> None:
     settings, text = policy.megatron_cfg, model.get_text_config()
-    check_rope(text)
-    check_tensor_parallel(settings, text)
-    check_experts(policy, text)
-    stage_layers(settings, text.num_hidden_layers)
-    check_recomputation(settings, text)
+    check_rope(text, key)
+    check_tensor_parallel(settings, text, key)
+    check_experts(policy, text, key)
+    stage_layers(settings, text.num_hidden_layers, f"{key}.megatron_cfg")
+    _check_recomputation(settings, text, key)
     check_adapters(policy, model)
 
 
@@ -82,23 +87,26 @@ def _is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def check_installed(*, is_installed: bool) -> None:
+def check_installed(*, is_installed: bool, key: str = "policy") -> None:
     """Megatron Core is an extra of the project."""
     if not is_installed:
         raise ValueError(
-            f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or "
-            f"set {KEY}.enabled=false and policy.dtensor_cfg.enabled=true"
+            f"{key}.megatron_cfg.enabled=true: Megatron Core is not installed; start the run with `uv run --extra "
+            f"mcore ...`, or set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true"
         )
 
 
-def check_engine(settings: MegatronConfig, *, is_installed: bool, capability: tuple[int, int] | None) -> None:
-    """Whether what Transformer Engine does can be had. `capability`: of this machine's GPUs, None without one.
+def check_engine(
+    settings: MegatronConfig, *, is_installed: bool, capability: tuple[int, int] | None, key: str = "policy"
+) -> None:
+    """Whether Transformer Engine and the GPUs can do what is configured.
 
-    A driver may have no GPU where its workers have one, which look again.
+    `capability` is the compute capability of this machine's GPUs, or None without one: a driver may have none although
+    its workers, which check again, have some.
     """
-    for key, value, neutral in () if is_installed else switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
+    for name, value, neutral in () if is_installed else switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
         raise ValueError(
-            f"{KEY}.{key}={value} needs Transformer Engine, which is not installed; start the run with "
+            f"{key}.megatron_cfg.{name}={value} needs Transformer Engine, which is not installed; start the run with "
             f"`uv run --extra mcore --extra te ...`, or set it to {neutral}"
         )
     recipe = settings.fp8_cfg.fp8_recipe
@@ -107,18 +115,17 @@ def check_engine(settings: MegatronConfig, *, is_installed: bool, capability: tu
         works = [name for name, least in FP8_CAPABILITY.items() if capability >= least]
         fix = f"set fp8_recipe to {' or '.join(works)}" if works else "set enabled=false"
         raise ValueError(
-            f"{KEY}.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability {needed[0]}.{needed[1]}, and these "
-            f"have {capability[0]}.{capability[1]}; {fix}"
+            f"{key}.megatron_cfg.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability {needed[0]}.{needed[1]}, "
+            f"and these have {capability[0]}.{capability[1]}; {fix}"
         )
 
 
-def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None) -> None:
+def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None, key: str = "policy") -> None:
     """Whether the architecture, and every tensor of its checkpoint, has a mapping. Reads names only.
 
-    A model of the hub is looked at by the workers, when it has been downloaded; of one without a path only the
-    architecture is.
+    Without a local directory only the architecture is checked; workers check the tensors after the download.
     """
-    text, key = model.get_text_config(), f"policy.model_name={policy.model_name!r}"
+    text, asked = model.get_text_config(), f"{key}.model_name={policy.model_name!r}"
     names: set[str] | None = None
     if model_path is not None and Path(model_path).is_dir():
         with StoredModel(model_path) as stored:
@@ -126,83 +133,76 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
     if text.model_type not in known_model_types():
         foreign = "" if names is None else _foreign_names(names)
         raise ValueError(
-            f"{key}: model_type {text.model_type!r} has no mapping to Megatron Core; known are "
+            f"{asked}: model_type {text.model_type!r} has no mapping to Megatron Core; known are "
             f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py (docs/adding-a-model.md), "
-            f"or train it with policy.dtensor_cfg{foreign}"
+            f"or train it with {key}.dtensor_cfg{foreign}"
         )
     try:
         weights = weight_map(text, implementation="local")
         if is_scalar(model):
-            body = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
-            weights = replace(weights, entries=body, is_tied=False)
-            names = None if names is None else names - {HEAD_WEIGHT, "lm_head.weight"}
+            weights = weights.body()
         if names is not None:
-            weights.check_names(names)
+            weights.locate(names)
     except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
+        raise ValueError(f"{asked}: {error}") from error
 
 
 def _foreign_names(names: Iterable[str]) -> str:
-    """What of a checkpoint no mapping knows, layers and experts without their numbers."""
+    """The tensors of a checkpoint that no mapping knows, without the numbers of layers and experts."""
+
+    def pattern(name: str) -> str:
+        return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
     small = {"num_hidden_layers": 1, "vocab_size": 8, "tie_word_embeddings": False}
     models: list[PretrainedConfig] = [kind(**small) for kind in (LlamaConfig, Qwen2Config, Qwen3Config)]
     models.append(Qwen3MoeConfig(**small, num_experts=1))
-    known = {_pattern(t.name) for model in models for t in weight_map(model, implementation="local").hf_tensors}
-    foreign = sorted({_pattern(name) for name in names} - known)
+    known = {pattern(t.name) for model in models for t in weight_map(model, implementation="local").hf_tensors}
+    foreign = sorted({pattern(name) for name in names} - known)
     if not foreign:
-        return "; all names of its tensors are those of architectures that have one"
-    shown = ", ".join(foreign[:_NUM_LISTED]) + (
-        f" and {len(foreign) - _NUM_LISTED} more" if foreign[_NUM_LISTED:] else ""
-    )
-    return f"; of its tensors no mapping knows {shown}"
+        return "; all names of its tensors are known from other architectures"
+    more = f" and {len(foreign) - _NUM_LISTED} more" if foreign[_NUM_LISTED:] else ""
+    return f"; no mapping knows its tensors {', '.join(foreign[:_NUM_LISTED])}{more}"
 
 
-def _pattern(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def check_rope(text: PretrainedConfig) -> None:
-    """Whether the rotary embeddings are those of Megatron's modules."""
-    rope = text.rope_parameters
-    fixes = {"rope_type": ", ".join(ROPE_TYPES), "partial_rotary_factor": "1.0"}
-    for name, is_known in (
-        ("rope_type", rope["rope_type"] in ROPE_TYPES),
-        ("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0) == 1.0),
-    ):
-        if not is_known:
+def check_rope(text: PretrainedConfig, key: str = "policy") -> None:
+    """Whether Megatron's modules have the model's rotary embeddings."""
+    rope = {"partial_rotary_factor": 1.0, **text.rope_parameters}
+    for name, known in (("rope_type", ROPE_TYPES), ("partial_rotary_factor", (1.0,))):
+        if rope[name] not in known:
             raise ValueError(
-                f"policy.hf_config_overrides.rope_parameters.{name}={rope[name]} of this {text.model_type!r} model is "
-                f"not known to the Megatron backend; train it with policy.dtensor_cfg, or set it to {fixes[name]}"
+                f"{key}.hf_config_overrides.rope_parameters.{name}={rope[name]} of this {text.model_type!r} model is "
+                f"not known to the Megatron backend; train it with {key}.dtensor_cfg, or set it to "
+                f"{', '.join(map(str, known))}"
             )
 
 
-def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> None:
+def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig, key: str = "policy") -> None:
     """Whether heads and matrices can be cut over the tensor-parallel ranks."""
     size = settings.tensor_model_parallel_size
     widths = _widths(settings, text)
     heads, groups, _ = heads_of(text)
     groups = heads if is_latent(text) else groups
 
-    def goes(ranks: int) -> bool:
+    def works(ranks: int) -> bool:
+        # More ranks than query groups hold copies of the groups.
         return all(count % ranks == 0 for count in widths.values()) and (groups % ranks == 0 or ranks % groups == 0)
 
-    if goes(size):
+    if works(size):
         return
-    works = ", ".join(str(ranks) for ranks in range(1, heads + 1) if goes(ranks))
-    key = f"{KEY}.tensor_model_parallel_size={size}"
+    problem = (
+        f"neither divides the {groups} key-value heads (query groups) of this {text.model_type!r} model nor is a "
+        "multiple of them"
+    )
     for what, count in widths.items():
         if count % size:
-            raise ValueError(
-                f"{key} does not divide the {count} {what} of this {text.model_type!r} model; these would: {works}"
-            )
-    raise ValueError(
-        f"{key} neither divides the {groups} key-value heads (query groups) of this {text.model_type!r} model nor is a "
-        f"multiple of them; these would: {works}"
-    )
+            problem = f"does not divide the {count} {what} of this {text.model_type!r} model"
+            break
+    fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if works(ranks))
+    raise ValueError(f"{key}.megatron_cfg.tensor_model_parallel_size={size} {problem}; these would: {fix}")
 
 
 def _widths(settings: MegatronConfig, text: PretrainedConfig) -> dict[str, int]:
-    """What tensor-parallel ranks share evenly."""
+    """Numbers that tensor-parallel ranks have to share evenly."""
     widths = {"attention heads": heads_of(text)[0]}
     has_experts = [is_moe_layer(text, layer) for layer in range(text.num_hidden_layers)]
     if not all(has_experts):
@@ -210,91 +210,60 @@ def _widths(settings: MegatronConfig, text: PretrainedConfig) -> dict[str, int]:
     if any(has_experts) and (shared := text.to_dict().get("n_shared_experts")):
         widths["rows of its shared experts"] = shared * text.moe_intermediate_size
     if is_latent(text) and settings.transformer_impl != "transformer_engine":  # whose layers hold these whole
-        widths["compressed keys and values (kv_lora_rank + qk_rope_head_dim)"] = (
-            text.kv_lora_rank + text.qk_rope_head_dim
-        )
+        width = text.kv_lora_rank + text.qk_rope_head_dim
+        widths["compressed keys and values (kv_lora_rank + qk_rope_head_dim)"] = width
         if text.q_lora_rank is not None:
             widths["compressed queries (q_lora_rank)"] = text.q_lora_rank
     return widths
 
 
-def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
-    """Whether there are experts for the settings of experts, and these can be shared by the ranks."""
+def check_experts(policy: PolicyConfig, text: PretrainedConfig, key: str = "policy") -> None:
+    """Whether the model has experts for the settings of experts, and the ranks can share them."""
     settings, count = policy.megatron_cfg, num_experts(text)
+    model, section = f"this {text.model_type!r} model", f"{key}.megatron_cfg"
     if count == 0:
-        _refuse_experts(policy, text.model_type)
+        for name, neutral in FOR_EXPERTS.items():
+            if (value := value_of(policy, name)) != neutral:
+                raise ValueError(
+                    f"{key}.{name}={written(value)}: {text.model_type!r} is a dense model and has no experts; set it "
+                    f"to {written(neutral)}"
+                )
         return
-    by_ranks = settings.expert_model_parallel_size
-    if count % by_ranks:
-        raise ValueError(
-            f"{KEY}.expert_model_parallel_size={by_ranks} does not divide the {count} experts of this "
-            f"{text.model_type!r} model; these would: {divisor_list(count)}"
-        )
     width = text.to_dict().get("moe_intermediate_size") or text.intermediate_size
-    if width % settings.expert_tensor_parallel_size:
-        raise ValueError(
-            f"{KEY}.expert_tensor_parallel_size={settings.expert_tensor_parallel_size} does not divide the {width} "
-            f"rows of an expert of this {text.model_type!r} model; these would: {divisor_list(width)}"
-        )
+    for name, total, what in (
+        ("expert_model_parallel_size", count, f"experts of {model}"),
+        ("expert_tensor_parallel_size", width, f"rows of an expert of {model}"),
+    ):
+        if total % (size := value_of(settings, name)):
+            raise ValueError(
+                f"{section}.{name}={size} does not divide the {total} {what}; these would: {divisors(total)}"
+            )
     if settings.tensor_model_parallel_size > 1 and not settings.sequence_parallel:
         raise ValueError(
-            f"{KEY}.sequence_parallel=false: with tensor_model_parallel_size="
-            f"{settings.tensor_model_parallel_size} every rank would send every token of this {text.model_type!r} "
-            "model to the experts; set it to true"
+            f"{section}.sequence_parallel=false: with tensor_model_parallel_size="
+            f"{settings.tensor_model_parallel_size} every rank would send every token of {model} to the experts; set "
+            "it to true"
         )
     if settings.moe_router_bias_update_rate > 0 and text.model_type not in WITH_EXPERT_BIAS:
         raise ValueError(
-            f"{KEY}.moe_router_bias_update_rate={settings.moe_router_bias_update_rate}: the experts of this "
-            f"{text.model_type!r} model are not chosen with a bias (those of {', '.join(WITH_EXPERT_BIAS)} are); set "
-            "it to 0, or use moe_router_load_balancing_type=aux_loss"
+            f"{section}.moe_router_bias_update_rate={settings.moe_router_bias_update_rate}: the routers of {model} "
+            f"have no bias (those of {', '.join(WITH_EXPERT_BIAS)} do); set it to 0, or use "
+            "moe_router_load_balancing_type=aux_loss"
         )
     if settings.moe_shared_expert_overlap and not text.to_dict().get("n_shared_experts"):
-        raise ValueError(
-            f"{KEY}.moe_shared_expert_overlap=true: this {text.model_type!r} model has no shared experts; set it to "
-            "false"
-        )
+        raise ValueError(f"{section}.moe_shared_expert_overlap=true: {model} has no shared experts; set it to false")
 
 
-def _refuse_experts(policy: PolicyConfig, model_type: str) -> None:
-    """Of a dense model. `moe_permute_fusion` is let through: NeMo RL 0.7 sets it for every model."""
-    settings = policy.megatron_cfg
-    asked = {
-        f"{KEY}.expert_model_parallel_size": (settings.expert_model_parallel_size, 1),
-        f"{KEY}.expert_tensor_parallel_size": (settings.expert_tensor_parallel_size, 1),
-        f"{KEY}.moe_router_load_balancing_type": (settings.moe_router_load_balancing_type, "none"),
-        f"{KEY}.moe_router_bias_update_rate": (settings.moe_router_bias_update_rate, 0.0),
-        f"{KEY}.moe_grouped_gemm": (settings.moe_grouped_gemm, False),
-        f"{KEY}.moe_shared_expert_overlap": (settings.moe_shared_expert_overlap, False),
-        f"{KEY}.moe_per_layer_logging": (settings.moe_per_layer_logging, False),
-        "policy.router_replay.enabled": (policy.router_replay.enabled, False),
-    }
-    for key, (value, neutral) in asked.items():
-        if value != neutral:
-            raise ValueError(
-                f"{key}={_written(value)}: {model_type!r} is a dense model and has no experts; set it to "
-                f"{_written(neutral)}"
-            )
-
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:
-    """Whether the model has the parts that are to be computed again."""
+def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig, key: str) -> None:
+    """Whether the model has the modules that selective recomputation names."""
     if settings.recompute_granularity != "selective":
         return
-    dense = num_experts(text) == 0
-    lacking = {"moe", "moe_act", "shared_experts"} if dense else set[str]()
+    lacking = {"moe", "moe_act", "shared_experts"} if num_experts(text) == 0 else set[str]()
     lacking |= set() if is_latent(text) else {"mla_up_proj"}
     for name in settings.recompute_modules:
         if name in lacking:
             left = [module for module in settings.recompute_modules if module not in lacking] or ["core_attn"]
             raise ValueError(
-                f"{KEY}.recompute_modules: this {text.model_type!r} model has no {name}; use [{', '.join(left)}]"
+                f"{key}.megatron_cfg.recompute_modules: this {text.model_type!r} model has no {name}; use "
+                f"[{', '.join(left)}]"
             )
-
-
-def check_megatron_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedConfig) -> None:
-    """Whether the weights in `directory/weights` are those of this model. Raises CheckpointError otherwise."""
-    check_checkpoint(directory, policy, model)

@@ -1,6 +1,6 @@
 """Configuration of training with Megatron Core: `policy.megatron_cfg`. Free of torch and Megatron.
 
-`checks.py` compares it with the model, with what is installed and with the GPUs when a run starts.
+`checks.py` compares it with the model, the installed packages and the GPUs when a run starts.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.base import StrictModel
-from nemo_rl.config.rules import NotYet, anything, holds, not_yet, one_of, value_of, written
+from nemo_rl.config.rules import NotYet, StrictModel, anything, holds, not_yet, one_of, value_of, written
 
 Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
@@ -97,7 +96,7 @@ class MegatronOptimizerConfig(StrictModel):
         "use_precision_aware_optimizer excludes use_distributed_optimizer=false": (
             "is part of use_distributed_optimizer; set that to true too"
         ),
-        "use_precision_aware_optimizer requires optimizer=adam": "is Adam's, not that of {optimizer}; set it to false",
+        "use_precision_aware_optimizer requires optimizer=adam": "{optimizer} does not have it; set it to false",
         "use_precision_aware_optimizer: optimizer_cpu_offload requires use_precision_aware_optimizer": (
             "main parameters stay on the GPU without it, even with optimizer_cpu_offload=true; set it to true"
         ),
@@ -114,7 +113,7 @@ class MegatronOptimizerConfig(StrictModel):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether the state lies over data-parallel ranks."""
+        """Whether data-parallel ranks share the optimizer state."""
         chosen = self.use_distributed_optimizer
         return self.optimizer == "adam" if chosen is None else chosen
 
@@ -235,7 +234,7 @@ class Fp8Config(StrictModel):
     """Format: e4m3 everywhere, or e5m2 for gradients (hybrid)."""
 
     fp8_recipe: Literal["blockwise", "tensorwise", "delayed", "mxfp8"] = "blockwise"
-    """Where scales are shared: over blocks of 128 (Hopper), whole tensors, or, delayed, with those of past steps."""
+    """What shares a scale: blocks of 128 (Hopper) or whole tensors; `delayed` takes the scales of past steps."""
 
     fp8_param: bool = False
     """Keep the parameters of linear layers in FP8 too, which is not supported yet."""
@@ -251,7 +250,7 @@ class MegatronConfig(StrictModel):
     """Convert the Hugging Face weights again, over a conversion kept from before."""
 
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    """Layers: torch's (`local`), or Transformer Engine's. `auto`: these where it is installed and GPUs are there."""
+    """Layers of torch (`local`) or of Transformer Engine. `auto`: the latter, if it is installed and there are GPUs."""
 
     tensor_model_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every layer's matrices."""
@@ -317,7 +316,7 @@ class MegatronConfig(StrictModel):
     """Do not train the routers."""
 
     moe_router_dtype: Literal["float32", "fp32", "fp64"] | None = "fp64"
-    """Data type in which routers choose; null: that of the model."""
+    """Data type of the routers; null: the model's."""
 
     moe_router_load_balancing_type: MoeBalancing = "none"
     """How routers are kept from favouring experts."""

@@ -1,8 +1,10 @@
-"""Megatron Core on a machine without a GPU: what it asks of `torch.cuda` is answered by the host.
+"""Megatron Core on a machine without a GPU, and its warnings. Import this module before any module of Megatron.
 
-Megatron's modules get a stand-in for `torch` in their own namespace, in which CUDA's streams and events do nothing and
-"cuda" devices are the CPU; the real torch stays as it is. Four gaps of megatron-core 0.16 without Transformer Engine
-are closed here too. Installed only where there is no GPU, and said in the log.
+`install` gives Megatron's modules a stand-in for `torch` in their own namespace, in which CUDA's streams and events do
+nothing and "cuda" devices are the CPU; the real torch is unchanged. It also closes gaps of megatron-core 0.16 without
+Transformer Engine. It is installed only without a GPU, and logged.
+
+Importing this module silences warnings that Megatron and its dependencies repeat in every process.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import logging
 import pkgutil
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +34,26 @@ _PACKAGES = (
 _NOT_IMPORTED = ("fsdp", "cuda_graphs", "bert", "mamba", "kitchen", "fine_grained", "combined_1f1b", "fused_a2a")
 _installed = False
 
+_IRRELEVANT_WITHOUT_GPU = (  # about kernels, CUDA queues and CUDA graphs
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    "When using async grad allreduce it is recommended",
+    "When using sequence parallelism it is recommended",
+    "full scope is deprecated",
+)
+warnings.filterwarnings(
+    "ignore",
+    message=r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+    category=FutureWarning,
+)
+if not torch.cuda.is_available():
+    for message in _IRRELEVANT_WITHOUT_GPU:
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that no CUDA runtime is found
+
 
 class _Event:
-    """Everything before it has happened."""
+    """An event that has always happened already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def record(self, *args: Any) -> None: ...
@@ -48,7 +68,7 @@ class _Event:
 
 
 class _Stream(contextlib.AbstractContextManager["_Stream"]):
-    """There is one queue, and it is this one."""
+    """The only queue."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
     def __exit__(self, *error: object) -> None: ...
@@ -67,7 +87,7 @@ class _Stream(contextlib.AbstractContextManager["_Stream"]):
 
 
 class _NoFp8:
-    """Says to layers that are recomputed that nothing is in 8 bits."""
+    """Tells recomputed layers that FP8 is off."""
 
     @staticmethod
     def is_fp8_enabled() -> bool:
@@ -121,10 +141,10 @@ def _cuda() -> _StandIn:
 
 
 def install() -> None:
-    """Make Megatron run on the host. Once per process; a no-op afterwards.
+    """Make Megatron run on the host. A no-op after the first call.
 
     Raises:
-        RuntimeError: there is a GPU, where nothing must be replaced.
+        RuntimeError: there is a GPU.
     """
     global _installed
     if _installed:
@@ -167,7 +187,7 @@ def _replace_tensor_methods() -> None:
         return self if _is_megatron(sys._getframe(1)) else to_cuda(self, *args, **kwargs)
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if dtype is None and _is_megatron(sys._getframe(1)):  # compared with the names of CUDA's types
+        if dtype is None and _is_megatron(sys._getframe(1)):  # which compares it with the names of CUDA types
             return type_of(self).replace("torch.", "torch.cuda.", 1)
         return type_of(self) if dtype is None else type_of(self, dtype, *args, **kwargs)
 
@@ -176,7 +196,6 @@ def _replace_tensor_methods() -> None:
 
 
 def _close_gaps() -> None:
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel import random as parallel_random
     from megatron.core.transformer import multi_latent_attention
@@ -184,31 +203,23 @@ def _close_gaps() -> None:
 
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # Undefined without Transformer Engine, and asked for by name.
+    # Megatron uses these names, which are undefined without Transformer Engine.
     parallel_random.__dict__.setdefault("FP8GlobalStateManager", _NoFp8)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
     mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _reduce_scatter(mappings._reduce_scatter_along_first_dim)
     moe_utils.__dict__.setdefault("te_general_gemm", None)
-    # Without Transformer Engine its classes are mocks, of which nothing can be an instance.
+    # Without Transformer Engine its classes are mocks, which isinstance does not accept.
     multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
-    # Split sizes are numbers for gloo; upstream leaves the tensor world for CUDA tensors alone.
+    # gloo needs split sizes as numbers; Megatron converts CUDA tensors only.
     token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
         tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
     )
-    fresh_state = DistributedOptimizer.state_dict
-    DistributedOptimizer._set_main_param_and_optimizer_states = _set_states
-
-    def state_dict(self: Any) -> Any:
-        _fill_states(self.optimizer)
-        return fresh_state(self)
-
-    DistributedOptimizer.state_dict = state_dict
 
 
 def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Gathers parts of any length [n, ...], which gloo does of equal ones alone."""
+    """Gathers shards [n, ...] of any n; gloo supports equal shapes only."""
 
     def gather(part: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *args: Any) -> torch.Tensor:
         if output_split_sizes is None or len(set(output_split_sizes)) == 1:
@@ -223,7 +234,7 @@ def _gather(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The inverse of `_gather`, with a sum."""
+    """Reduce-scatter into shards of any length."""
 
     def scatter(
         whole: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *args: Any
@@ -235,29 +246,3 @@ def _reduce_scatter(even: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
         return total.split(input_split_sizes)[group.rank()].clone()
 
     return scatter
-
-
-def _set_states(self: Any, model_param: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-    """In place of the distributed optimizer's method, which would share one `step` tensor among all parameters."""
-    group, order = self.model_param_group_index_map[model_param]
-    main = self.optimizer.param_groups[group]["params"][order]
-    state = self.optimizer.state[main]
-    with torch.no_grad():
-        main.copy_(tensors["param"])
-        for name in state:
-            if name == "step":
-                state[name] = state[name].clone()
-            elif name in tensors:
-                state[name].copy_(tensors[name])
-
-
-def _fill_states(optimizer: torch.optim.Optimizer) -> None:
-    """Give a torch Adam that has taken no step the state it would have: the saved form needs it."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if "betas" in group and "step" not in optimizer.state[parameter]:
-                optimizer.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }

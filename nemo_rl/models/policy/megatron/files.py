@@ -1,11 +1,12 @@
-"""Checkpoints of Megatron policies as files, for those who know nothing of Megatron Core.
+"""Checkpoints of Megatron policies as files, without Megatron Core: for the driver and the converters.
 
-    policy/megatron.json   says that Megatron saved it; what no tensor holds: counters of optimizer and schedule
+    policy/megatron.json   marks a checkpoint of Megatron; holds the counters of optimizer and schedule
     policy/weights/        torch.distributed.checkpoint, under Hugging Face names, one tensor per expert
     policy/optimizer/      likewise, `<name>.<state>`
     policy/generators/     random generators by rank
 
-The names are those of `WeightMap.hf_tensors`, whatever layout the checkpoint was saved on.
+The names are those of `WeightMap.hf_tensors`, whatever layout the checkpoint was saved on. Model weights in torch's
+`*.bin` files are converted once (`readable_model`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,130 +33,16 @@ from transformers.utils.hub import get_checkpoint_shard_files
 
 from nemo_rl.models.policy.checkpoint import write_safetensors
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, is_scalar
+from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, trained_map
 from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.mapping import WeightMap, scalar_map, weight_map
 from nemo_rl.models.policy.weight_loading import checkpoint_files, weights_identity
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError, check_checkpoint_fits, saved_tensors
 from nemo_rl.utils.files import file_lock
 
-# -- Weights that cannot be read by slices, converted once: `*.bin` files of torch -> safetensors under the same names.
-#
-#     <NRL_MEGATRON_CHECKPOINT_DIR>/<model>/conversion.json, model-00001.safetensors, ..., model.safetensors.index.json
-#
-# Safetensors are not converted: every rank reads the slices it owns, also of fused experts, as fast from the model as
-# from a copy of it. The first rank of each machine converts, some tensors at a time, and the others wait.
-
 logger = logging.getLogger(__name__)
-
-DIRECTORY = "NRL_MEGATRON_CHECKPOINT_DIR"
-FORCE = "policy.megatron_cfg.force_reconvert_from_hf"
-VERSION = 1
-"""Of what is written: another one is a stale cache."""
-
-_RECORD = "conversion.json"
-
-
-def cache_directory() -> Path:
-    """Where conversions are kept."""
-    given, home = os.environ.get(DIRECTORY), os.environ.get("HF_HOME")
-    if given:
-        return Path(given)
-    return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "nemo_rl"
-
-
-def check_conversion(name: str, model_path: str, config: PretrainedConfig, *, force: bool) -> None:
-    """ValueError when a conversion of other weights, or of another version, is kept under the name of the model."""
-    kept, wanted = _kept(name), _record(name, model_path, config)
-    if force or not kept.is_dir() or checkpoint_files(model_path) is not None:
-        return
-    found = _read_record(kept)
-    if any(found.get(key) != value for key, value in wanted.items()):
-        different = sorted(key for key, value in wanted.items() if found.get(key) != value)
-        raise ValueError(
-            f"policy.model_name={name!r}: the conversion kept in {kept} is stale, its {' and '.join(different)} "
-            f"differing from the model's; set {FORCE}=true to make it anew, or {DIRECTORY} to another directory"
-        )
-
-
-def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool) -> str:
-    """A directory with the weights of `model_path` as safetensors: itself, or a conversion. Collective.
-
-    Args:
-        name: policy.model_name, which a conversion is kept under.
-        force: convert again, over one that is there.
-
-    Raises:
-        ValueError: on all ranks: as `check_conversion`, for names that are not those of the architecture, and when it
-            cannot be written.
-    """
-    if checkpoint_files(model_path) is not None:
-        return model_path
-    run = [uuid.uuid4().hex]
-    dist.broadcast_object_list(run, src=0)
-    problem: str | None = None
-    try:
-        _convert_once(name, model_path, config, weight_map, force=force, run=run[0])
-    except (OSError, SafetensorError) as error:  # a full disk is either, by who writes
-        problem = f"{cache_directory()} cannot be written: {error}; set {DIRECTORY} to another directory"
-    except ValueError as error:
-        problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [text for text in problems if text is not None]
-    if found:
-        raise ValueError(found[0])
-    return str(_kept(name))
-
-
-def _convert_once(
-    name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool, run: str
-) -> None:
-    kept = _kept(name)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(kept.with_name(f"{kept.name}.lock")):
-        check_conversion(name, model_path, config, force=force)
-        if kept.is_dir() and (not force or _read_record(kept).get("run") == run):
-            return
-        partial = kept.with_name(f"{kept.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-        partial.mkdir()
-        logger.info("%s holds no safetensors: converting it into %s (once; it may be deleted)", model_path, kept)
-        write_safetensors(_stored(model_path), partial)
-        names = json.loads((partial / "model.safetensors.index.json").read_text())["weight_map"]
-        weight_map.check_names(names)
-        (partial / _RECORD).write_text(json.dumps(_record(name, model_path, config) | {"run": run}))
-        if kept.exists():
-            shutil.rmtree(kept)
-        partial.rename(kept)
-
-
-def _stored(model_path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of torch's weight files, mapped into memory one after the other; nothing in them is executed."""
-    index = cached_file(model_path, "pytorch_model.bin.index.json", _raise_exceptions_for_missing_entries=False)
-    single = cached_file(model_path, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
-    files = [single] if index is None else get_checkpoint_shard_files(model_path, index)[0]
-    for file in files or ():
-        if file is None:
-            raise ValueError(f"{model_path} holds neither *.safetensors nor pytorch_model*.bin")
-        state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-        yield from state.items()
-
-
-def _kept(name: str) -> Path:
-    return cache_directory() / re.sub(r"[^\w.-]+", "--", name).strip("-")
-
-
-def _record(name: str, model_path: str, config: PretrainedConfig) -> dict[str, Any]:
-    return {"weights": weights_identity(name, model_path, config), "version": VERSION}
-
-
-def _read_record(kept: Path) -> dict[str, Any]:
-    path = kept / _RECORD
-    return json.loads(path.read_text()) if path.is_file() else {}
-
 
 MARKER = "megatron.json"
 _FORMAT = "nemo_rl megatron checkpoint 1"
@@ -163,19 +50,19 @@ _FORMAT = "nemo_rl megatron checkpoint 1"
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """What a checkpoint says beside its tensors."""
+    """What a checkpoint records besides its tensors."""
 
     optimizer: str | None = None  # megatron_cfg.optimizer.optimizer; None: no optimizer was saved
-    optimizer_steps: int | None = None  # of Adam, which counts them
+    optimizer_steps: int | None = None  # counted by Adam
     scheduler_steps: int | None = None
 
     def write(self, directory: Path) -> None:
-        """Make `directory/megatron.json`. Raises OSError."""
+        """Write `directory/megatron.json`. Raises OSError."""
         (directory / MARKER).write_text(json.dumps({"format": _FORMAT, **asdict(self)}))
 
     @classmethod
     def read(cls, directory: Path) -> Counters:
-        """Inverse of `write`. Raises CheckpointError for a checkpoint that Megatron did not save, and a damaged one."""
+        """Inverse of `write`. CheckpointError for a checkpoint that another backend saved, or a damaged one."""
         path = directory / MARKER
         if not path.is_file():
             raise CheckpointError(
@@ -199,7 +86,7 @@ def is_megatron_checkpoint(directory: Path) -> bool:
 
 
 def refuse_megatron_checkpoint(directory: Path) -> None:
-    """Raises CheckpointError when `directory` cannot be resumed with policy.dtensor_cfg."""
+    """CheckpointError if Megatron saved `directory`, which policy.dtensor_cfg cannot resume."""
     if is_megatron_checkpoint(directory):
         raise CheckpointError(
             f"{directory} was saved by policy.megatron_cfg. Resume it with that; or start anew from its weights: make "
@@ -209,19 +96,17 @@ def refuse_megatron_checkpoint(directory: Path) -> None:
 
 
 def checkpoint_shapes(model: PretrainedConfig, peft: MegatronPeftConfig | None = None) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in the checkpoint of a model, or, with `peft`, of what adapts it.
+    """Name and shape of every tensor in the checkpoint of a model or, with `peft`, of its adapters.
 
     Raises:
-        ValueError: for a model without a mapping, or layers that it has not.
+        ValueError: the model has no mapping, or `peft` names layers that it lacks.
     """
-    weights = weight_map(model, implementation="local")  # the other one is made of the same tensors
-    head = {}
+    weights = weight_map(model, implementation="local")  # Transformer Engine has the same tensors
     if is_scalar(model):
-        weights = replace(weights, entries=tuple(e for e in weights.entries if e.template != OUTPUT_LAYER))
-        head = {HEAD_WEIGHT: (1, model.get_text_config().hidden_size)}
+        weights = scalar_map(weights, model.get_text_config().hidden_size)
     if peft is not None and peft.enabled:
         weights = trained_map(weights, adapted_layers(weights, peft))
-    return shapes_of(weights) | head
+    return shapes_of(weights)
 
 
 def shapes_of(weights: WeightMap) -> dict[str, tuple[int, ...]]:
@@ -230,13 +115,13 @@ def shapes_of(weights: WeightMap) -> dict[str, tuple[int, ...]]:
 
 
 def check_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedConfig) -> None:
-    """Whether the folder `directory` of a checkpoint holds the weights of this model, by their headers.
+    """Check by headers that the folder `directory` of a checkpoint holds the weights of this model.
 
-    Damaged headers are left to the resuming run, which falls back to an older checkpoint.
+    Damaged headers are only logged: the resuming run falls back to an older checkpoint.
 
     Raises:
-        CheckpointError: for a checkpoint of the other backend or optimizer, and with the missing, the unexpected and
-            the differently shaped tensors.
+        CheckpointError: a checkpoint of the other backend or optimizer, or tensors that are missing, unexpected or
+            have other shapes, which the text lists.
     """
     try:
         counters = Counters.read(directory)
@@ -248,9 +133,8 @@ def check_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedCon
 
 
 def check_optimizer(directory: Path, counters: Counters, optimizer: str) -> None:
-    """Raises CheckpointError when the state in `directory` is that of another optimizer."""
-    same = ("muon", "dist_muon")
-    if counters.optimizer in (None, optimizer) or {counters.optimizer, optimizer} == set(same):
+    """CheckpointError if `directory` holds the state of another optimizer."""
+    if counters.optimizer in (None, optimizer) or {counters.optimizer, optimizer} == {"muon", "dist_muon"}:
         return
     raise CheckpointError(
         f"{directory} holds the state of {counters.optimizer}, this run has {optimizer}: set "
@@ -261,9 +145,9 @@ def check_optimizer(directory: Path, counters: Counters, optimizer: str) -> None
 def read_tensors(
     weights: Path, names: list[str], *, dtype: torch.dtype | None = None, max_bytes: int = 4 << 30
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) in the order of `names`, as saved or in `dtype`; `max_bytes` or one tensor are held.
+    """(name, whole tensor) in the order of `names`, as saved or in `dtype`. Holds `max_bytes`, or one larger tensor.
 
-    In one process, without a process group. Raises CheckpointError when they cannot be read.
+    Works in one process, without a process group. CheckpointError if they cannot be read.
     """
     saved = saved_tensors(weights)
     batch: dict[str, torch.Tensor] = {}
@@ -284,6 +168,119 @@ def _read(weights: Path, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
         dcp.load(state, checkpoint_id=str(weights), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{weights} could not be read: {error}") from error
-    while batch:  # each is let go when the reader is done with it
+    while batch:  # frees each tensor when the caller is done with it
         name = next(iter(batch))
         yield name, batch.pop(name)
+
+
+# -- conversion of weights that cannot be read by slices: `*.bin` files of torch -> safetensors under the same names
+#
+#     <NRL_MEGATRON_CHECKPOINT_DIR>/<model>/conversion.json, model-00001.safetensors, ..., model.safetensors.index.json
+#
+# Safetensors need no conversion: every rank reads the slices it owns, also of fused experts, straight from the model.
+# The first rank of each machine to take the lock converts, some tensors at a time, and the others wait.
+
+DIRECTORY = "NRL_MEGATRON_CHECKPOINT_DIR"
+FORCE = "policy.megatron_cfg.force_reconvert_from_hf"
+VERSION = 1
+"""Version of the converted files; a cache with another one is stale."""
+
+_RECORD = "conversion.json"
+
+
+def cache_directory() -> Path:
+    """The directory of conversions."""
+    given, home = os.environ.get(DIRECTORY), os.environ.get("HF_HOME")
+    if given:
+        return Path(given)
+    return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "nemo_rl"
+
+
+def check_conversion(name: str, model_path: str, config: PretrainedConfig, *, force: bool) -> None:
+    """ValueError if the cached conversion of the model is of other weights or another version."""
+    kept, wanted = _kept(name), _record(name, model_path, config)
+    if force or not kept.is_dir() or checkpoint_files(model_path) is not None:
+        return
+    found = _read_record(kept)
+    if any(found.get(key) != value for key, value in wanted.items()):
+        different = sorted(key for key, value in wanted.items() if found.get(key) != value)
+        raise ValueError(
+            f"policy.model_name={name!r}: the conversion kept in {kept} is stale, its {' and '.join(different)} "
+            f"differing from the model's; set {FORCE}=true to make it anew, or {DIRECTORY} to another directory"
+        )
+
+
+def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool) -> str:
+    """A directory with the weights of `model_path` as safetensors: itself, or a conversion. Collective.
+
+    Args:
+        name: policy.model_name, the name of the conversion.
+        force: replace an existing conversion.
+
+    Raises:
+        ValueError: on all ranks: as `check_conversion`; the names do not fit the architecture; or writing failed.
+    """
+    if checkpoint_files(model_path) is not None:
+        return model_path
+    run = [uuid.uuid4().hex]
+    dist.broadcast_object_list(run, src=0)
+    problem: str | None = None
+    try:
+        _convert_once(name, model_path, config, weight_map, force=force, run=run[0])
+    except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
+        problem = f"{cache_directory()} cannot be written: {error}; set {DIRECTORY} to another directory"
+    except ValueError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    found = [text for text in problems if text is not None]
+    if found:
+        raise ValueError(found[0])
+    return str(_kept(name))
+
+
+def _convert_once(
+    name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool, run: str
+) -> None:
+    kept = _kept(name)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with file_lock(kept.with_name(f"{kept.name}.lock")):
+        check_conversion(name, model_path, config, force=force)
+        if kept.is_dir() and (not force or _read_record(kept).get("run") == run):
+            return
+        partial = kept.with_name(f"{kept.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+        partial.mkdir()
+        logger.info("%s holds no safetensors: converting it into %s (once; it may be deleted)", model_path, kept)
+        write_safetensors(_stored(model_path), partial)
+        names = json.loads((partial / "model.safetensors.index.json").read_text())["weight_map"]
+        weight_map.locate(names)
+        (partial / _RECORD).write_text(json.dumps(_record(name, model_path, config) | {"run": run}))
+        if kept.exists():
+            shutil.rmtree(kept)
+        partial.rename(kept)
+
+
+def _stored(model_path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) from torch's weight files, memory-mapped one after the other; nothing in them is executed."""
+    index = cached_file(model_path, "pytorch_model.bin.index.json", _raise_exceptions_for_missing_entries=False)
+    single = cached_file(model_path, "pytorch_model.bin", _raise_exceptions_for_missing_entries=False)
+    files = [single] if index is None else get_checkpoint_shard_files(model_path, index)[0]
+    for file in files or ():
+        if file is None:
+            raise ValueError(f"{model_path} holds neither *.safetensors nor pytorch_model*.bin")
+        state: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        yield from state.items()
+
+
+def _kept(name: str) -> Path:
+    return cache_directory() / re.sub(r"[^\w.-]+", "--", name).strip("-")
+
+
+def _record(name: str, model_path: str, config: PretrainedConfig) -> dict[str, Any]:
+    return {"weights": weights_identity(name, model_path, config), "version": VERSION}
+
+
+def _read_record(kept: Path) -> dict[str, Any]:
+    path = kept / _RECORD
+    return json.loads(path.read_text()) if path.is_file() else {}

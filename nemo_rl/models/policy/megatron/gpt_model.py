@@ -1,10 +1,12 @@
-"""Megatron's GPT model with the heads of this library: hidden states of the last layer -> what a `HeadTask` says."""
+"""Megatron's GPT model with the heads of this library: micro-batch -> hidden states -> the output of a `HeadTask`.
+
+Language models (`PolicyGPTModel`), reward and value models (`PolicyScalarModel`), and generation (`MegatronDecoder`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -25,26 +27,28 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, HFTensor, MappedTensor, WeightMap
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
+from nemo_rl.models.policy.megatron.mapping import (
+    OUTPUT_LAYER,
+    ParallelRanks,
+    WeightMap,
+)
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.weight_loading import StoredModel
 
-# -- A micro-batch in the words of Megatron: packed sequences (its `thd` layout).
-
 
 @dataclass
-class SegmentParams(PackedSeqParams):
-    """Megatron's description of packed sequences, and ours. Every layer gets it, when recomputed too."""
+class PackedParams(PackedSeqParams):
+    """Megatron's and our description of packed sequences. Every layer gets it, also when it is recomputed."""
 
     cu_seqlens: CuSeqlens | None = None
     batch: ModelBatch | None = None
 
 
-def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
-    """The sequences of a padding-free batch, of which each of `context_size` ranks has two chunks of each.
+def packed_params(batch: ModelBatch, context_size: int) -> PackedParams:
+    """Describes a padding-free batch in Megatron's `thd` layout.
 
-    Lengths are those of the whole sequences, rounded up to chunks; padding at the end is a sequence of its own.
+    With context parallelism this rank has two chunks of each sequence; the lengths are of whole sequences, rounded up
+    to chunks. The padding at the end counts as a sequence.
     """
     assert batch.cu_seqlens is not None
     queries = batch.cu_seqlens.query_lengths
@@ -54,7 +58,7 @@ def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
     lengths = [length * context_size for length in queries]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=batch.input_ids.device)
     longest = max(lengths)
-    return SegmentParams(
+    return PackedParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
@@ -66,38 +70,20 @@ def packed_params(batch: ModelBatch, context_size: int) -> SegmentParams:
 
 
 class PolicyGPTModel(GPTModel):
-    """A stage of the model. Its output layer never makes logits: `output_head` hands its weight to the tasks.
+    """A stage of the model. Its output layer never computes logits: `output_head` passes its weight to the tasks.
 
-    After construction `set_head` says how logits are judged.
+    `build_stages` sets the attributes, which tell the tasks how to compute with logits.
     """
 
     transform: LogitTransform
-    true_vocab_size: int
+    true_vocab_size: int  # without the padding rows for tensor parallelism
     chunk_tokens: int | None
     temperature: float
     top_k: int | None
     top_p: float
 
-    def set_head(
-        self,
-        *,
-        transform: LogitTransform,
-        true_vocab_size: int,
-        chunk_tokens: int | None,
-        temperature: float,
-        top_k: int | None,
-        top_p: float,
-    ) -> None:
-        """`true_vocab_size`: without the rows that make the vocabulary divide over tensor-parallel ranks."""
-        self.transform = transform
-        self.true_vocab_size = true_vocab_size
-        self.chunk_tokens = chunk_tokens
-        self.temperature = temperature
-        self.top_k = top_k
-        self.top_p = top_p
-
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """Hidden states [W, 1, H] for the next stage; on the last, what `task` says: float32 [B, S] or [B, S, C]."""
+        """Hidden states [W, 1, H] for the next stage. On the last: the output of `task`, float32 [B, S(, C)]."""
         hidden = super().forward(
             batch.input_ids,
             batch.position_ids,
@@ -109,15 +95,15 @@ class PolicyGPTModel(GPTModel):
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.post_process and self.config.sequence_parallel:
-            # The tasks' gradient is whole on every rank, so that each keeps its own positions of it.
+            # The tasks' gradient is whole on every rank, so backward only takes this rank's positions of it.
             return tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return hidden_states
 
     def next_logits(self, tokens: torch.Tensor, cache: StaticInferenceContext, temperature: float) -> torch.Tensor:
-        """Logits of the token after the last one of every row of `tokens`, int64 [B, W], which follow those in `cache`:
-        float32 [B, V], or this rank's columns of it, divided by the temperature (0: by 1).
+        """Logits of the next token of every row: float32 [B, V], or this rank's columns, divided by the temperature (0:
+        by 1). `tokens`, int64 [B, W], follow those in `cache`.
         """
         offset = cache.sequence_len_offset
         positions = torch.arange(offset, offset + tokens.shape[1], device=tokens.device)
@@ -131,8 +117,8 @@ class PolicyGPTModel(GPTModel):
         return whole_logits(hidden[-1], replace(self.output_head(), temperature=temperature or 1.0))
 
     def score(self, states: torch.Tensor, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
-        """`task` of the scored tokens, elsewhere 0, from the last hidden states [W, H]; equal on all tensor- and
-        context-parallel ranks."""
+        """The output of `task` for the scored tokens, elsewhere 0, from the last hidden states [W, H]. Equal on all
+        tensor- and context-parallel ranks."""
         scored = task(self, states.index_select(0, batch.states), batch)
         out = torch.zeros(batch.shape + scored.shape[1:], dtype=scored.dtype, device=scored.device)
         out = out.index_put((batch.rows, batch.positions), scored)
@@ -144,7 +130,7 @@ class PolicyGPTModel(GPTModel):
         raise TypeError("a language model has no score")
 
     def output_head(self) -> OutputHead:
-        """The head as this rank holds it."""
+        """This rank's shard of the head."""
         weight: Any = self.output_layer.weight
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
@@ -160,17 +146,17 @@ class PolicyGPTModel(GPTModel):
         )
 
 
-# -- Reward and value models of Megatron: one number per token in place of logits.
+# -- reward and value models: one number per token instead of logits
 #
 #     last hidden states [N, H] -> output_layer.weight [1, H], whole on every rank -> [N]
 #
-# In files it is `score.weight`, as in the sequence classifiers of transformers.
+# Its name in files is `score.weight`, as in the sequence classifiers of transformers.
 
 logger = logging.getLogger(__name__)
 
 
 class ScalarHead(MegatronModule):
-    """Weight [1, H] of a linear layer, equal on all tensor-parallel ranks."""
+    """A linear layer [1, H], replicated on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -181,69 +167,53 @@ class PolicyScalarModel(PolicyGPTModel):
     """A stage of a reward or value model: a `PolicyGPTModel` with a `ScalarHead`."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        # A tied output layer is the embedding, which has no other use here.
+        # A score is never tied to the embedding.
         super().__init__(config, *args, **kwargs | {"share_embeddings_and_output_weights": False})
         if self.post_process:
             self.output_layer = ScalarHead(config)
 
     def output_head(self) -> OutputHead:
-        """Not of this model."""
         raise TypeError("a reward or value model has no logits")
 
     def score_weight(self) -> torch.Tensor:
-        """[1, H]."""
         return self.output_layer.weight
 
 
 def stage_class(model: PretrainedConfig) -> type[PolicyGPTModel]:
-    """What a stage of the model of `config` is built as."""
+    """The class of the model's stages."""
     return PolicyScalarModel if is_scalar(model) else PolicyGPTModel
-
-
-def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
-    """The mapping of the classifier that is made of a language model with mapping `language`."""
-    score = MappedTensor(template=OUTPUT_LAYER, sources=(HFTensor(HEAD_WEIGHT, (1, hidden_size)),), layout=Replicated())
-    entries = tuple(entry for entry in language.entries if entry.template != OUTPUT_LAYER)
-    extra = re.compile(rf"{language.extra.pattern}|^lm_head\.weight$")
-    return replace(language, entries=(*entries, score), is_tied=False, extra=extra)
-
-
-def without_score(weights: WeightMap) -> WeightMap:
-    """What every checkpoint that a classifier is made of holds: a language model has no score."""
-    entries = tuple(entry for entry in weights.entries if entry.template != OUTPUT_LAYER)
-    return replace(weights, entries=entries, extra=re.compile(rf"{weights.extra.pattern}|^{re.escape(HEAD_WEIGHT)}$"))
 
 
 def load_scalar_weights(
     parameters: Mapping[str, torch.Tensor],
     weight_map: WeightMap,
-    place: ShardPlace,
+    ranks: ParallelRanks,
     model_path: str,
     config: PretrainedConfig,
     seed: int,
 ) -> None:
-    """`load_weights` of a classifier; of a language model, the score is drawn from `seed`. Collective."""
+    """`load_weights` of a classifier. If the files are a language model, the score is drawn from `seed`. Collective."""
     with StoredModel(model_path) as stored:
         names = stored.names
-    assert names is not None, "other files are converted first"
+    assert names is not None, "checkpoints in other formats are converted first"
     if HEAD_WEIGHT in names:
-        load_weights(parameters, weight_map, place, model_path)
+        load_weights(parameters, weight_map, ranks, model_path)
         return
     others = {name: parameter for name, parameter in parameters.items() if name != OUTPUT_LAYER}
-    load_weights(others, without_score(weight_map), place, model_path)
+    load_weights(others, weight_map.body(), ranks, model_path)
     if OUTPUT_LAYER in parameters:
         draw_head(parameters[OUTPUT_LAYER], config, seed)
-        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # which has the last stage
-            logger.info("%s has no %s, as a language model: drawn from seed %d", model_path, HEAD_WEIGHT, seed)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:  # it has the last stage
+            logger.info("%s is a language model without %s: drawn from seed %d", model_path, HEAD_WEIGHT, seed)
 
 
-# -- Megatron's model as it generates: static batches of equally long prompts, with Megatron's own KV cache.
+# -- generation: static batches of equally long prompts, with Megatron's KV cache
 
 
 class MegatronDecoder:
-    """A `Decoder` of `model`, which is one stage. Weights are where they are trained."""
+    """A `Decoder` of `model`, a single stage, with the weights that are trained."""
 
-    needs_equal_lengths = True  # the rows of a static batch stand at the same position
+    needs_equal_lengths = True  # all rows of a static batch are at the same position
 
     def __init__(self, model: PolicyGPTModel, device: torch.device) -> None:
         self.model = model
@@ -258,7 +228,7 @@ class MegatronDecoder:
 
 
 class _MegatronSequences:
-    """`Sequences` of prompts of one length. Prompts that are equal are computed once."""
+    """`Sequences` of prompts of one length. Equal prompts are computed once."""
 
     def __init__(
         self, model: PolicyGPTModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, device: torch.device

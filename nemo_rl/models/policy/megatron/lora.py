@@ -1,17 +1,16 @@
-"""Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685), cut as the layers are.
+"""Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685), sharded like the layers.
 
     y = x W^T + b + (alpha / r) (dropout(x) A^T) B^T        W [out, in], A [r, in], B [out, r]
 
-    column parallel   x whole (sequence parallel: own positions), A whole, B own rows; h = x A^T is [S, r]
-                      forward: h as it is (gathered over positions); backward: its gradient is summed over ranks
-    row parallel      x own features, A own columns, B whole
-                      forward: h is summed over ranks (each keeps its positions); y is then as the layer's
+    column parallel   x whole (sequence parallel: own positions), A replicated, B own rows; h = x A^T is [S, r]
+                      forward: h unchanged (or gathered over positions); backward: sum of its gradient over ranks
+    row parallel      x own features, A own columns, B replicated
+                      forward: sum of h over ranks (or reduce-scatter over positions); y is then like the layer's
 
-So every collective moves r features, and gradients of whole matrices are whole, but for sequence parallelism: each rank
-has those of its positions, and Megatron adds them up, as it does for norms (`sequence_parallel` of a parameter).
-
-The model itself is frozen before it is wrapped, so Megatron keeps no gradients and no optimizer state for it. B begins
-at zero; without its adapters the model is the reference policy.
+So every collective moves only r features, and gradients of replicated matrices are complete. The exception is sequence
+parallelism: each rank has the gradient of its positions, and Megatron sums them, as for norms (`sequence_parallel`).
+The model is frozen before it is wrapped, so Megatron keeps no gradients and no optimizer state for it. B is initially
+zero; without its adapters the model is the reference policy.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
 from nemo_rl.models.policy.megatron.mapping import WeightMap
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
-from nemo_rl.models.policy.megatron.weights import export_weights
+from nemo_rl.models.policy.megatron.weights import export_weights, local_shards
 from nemo_rl.models.policy.peft_format import write_peft
 from nemo_rl.refit.layout import merge
 
 
 class Adapter(nn.Module):
-    """What a linear layer gets added: input [S, 1, in] -> [S, 1, out], of this rank's features and positions.
+    """Computes what is added to a linear layer's output: [S, 1, in] -> [S, 1, out], this rank's features and positions.
 
-    `lora_A` [r, in] and `lora_B` [out, r], as this rank holds them, are not drawn yet. Dropout is on in training mode.
+    Construction leaves this rank's `lora_A` [r, in] and `lora_B` [out, r] undefined. Dropout is on in training mode.
     """
 
     def __init__(self, linear: Any, layer: AdaptedLayer, peft: MegatronPeftConfig, group: dist.ProcessGroup) -> None:
@@ -68,22 +67,21 @@ class Adapter(nn.Module):
         self.is_active = True
         self.is_row_parallel = layer.is_row_parallel
         self.group = group
-        self.cuts_positions = linear.config.sequence_parallel and group.size() > 1
-        if self.cuts_positions:
-            whole: Any = self.lora_B if self.is_row_parallel else self.lora_A
-            whole.sequence_parallel = True
+        self.shards_positions = linear.config.sequence_parallel and group.size() > 1
+        if self.shards_positions:
+            replicated: Any = self.lora_B if self.is_row_parallel else self.lora_A
+            replicated.sequence_parallel = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """See the class."""
         narrow = F.linear(F.dropout(input, self.dropout, self.training), self.lora_A) * self.scale
-        return F.linear(self._join(narrow), self.lora_B)
+        return F.linear(self._reduce(narrow), self.lora_B)
 
-    def _join(self, narrow: torch.Tensor) -> torch.Tensor:
-        if self.is_row_parallel and self.cuts_positions:
+    def _reduce(self, narrow: torch.Tensor) -> torch.Tensor:
+        if self.is_row_parallel and self.shards_positions:
             return reduce_scatter_to_sequence_parallel_region(narrow, group=self.group)
         if self.is_row_parallel:
             return reduce_from_tensor_model_parallel_region(narrow, group=self.group)
-        if self.cuts_positions:
+        if self.shards_positions:
             return tensor_parallel.gather_from_sequence_parallel_region(narrow, group=self.group)
         return copy_to_tensor_model_parallel_region(narrow, group=self.group)
 
@@ -92,17 +90,17 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tens
     if not linear.adapter.is_active:
         return outputs
     (input,), (output, bias) = inputs, outputs
-    if "layer_norm_weight" in linear._parameters:  # Transformer Engine fuses the norm in front of a layer into it
+    if "layer_norm_weight" in linear._parameters:  # Transformer Engine fuses the preceding norm into the layer
         norm, epsilon = linear.layer_norm_weight, linear.config.layernorm_epsilon
         input = F.rms_norm(input.float(), norm.shape, norm.float(), epsilon).to(input.dtype)
     return output + linear.adapter(input), bias
 
 
 class Adapters:
-    """The adapters of the stages of this rank: a `ReferencePolicy` without them, and what takes the model's place.
+    """The adapters of this rank's stages. As a `ReferencePolicy`, the model without them.
 
     Attributes:
-        trained: the mapping of what is trained, over the whole model.
+        trained_map: the mapping of the trained parameters, over the whole model.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class Adapters:
         mesh: MegatronMesh,
         seed: int,
     ) -> None:
-        """Put drawn adapters into `stages`, whose weights are loaded, and freeze all else. Before they are wrapped.
+        """Insert adapters into `stages`, whose weights are loaded, and freeze the rest. Before they are wrapped.
 
         Raises:
             ValueError: as `adapted_layers`.
@@ -121,7 +119,7 @@ class Adapters:
         self.peft = config.peft
         self.weights = weights
         self.layers = adapted_layers(weights, config.peft)
-        self.trained = trained_map(weights, self.layers)
+        self.trained_map = trained_map(weights, self.layers)
         self._by_weight = {layer.weight.template: layer for layer in self.layers}
         parameters = parameters_by_name(stages)
         for parameter in parameters.values():
@@ -130,12 +128,12 @@ class Adapters:
             if entry.template in parameters:
                 parameters[entry.template].requires_grad_(True)
         self.modules = self._insert(stages, parameters, mesh)
-        held = self.held(parameters_by_name(stages))
-        self._draw(held, mesh, seed)
-        mark_shards(held, self.trained, mesh.shard_place())
+        trained = self.trained_of(parameters_by_name(stages))
+        self._draw(trained, mesh, seed)
+        mark_shards(trained, self.trained_map, mesh.parallel_ranks())
         for stage in stages:
             if config.activation_checkpointing and stage.pre_process:
-                stage.embedding.register_forward_hook(_ask_for_gradient)
+                stage.embedding.register_forward_hook(_require_gradient)
 
     def _insert(
         self, stages: Sequence[PolicyGPTModel], parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh
@@ -149,29 +147,30 @@ class Adapters:
             linear = owners[id(parameters[name])]
             adapter = Adapter(linear, layer, self.peft, parallel_state.get_tensor_model_parallel_group())
             linear.add_module("adapter", adapter)
-            linear.register_forward_hook(_add_adapter, prepend=True)  # other hooks see what the whole layer gives
+            linear.register_forward_hook(_add_adapter, prepend=True)  # other hooks then see the sum
             added.append(adapter.train(linear.training))
         return added
 
     @torch.no_grad()
-    def _draw(self, held: Mapping[str, torch.Tensor], mesh: MegatronMesh, seed: int) -> None:
-        """As `lora.init_adapters`: a layer that both backends know as one has the same values in both."""
-        place = mesh.shard_place()
+    def _draw(self, trained: Mapping[str, torch.Tensor], mesh: MegatronMesh, seed: int) -> None:
+        """Initial values as in `lora.init_adapters`: a layer that is the same in both backends gets the same values."""
+        ranks = mesh.parallel_ranks()
         for layer in self.layers:
-            if layer.lora_a.template in held:
+            if layer.lora_a.template in trained:
                 shape = layer.lora_a.sources[0].shape
                 whole = draw_first_matrix(layer.hf_names[0], shape, self.peft.lora_A_init_method, seed)
-                held[layer.lora_a.template].copy_(layer.lora_a.cut([whole], *layer.lora_a.rank_and_size(place)))
-                held[layer.lora_b.template].zero_()
+                shard = layer.lora_a.shard([whole], *layer.lora_a.rank_and_size(ranks))
+                trained[layer.lora_a.template].copy_(shard)
+                trained[layer.lora_b.template].zero_()
 
-    def held(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those of `parameters` that are trained."""
-        names = {entry.template for entry in self.trained.entries}
+    def trained_of(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The trained ones of `parameters`."""
+        names = {entry.template for entry in self.trained_map.entries}
         return {name: parameter for name, parameter in parameters.items() if name in names}
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the model is the base model."""
+        """Inside, the model computes without adapters."""
         for module in self.modules:
             module.is_active = False
         try:
@@ -180,18 +179,27 @@ class Adapters:
             for module in self.modules:
                 module.is_active = True
 
-    def merged(self, parameters: Mapping[str, torch.Tensor], device: torch.device) -> Mapping[str, torch.Tensor]:
-        """`parameters`, by Megatron name, with weights of adapted layers as W + (alpha / r) B A on `device`.
+    @torch.no_grad()
+    def merged(self, parameters: Mapping[str, torch.Tensor], device: torch.device, name: str) -> torch.Tensor:
+        """`parameters[name]`; for the weight of an adapted layer W + (alpha / r) B A, in float32, on `device`.
 
-        Computed when one is looked up, in float32, on this rank alone: its part of W takes its parts of A and B.
+        This needs no communication: a shard of W takes this rank's shards of A and B.
         """
-        return _Merged(parameters, self._by_weight, self.peft.alpha / self.peft.dim, device)
+        weight = parameters[name]
+        if name not in self._by_weight:
+            return weight
+        layer = self._by_weight[name]
+        parts = (weight, parameters[layer.lora_a.template], parameters[layer.lora_b.template])
+        return merge(*(part.detach().to(device) for part in parts), self.peft.alpha / self.peft.dim)
 
     def save(
         self, parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh, directory: Path, base_model_name: str
     ) -> None:
         """Write the adapters to `directory` in PEFT's format. Collective; rank 0 writes."""
-        exported = export_weights(parameters, self.trained, mesh.export_groups(), self._device(parameters))
+        trained = self.trained_of(parameters)
+        device = next(iter(trained.values())).device
+        shards = local_shards(trained, self.trained_map, mesh.parallel_ranks(), device)
+        exported = export_weights(shards, self.trained_map, device)
         whole = {tensor.name: tensor.gather(None).cpu() for tensor in exported}
         if dist.get_rank() == 0:
             write_peft(
@@ -205,39 +213,7 @@ class Adapters:
             )
         dist.barrier()
 
-    def _device(self, parameters: Mapping[str, torch.Tensor]) -> torch.device:
-        return next(iter(self.held(parameters).values())).device
 
-
-class _Merged(Mapping[str, torch.Tensor]):
-    """See `Adapters.merged`."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        layers: Mapping[str, AdaptedLayer],
-        scale: float,
-        device: torch.device,
-    ) -> None:
-        self._parameters, self._layers, self._scale, self._device = parameters, layers, scale, device
-
-    @torch.no_grad()
-    def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._parameters[name]
-        if name not in self._layers:
-            return weight
-        layer = self._layers[name]
-        parts = (weight, self._parameters[layer.lora_a.template], self._parameters[layer.lora_b.template])
-        on_device = [part.detach().to(self._device) for part in parts]
-        return merge(*on_device, self._scale)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-
-def _ask_for_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Recomputed layers have gradients where their input has: behind a frozen embedding it says so itself."""
+def _require_gradient(embedding: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A recomputed layer has gradients only if its input requires them, which a frozen embedding's output does not."""
     return output.requires_grad_() if torch.is_grad_enabled() else output

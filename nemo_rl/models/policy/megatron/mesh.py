@@ -1,4 +1,4 @@
-"""Megatron's process groups behind the names that the rest of a worker knows them by."""
+"""Megatron's process groups under the names that the rest of a worker uses."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from megatron.core import tensor_parallel
 
 from nemo_rl.models.policy.layout import MegatronSizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights import ExportGroups
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks
 
-parallel_state: Any = megatron_state  # whose types say int | None of what is there
+_TIMEOUT_MINUTES = 60
+
+parallel_state: Any = megatron_state  # its types say int | None, also of values that are always set
 
 
 class MegatronMesh:
-    """This rank's place in Megatron's groups, which construction makes. A `WorkerPlace`. Collective.
+    """Creates Megatron's process groups and names those of this rank. Implements `WorkerMesh`. Collective.
 
     Attributes:
-        data_group: the ranks that hold different samples and are otherwise at this rank's place.
-        pipeline_group: the ranks that hold the stages; None where there is one.
-        gradient_group: the same ranks; where two of them hold several stages each, a group of its own, because both
-            directions then lead to the same rank.
-        context_group, tensor_group: likewise.
+        data_group: the ranks that differ from this one only in their samples.
+        pipeline_group: the ranks with the other stages; None if there is one stage rank.
+        gradient_group: the ranks of `pipeline_group`. If there are two of them with several stages each, it is a second
+            group, because both directions of communication then lead to the same rank.
+        context_group, tensor_group: as `pipeline_group`.
     """
 
-    def __init__(self, config: MegatronConfig, seed: int, *, timeout_s: float = 3600.0) -> None:
+    def __init__(self, config: MegatronConfig, seed: int) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=config.tensor_model_parallel_size,
             pipeline_model_parallel_size=config.pipeline_model_parallel_size,
@@ -36,21 +37,21 @@ class MegatronMesh:
             context_parallel_size=config.context_parallel_size,
             expert_model_parallel_size=config.expert_model_parallel_size,
             expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-            distributed_timeout_minutes=int(timedelta(seconds=timeout_s).total_seconds() // 60),
+            distributed_timeout_minutes=_TIMEOUT_MINUTES,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
         self.sizes = MegatronSizes.of_megatron(config, dist.get_world_size())
         self.data_group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-        self.tensor_group = _spread(parallel_state.get_tensor_model_parallel_group())
-        self.context_group = _spread(parallel_state.get_context_parallel_group())
-        self.pipeline_group = _spread(parallel_state.get_pipeline_model_parallel_group())
+        self.tensor_group = _unless_single(parallel_state.get_tensor_model_parallel_group())
+        self.context_group = _unless_single(parallel_state.get_context_parallel_group())
+        self.pipeline_group = _unless_single(parallel_state.get_pipeline_model_parallel_group())
         self.gradient_group = self.pipeline_group
         if self.pipeline_group is not None and self.pipeline_group.size() == 2 and config.stages_per_rank > 1:
-            self.gradient_group = _twin(self.pipeline_group, timedelta(seconds=timeout_s))
+            self.gradient_group = _second_group(self.pipeline_group)
 
     @property
     def is_first_of_data_rank(self) -> bool:
-        """Whether this is the first of the ranks that work on the same samples."""
+        """Whether this is the first of the ranks with the same samples."""
         groups = (self.tensor_group, self.context_group, self.pipeline_group)
         return all(group is None or group.rank() == 0 for group in groups)
 
@@ -63,12 +64,12 @@ class MegatronMesh:
         return 0 if self.context_group is None else self.context_group.rank()
 
     def close(self) -> None:
-        """Leave the groups."""
+        """Destroy the groups."""
         parallel_state.destroy_model_parallel()
 
-    def shard_place(self) -> ShardPlace:
-        """Which part of every parameter this rank holds."""
-        return ShardPlace(
+    def parallel_ranks(self) -> ParallelRanks:
+        """This rank's coordinates in what splits single parameters."""
+        return ParallelRanks(
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
             ep_rank=parallel_state.get_expert_model_parallel_rank(),
@@ -77,23 +78,15 @@ class MegatronMesh:
             etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         )
 
-    def export_groups(self) -> ExportGroups:
-        """The groups that whole tensors are gathered over."""
-        return ExportGroups(
-            tp=self.tensor_group,
-            ep=_spread(parallel_state.get_expert_model_parallel_group()),
-            etp=_spread(parallel_state.get_expert_tensor_parallel_group()),
-            pp=self.pipeline_group,
-        )
 
-
-def _twin(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """A second group of the same ranks. Collective over all ranks, which are in one such group each."""
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second group of the same ranks. Collective over all ranks, each of which is in one such group."""
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, tuple(dist.get_process_group_ranks(group)))
+    timeout = timedelta(minutes=_TIMEOUT_MINUTES)
     made: dict[Any, Any] = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(all_ranks))}
     return made[all_ranks[dist.get_rank()]]
 
 
-def _spread(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+def _unless_single(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
     return group if group.size() > 1 else None

@@ -1,4 +1,7 @@
-"""From a model directory to Megatron's stages of it on this rank: built, filled, wrapped for gradient reduction."""
+"""Builds Megatron's stages of a model on this rank, and wraps them for gradient reduction.
+
+`build_stages` -> `mark_shards` -> (weights are loaded, adapters inserted) -> `wrap`.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,107 @@ from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel, SegmentParams, stage_class
-from nemo_rl.models.policy.megatron.mapping import WeightMap
+from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, stage_class
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, Replicated, WeightMap
 from nemo_rl.models.policy.megatron.moe import routers, use_policy_router
-from nemo_rl.models.policy.megatron.shard_layout import Replicated, ShardPlace
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
 
-# -- Megatron's multi-head latent attention with whole gradients under tensor parallelism.
+
+def build_stages(
+    model: PretrainedConfig,
+    config: TransformerConfig,
+    policy: PolicyConfig,
+    sampling: SamplingParams,
+    device: torch.device,
+    *,
+    use_transformer_engine: bool,
+) -> list[PolicyGPTModel]:
+    """The stages of this pipeline rank, in order, with undefined weights. Needs Megatron's groups."""
+    text = model.get_text_config()
+    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
+    stages = []
+    for number in range(policy.megatron_cfg.stages_per_rank):
+        vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
+        stage = stage_class(model)(
+            config,
+            layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
+            vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
+            max_sequence_length=policy.max_total_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=text.tie_word_embeddings,
+            position_embedding_type="none" if config.multi_latent_attention else "rope",
+            vp_stage=vp_stage,
+        )
+        set_frequencies(stage, model, device)
+        stage.transform = logit_transform(model)
+        stage.true_vocab_size = text.vocab_size
+        stage.chunk_tokens = policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size
+        stage.temperature, stage.top_k, stage.top_p = sampling.temperature, sampling.top_k, sampling.top_p
+        stage.eval()  # with dropout, the same tokens would have other logprobs in every pass
+        stages.append(stage.to(device))
+    return stages
+
+
+def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, ranks: ParallelRanks) -> None:
+    """Mark the parameters that are one rank's shard, because the gradient norm counts replicated ones once.
+
+    Megatron's layers set these marks only when they draw initial values, which we skip.
+    """
+    entries = weights.on_rank(ranks)
+    for name, parameter in parameters.items():
+        is_shard = not isinstance(entries[name].layout, Replicated)
+        for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
+            vars(parameter).pop(attribute, None)
+        set_tensor_model_parallel_attributes(parameter, is_shard, entries[name].layout.dim if is_shard else -1, 1)
+        if entries[name].expert is not None and ranks.etp_size != ranks.tp_size:
+            # Megatron sums these gradients only if experts are sharded, but replicas on tensor ranks saw other tokens.
+            vars(parameter)["allreduce"] = False
+
+
+def wrap(
+    stages: Sequence[PolicyGPTModel], config: TransformerConfig, settings: MegatronConfig
+) -> list[DistributedDataParallel]:
+    """The stages, with gradients accumulated in buffers and reduced over the ranks that share the parameters."""
+    ddp = settings.distributed_data_parallel_config
+    ddp_config = DistributedDataParallelConfig(
+        **ddp.model_dump(), use_distributed_optimizer=settings.optimizer.shards_optimizer
+    )
+    # Expert biases and token counts stay float32, with their values.
+    exact = [(router, name, buffer) for router in routers(stages) for name, buffer in router.named_buffers()]
+    wrapped = [Float16Module(config, stage) if config.bf16 else stage for stage in stages]
+    for router, name, buffer in exact:
+        setattr(router, name, buffer)
+    return [
+        DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
+        for number, stage in enumerate(wrapped)
+    ]
+
+
+def parameters_by_name(stages: Sequence[PolicyGPTModel]) -> dict[str, torch.Tensor]:
+    """Parameters and expert biases by Megatron name, with the layer numbers of the whole model."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        named = [*stage.named_parameters(), *((n, b) for n, b in stage.named_buffers() if n.endswith("expert_bias"))]
+        for name, tensor in named:
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                # Megatron's layer numbers start at 1.
+                layer: Any = stage.decoder.layers[int(parts[2])]
+                parts[2] = str(layer.layer_number - 1)
+            found[".".join(parts)] = tensor
+    return found
+
+
+# -- multi-head latent attention with complete gradients under tensor parallelism
 
 
 class _SumGradient(torch.autograd.Function):
-    """The tensor itself; backward adds up the gradients of a group's ranks.
+    """The identity; backward sums the gradients of a group's ranks.
 
-    Megatron's `copy_to_tensor_model_parallel_region` returns a gradient that is not contiguous, as that of a slice,
-    without the sum.
+    Megatron's `copy_to_tensor_model_parallel_region` skips the sum if the gradient is not contiguous, which is the case
+    for a slice.
     """
 
     @staticmethod
@@ -57,37 +146,39 @@ class _SumGradient(torch.autograd.Function):
 
 
 class LatentAttention(MLASelfAttention):
-    """The rotary part of the keys is one for all heads, so its gradient is a sum over ranks, each with its own heads.
+    """All heads share the rotary part of the keys, so its gradient is a sum over ranks, each with its own heads.
 
-    megatron-core 0.16 adds it up only where a sequence-parallel gather happens to; the others would train the
-    projection on their own heads' part.
+    megatron-core 0.16 computes that sum only as a side effect of a sequence-parallel gather; without one, each rank
+    would train the projection with the gradient of its own heads.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.pg_collection.tp.size() > 1:
-            self.linear_kv_down_proj.register_forward_hook(self._join)
+            self.linear_kv_down_proj.register_forward_hook(self._complete_kv_a)
 
-    def _join(self, module: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-        """Compressed keys and values, then rotary keys: [S, 1, features], of this rank or of all, -> of all.
+    def _complete_kv_a(
+        self, module: nn.Module, inputs: Any, outputs: tuple[torch.Tensor, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        """The latent `kv_a` followed by the rotary keys, [S, 1, features]: gathers sharded features.
 
-        With sequence parallelism positions are this rank's, and Megatron's own gather of the rotary keys adds up.
+        With sequence parallelism the positions are this rank's, and Megatron's gather of rotary keys sums gradients.
         """
         states, bias = outputs
         group, rank = self.pg_collection.tp, self.config.kv_lora_rank
-        is_cut = states.shape[-1] != rank + self.config.qk_pos_emb_head_dim
-        if is_cut:
+        is_sharded = states.shape[-1] != rank + self.config.qk_pos_emb_head_dim
+        if is_sharded:
             states = gather_from_tensor_model_parallel_region(states, group=group)
         if self.config.sequence_parallel:
-            return scatter_to_sequence_parallel_region(states, group=group) if is_cut else states, bias
+            return scatter_to_sequence_parallel_region(states, group=group) if is_sharded else states, bias
         latent, rotary = states.split([rank, self.config.qk_pos_emb_head_dim], dim=-1)
         return torch.cat([latent, _SumGradient.apply(rotary, group)], dim=-1), bias
 
 
-# -- What a Megatron transformer layer is made of: Transformer Engine's modules, or torch's.
+# -- the modules of a layer: Transformer Engine's, or torch's ("local")
 #
-# Torch's layers ("local") run on CPUs and GPUs alike: plain RMSNorm, and the attention of `models/policy/attention.py`,
-# which knows packed sequences, grouped queries and sequences cut over context-parallel ranks.
+# Torch's modules run on CPUs and GPUs alike: plain RMSNorm, and the attention of `models/policy/attention.py`, which
+# supports packed sequences, grouped queries and context parallelism.
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +187,7 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: object) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Read by Megatron, which adds up the gradients of tensor-parallel ranks that saw different positions.
+        # Megatron then sums the gradients of tensor-parallel ranks, which saw different positions.
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         self.eps = eps
 
@@ -107,17 +198,17 @@ class RMSNorm(nn.Module):
 
 
 class LatentNorm(RMSNorm):
-    """The norm of compressed queries, keys and values, whose epsilon is a constant of the architecture."""
+    """The norm of the latents `q_a` and `kv_a`, whose epsilon is a constant of the architecture."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **others: object) -> None:
         super().__init__(config, hidden_size, LATENT_NORM_EPS)
 
 
-class SegmentAttention(MegatronModule):
+class PackedAttention(MegatronModule):
     """Core attention.
 
-    Over packed sequences: query [T, heads, D] -> [T, heads, D of values]. Without them, over rows of a batch whose
-    queries stand on the last of the keys (generation): query [W, B, heads, D] -> [W, B, heads * D of values].
+    Packed sequences: query [T, heads, D] -> [T, heads, D of values]. In generation, rows of a batch whose queries are
+    at the positions of the last keys: query [W, B, heads, D] -> [W, B, heads * D of values].
     """
 
     def __init__(
@@ -139,8 +230,8 @@ class SegmentAttention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         if packed_seq_params is None:
-            return self._of_rows(query, key, value)
-        assert isinstance(packed_seq_params, SegmentParams)
+            return self._generate(query, key, value)
+        assert isinstance(packed_seq_params, PackedParams)
         heads_first = (states.transpose(0, 1).unsqueeze(0) for states in (query, key, value))
         out, _ = attention.attention(
             self,
@@ -152,7 +243,7 @@ class SegmentAttention(MegatronModule):
         )
         return out[0]
 
-    def _of_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _generate(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         queries, keys = len(query), len(key)
         seen = attention.causal_mask(queries, keys, None, query.device) if queries < keys else None
         heads_first = (states.permute(1, 2, 0, 3) for states in (query, key, value))
@@ -166,12 +257,9 @@ class SegmentAttention(MegatronModule):
         )
         return out.transpose(0, 1).flatten(2)
 
-    def sharded_state_dict(self, *args: object, **kwargs: object) -> dict[str, Any]:
-        return {}
-
 
 def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_stage: int | None) -> Any:
-    """The specs of the layers that this rank (or its virtual stage) holds, dense and mixture-of-experts."""
+    """The specs of the layers of this rank (or of its virtual stage), dense and mixture-of-experts."""
     block: Any = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -190,102 +278,8 @@ def _use_torch(parts: Any, config: TransformerConfig) -> None:
     parts.input_layernorm = RMSNorm
     parts.pre_mlp_layernorm = RMSNorm
     inner: Any = parts.self_attention.submodules
-    inner.core_attention = SegmentAttention
+    inner.core_attention = PackedAttention
     norm = LatentNorm if config.multi_latent_attention else RMSNorm
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if config.qk_layernorm and hasattr(inner, name):
             setattr(inner, name, norm)
-
-
-def build_stages(
-    model: PretrainedConfig,
-    config: TransformerConfig,
-    policy: PolicyConfig,
-    sampling: SamplingParams,
-    device: torch.device,
-    *,
-    use_transformer_engine: bool,
-) -> list[PolicyGPTModel]:
-    """The stages that this pipeline rank holds, in order, with weights of any value. Needs Megatron's groups."""
-    text = model.get_text_config()
-    tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-    stages = []
-    for number in range(policy.megatron_cfg.stages_per_rank):
-        vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
-        stage = stage_class(model)(
-            config,
-            layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
-            vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
-            max_sequence_length=policy.max_total_sequence_length,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=text.tie_word_embeddings,
-            position_embedding_type="none" if config.multi_latent_attention else "rope",
-            vp_stage=vp_stage,
-        )
-        set_frequencies(stage, model, device)
-        stage.set_head(
-            transform=logit_transform(model),
-            true_vocab_size=text.vocab_size,
-            chunk_tokens=policy.megatron_cfg.linear_ce_fusion_chunk_size or policy.logprob_chunk_size,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-        stage.eval()  # dropout would give the same tokens other logprobs in every pass
-        stages.append(stage.to(device))
-    return stages
-
-
-def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, place: ShardPlace) -> None:
-    """Tell Megatron which parameters are one rank's part: the norm of the gradient counts the others once.
-
-    Its layers say so themselves only when they draw their first values.
-    """
-    entries = weights.held(place)
-    for name, parameter in parameters.items():
-        is_part = not isinstance(entries[name].layout, Replicated)
-        for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
-            vars(parameter).pop(attribute, None)
-        set_tensor_model_parallel_attributes(parameter, is_part, entries[name].layout.dim if is_part else -1, 1)
-        if entries[name].expert is not None and place.etp_size != place.tp_size:
-            # Megatron asks whether experts are cut, not whether tensor ranks that hold the same ones saw other tokens.
-            vars(parameter)["allreduce"] = False
-
-
-def wrap(
-    stages: Sequence[PolicyGPTModel], config: TransformerConfig, settings: MegatronConfig
-) -> list[DistributedDataParallel]:
-    """Stages whose gradients are added up in float32 buffers and reduced over the ranks that share them."""
-    ddp = settings.distributed_data_parallel_config
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
-        overlap_grad_reduce=ddp.overlap_grad_reduce,
-        overlap_param_gather=ddp.overlap_param_gather,
-        bucket_size=ddp.bucket_size,
-        use_distributed_optimizer=settings.optimizer.shards_optimizer,
-    )
-    # Biases of experts and counts of tokens stay float32, with the values they have.
-    exact = [(router, name, buffer) for router in routers(stages) for name, buffer in router.named_buffers()]
-    wrapped = [Float16Module(config, stage) if config.bf16 else stage for stage in stages]
-    for router, name, buffer in exact:
-        setattr(router, name, buffer)
-    return [
-        DistributedDataParallel(config, ddp_config, stage, disable_bucketing=number > 0)
-        for number, stage in enumerate(wrapped)
-    ]
-
-
-def parameters_by_name(stages: Sequence[PolicyGPTModel]) -> dict[str, torch.Tensor]:
-    """Parameters and expert biases under Megatron's names, with the layer numbers of the whole model."""
-    found: dict[str, torch.Tensor] = {}
-    for stage in stages:
-        named = [*stage.named_parameters(), *((n, b) for n, b in stage.named_buffers() if n.endswith("expert_bias"))]
-        for name, tensor in named:
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                # Megatron counts layers from 1.
-                layer: Any = stage.decoder.layers[int(parts[2])]
-                parts[2] = str(layer.layer_number - 1)
-            found[".".join(parts)] = tensor
-    return found

@@ -1,10 +1,10 @@
-"""Routers of mixture-of-experts layers: a choice that is the same on every rank and layout, its replay, its metrics.
+"""Routers of mixture-of-experts layers: a deterministic choice, its replay, balancing losses, biases and metrics.
 
     hidden states [T, H] -> logits [T, E] -> scores -> experts of each token [T, K] -> probabilities, map [T, E]
 
-`PolicyRouter` is Megatron's `TopKRouter` but for three things: of equal scores the lower expert is chosen, wherever the
-token lies in memory (torch.topk promises nothing); experts that generation chose can be given; and padding is known
-from the batch, on every stage and for every rank's positions, not only where the tokens are embedded.
+`PolicyRouter` replaces Megatron's `TopKRouter`. Equal scores are broken towards the lower expert, wherever the token
+lies in memory, which torch.topk does not promise. The experts can be given, for routing replay. Padding is known from
+the batch, on every stage and for every rank's positions, not only where the tokens are embedded.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.experts import LOAD_METRICS, choice_counts, layer_values
-from nemo_rl.models.policy.megatron.gpt_model import SegmentParams
+from nemo_rl.models.policy.megatron.gpt_model import PackedParams
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 
-# -- Which experts a router takes: those of the highest scores, or those that generation took for the same token.
-#
-# Routing replay (Ma et al. 2025, arXiv 2510.11370): the engine and the trainer compute router scores that differ in the
-# last bits, and where two experts are close a token goes another way, which changes its log-probability by much more.
-# The experts are then those of generation; how much each of them says is still up to the present router, through which
-# the gradient flows.
+REPLAY_METRICS = ("replayed_fraction", "replay_agreement")
+"""Fraction of tokens whose experts were given, and the fraction of these for which the router chose the same set. Both
+are 0 without such tokens."""
+
+
+# -- the choice of experts
 
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` highest of scores [..., E], highest first, of equal ones the first: int64 [..., count]."""
+    """Indices of the `count` highest scores [..., E], highest first, the lower index first among equals: int64."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -49,7 +49,7 @@ def choose(
 ) -> torch.Tensor:
     """Experts of each token by scores [T, E]: int64 [T, top_k].
 
-    With groups only experts of the `group_top_k` best of `num_groups` groups: a group is as good as the sum of its
+    With groups, only experts of the `group_top_k` best of `num_groups` groups. The quality of a group is the sum of its
     `scores_per_group` highest scores (1 in DeepSeek-V2, arXiv 2405.04434; 2 in DeepSeek-V3, arXiv 2412.19437).
     """
     if group_top_k is None:
@@ -62,16 +62,21 @@ def choose(
 
 
 class ExpertChoice:
-    """The choice of one router, in the shape in which Megatron asks for it (its `RouterReplay`).
+    """One router's choice, behind the interface of Megatron's `RouterReplay`.
+
+    Routing replay (Ma et al. 2025, arXiv 2510.11370): engine and trainer compute router scores that differ in the last
+    bits. If two experts are close, a token is routed differently, which changes its log-probability far more than the
+    rounding did. So training uses the experts of generation; the present router still weights them, and gets the
+    gradient.
 
     Attributes:
-        given: int64 [T, K], the experts to take, -1 where none are given; None: none at all. Set before each pass.
+        given: int64 [T, K], the experts to use, -1 for tokens without a record; None: no records. Set before each pass.
         own: int64 [T, K], what the scores of the last pass would choose.
-        indices: int64 [T, K], what was taken.
+        indices: int64 [T, K], what was used.
     """
 
     def __init__(self, *, is_independent: bool) -> None:
-        """`is_independent`: experts are scored on their own (sigmoid), as in DeepSeek-V3."""
+        """`is_independent`: each expert has its own score (sigmoid), as in DeepSeek-V3."""
         self.given: torch.Tensor | None = None
         self.own = self.indices = torch.empty(0, 0, dtype=torch.int64)
         self._scores_per_group = 2 if is_independent else 1
@@ -84,7 +89,7 @@ class ExpertChoice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., object] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores [T, E] -> those of the chosen experts, with gradient, and their indices, [T, K] each."""
+        """Scores [T, E] -> scores of the chosen experts, with gradient, and their indices, [T, K] each."""
         scores_per_group = self._scores_per_group
         self.own = choose(scores.detach(), topk, num_groups, group_topk, scores_per_group=scores_per_group)
         self.indices = self.own
@@ -93,10 +98,7 @@ class ExpertChoice:
         return scores.gather(1, self.indices), self.indices
 
     def replay_counts(self, is_token: torch.Tensor) -> torch.Tensor:
-        """Of the last pass: tokens (bool [T]) whose experts were given, and those of them where the router agreed.
-
-        Float64 [2].
-        """
+        """Float64 [2] of the last pass: tokens (bool [T]) with given experts, and those where the router agreed."""
         if self.given is None:
             return torch.zeros(2, dtype=torch.float64, device=is_token.device)
         is_given = is_token & (self.given[:, 0] >= 0)
@@ -104,36 +106,87 @@ class ExpertChoice:
         return torch.stack([is_given.sum(), (is_given & agrees).sum()]).double()
 
 
-# -- Balancing losses of routers, as means over the tokens of an optimizer step.
-#
-# The loss of T tokens on E experts, of which each token has K, is L = E * sum_e f_e P_e: f_e is the share of the T * K
-# choices that fell on expert e, P_e the mean score of e (Fedus et al. 2021, arXiv 2101.03961, section 2.2). A step
-# with N tokens over all micro-batches and ranks, padding left out, adds to its loss `moe_aux_loss_coeff` times
-#
-#     aux_loss, global_aux_loss   sum over micro-batches of T / N * L of the micro-batch (global: of all ranks together)
-#     seq_aux_loss                sum over sequences of T / N * L of the sequence (DeepSeek-V3, arXiv 2412.19437, eq.
-# 17)
-#
-# for every layer. So the weight of balancing does not change with the number of micro-batches or ranks; `seq_aux_loss`
-# is the same number however sequences are put into micro-batches. Megatron multiplies by the tokens of one rank and
-# counts on a division by all of them, which tensor- and context-parallel ranks, each with its part of T, do not bring
-# back.
+# -- the router
 
 
-class BalancedRouter(TopKRouter):
-    """A router whose balancing loss is the module's. `step_tokens` is set before a step, the others before `routing`.
+class PolicyRouter(TopKRouter):
+    """See the module. Hooks that `connect_routers` installs set the micro-batch before every forward pass.
 
-    Attributes:
-        step_tokens: float32 scalar, N above.
-        sequences: int64 [S], the sequence of each of this rank's positions, numbered over all ranks that share them.
-        num_sequences: how many there are, with one for padding.
-        own_tokens: int64 scalar, how many of this rank's positions are no padding.
+    Balancing losses are means over the tokens of an optimizer step. The loss of T tokens on E experts, K per token, is
+    L = E * sum_e f_e P_e: f_e is the share of the T * K choices that fell on expert e, P_e the mean score of e (Fedus
+    et al. 2021, arXiv 2101.03961, section 2.2). A step with N tokens over all micro-batches and ranks, without padding,
+    adds to its loss, for every layer, `moe_aux_loss_coeff` times
+
+        aux_loss, global_aux_loss   sum over micro-batches of T / N * L of the micro-batch (global: over all ranks)
+        seq_aux_loss                sum over sequences of T / N * L of the sequence (arXiv 2412.19437, eq. 17)
+
+    So the weight of balancing does not depend on the number of micro-batches or ranks, and `seq_aux_loss` not on how
+    sequences are packed. Megatron multiplies by the tokens of one rank and expects a later division by all tokens; with
+    tensor or context parallelism each rank has only a part of T, and that division does not restore the scale.
     """
 
-    step_tokens: torch.Tensor | None = None
-    sequences: torch.Tensor | None = None
-    num_sequences: int = 0
-    own_tokens: torch.Tensor | None = None
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.choice = ExpertChoice(is_independent=self.score_function == "sigmoid")
+        self.router_replay: Any = self.choice  # Megatron asks this object for the choice
+        self.batch: ModelBatch | None = None
+        self.trains = False
+        self.generates = False  # one token per row after the other: no micro-batch, and nothing to count
+        self.load: RouterLoad | None = None
+        self.step_choices: torch.Tensor | None = None  # float32 [E], tokens per expert in the optimizer step so far
+        self.step_tokens: torch.Tensor | None = None  # float32 scalar, N above; set before a step
+        self._own_tokens: torch.Tensor | None = None  # int64 scalar, tokens among this rank's positions
+        self._sequences: torch.Tensor | None = None  # int64 [S], sequence of each position, numbered over all ranks
+        self._num_sequences = 0  # with one for padding
+        modules = config.recompute_modules or ()
+        self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
+        self._to_recompute: deque[ModelBatch] = deque()  # micro-batches whose layer backward will compute again
+
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [S, 1, E] of this rank's positions -> probabilities, map [S, E]. `padding_mask` is not read."""
+        self.choice.given = None
+        if self.generates:
+            return super().routing(logits)
+        batch = self._present_batch()
+        is_token = self._own_positions(batch.is_token[0])
+        if batch.routed_experts is not None:
+            assert self.layer_number is not None
+            given = batch.routed_experts[0, :, self.layer_number - 1]
+            self.choice.given = self._own_positions(given).long()
+        numbers, self._num_sequences = _sequence_numbers(batch, self.config.context_parallel_size)
+        self._sequences = self._own_positions(numbers)
+        self._own_tokens = is_token.sum()
+        result = super().routing(logits, padding_mask=~is_token[:, None])
+        if torch.is_grad_enabled() and self.load is not None:
+            self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
+        return result
+
+    def _present_batch(self) -> ModelBatch:
+        """The batch of this forward pass, or of the one that is recomputed: backward passes have the same order."""
+        assert self.batch is not None, "connect_routers comes first"
+        if not self._is_recomputed_alone:
+            return self.batch
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass
+            return self._to_recompute.popleft()
+        if self.trains:
+            self._to_recompute.append(self.batch)
+        return self.batch
+
+    def _own_positions(self, values: torch.Tensor) -> torch.Tensor:
+        """The part of values [W, ...] that this rank has between sequence-parallel regions."""
+        if not self.config.sequence_parallel:
+            return values
+        return values.chunk(self.tp_group.size())[self.tp_group.rank()]
+
+    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        """Count tokens for `ExpertBias`. Megatron would count padding and move biases before gradients are checked."""
+        if self.enable_expert_bias and torch.is_grad_enabled():
+            assert padding_mask is not None
+            with torch.no_grad():
+                counts = (routing_map & ~padding_mask[:, None]).sum(dim=0).float()
+                self.step_choices = counts if self.step_choices is None else self.step_choices + counts
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -145,15 +198,39 @@ class BalancedRouter(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
-        """`activation`, with the gradient of this rank's part of the loss of the tokens of `reduce_group` behind it.
+        """`activation`, which passes on the gradient of this rank's part of the loss over `reduce_group`'s tokens.
 
-        `valid_token_count` is not read: Megatron adds it up over the group or not, by what a sum happens to share.
+        `valid_token_count` is not read: whether Megatron has summed it over the group depends on the kind of loss.
         """
-        assert self.own_tokens is not None and self.step_tokens is not None
-        tokens = self.own_tokens.to(aux_loss.dtype)  # a copy: they are integers
+        assert self._own_tokens is not None and self.step_tokens is not None
+        tokens = self._own_tokens.to(aux_loss.dtype)  # from integers, so this is a copy that the sum may change
         dist.all_reduce(tokens, group=reduce_group)
         part = aux_loss * (tokens / self.step_tokens)
         return self._attach(activation, aux_loss_coeff, part, aux_loss_name, reduce_group, reduce_group_has_dp)
+
+    def _apply_seq_aux_loss(
+        self,
+        probs: torch.Tensor,
+        scores_for_aux_loss: torch.Tensor,
+        routing_map: torch.Tensor,
+        seq_length: int,
+        bsz: int,
+        with_padding_mask: bool = False,
+    ) -> torch.Tensor:
+        """For scores [S, E] and map [S, E], both zero for padding."""
+        coeff = self.get_aux_loss_coeff("seq_aux_loss")
+        if coeff == 0:
+            return probs
+        assert self._sequences is not None and self.step_tokens is not None and self.config.num_moe_experts is not None
+        shape = (self._num_sequences, self.config.num_moe_experts)
+        chosen = scores_for_aux_loss.new_zeros(shape)
+        chosen.index_add_(0, self._sequences, routing_map.to(chosen.dtype))
+        dist.all_reduce(chosen, group=self.tp_cp_group)
+        # T * L of a sequence is E * sum_e f_e * (sum of scores of e); each rank contributes its part of that sum.
+        share = chosen / chosen.sum(dim=1, keepdim=True).clamp(min=1.0)
+        summed = scores_for_aux_loss.new_zeros(shape).index_add(0, self._sequences, scores_for_aux_loss)
+        part = (share * summed).sum() * (shape[1] * coeff / self.step_tokens)
+        return self._attach(probs, coeff, part, "seq_load_balancing_loss", self.tp_cp_group, False)
 
     def _attach(
         self,
@@ -174,128 +251,29 @@ class BalancedRouter(TopKRouter):
         )
         return MoEAuxLossAutoScaler.apply(activation, part)
 
-    def _apply_seq_aux_loss(
-        self,
-        probs: torch.Tensor,
-        scores_for_aux_loss: torch.Tensor,
-        routing_map: torch.Tensor,
-        seq_length: int,
-        bsz: int,
-        with_padding_mask: bool = False,
-    ) -> torch.Tensor:
-        """Of scores [S, E] and map [S, E], where padding has neither."""
-        coeff = self.get_aux_loss_coeff("seq_aux_loss")
-        if coeff == 0:
-            return probs
-        assert self.sequences is not None and self.step_tokens is not None and self.config.num_moe_experts is not None
-        shape = (self.num_sequences, self.config.num_moe_experts)
-        chosen = scores_for_aux_loss.new_zeros(shape)
-        chosen.index_add_(0, self.sequences, routing_map.to(chosen.dtype))
-        dist.all_reduce(chosen, group=self.tp_cp_group)
-        # T * L of a sequence is E * sum_e f_e * (sum of scores of e); ranks add up their parts of that sum.
-        share = chosen / chosen.sum(dim=1, keepdim=True).clamp(min=1.0)
-        summed = scores_for_aux_loss.new_zeros(shape).index_add(0, self.sequences, scores_for_aux_loss)
-        part = (share * summed).sum() * (shape[1] * coeff / self.step_tokens)
-        return self._attach(probs, coeff, part, "seq_load_balancing_loss", self.tp_cp_group, False)
 
-
-def sequence_numbers(batch: ModelBatch, context_size: int) -> tuple[torch.Tensor, int]:
-    """The sequence of each position of a padding-free row, int64 [W], and how many there are, padding counted."""
+def _sequence_numbers(batch: ModelBatch, context_size: int) -> tuple[torch.Tensor, int]:
+    """The sequence of each position of a padding-free row, int64 [W], and their number, including the padding."""
     assert batch.cu_seqlens is not None
     lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=batch.input_ids.device)
-    pieces = 2 if context_size > 1 else 1
-    numbers = torch.arange(len(lengths), device=lengths.device) // pieces
-    count = -(-len(lengths) // pieces)
+    chunks = 2 if context_size > 1 else 1  # with context parallelism a rank has two chunks of each sequence
+    numbers = torch.arange(len(lengths), device=lengths.device) // chunks
+    count = -(-len(lengths) // chunks)
     return numbers.repeat_interleave(lengths, output_size=batch.input_ids.shape[1]), count
 
 
-def set_step_tokens(
-    routers: Sequence[BalancedRouter], batches: Sequence[ModelBatch], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Tell the routers of the tokens of an optimizer step. `group`: the ranks with other tokens. Collective."""
-    tokens = torch.tensor(float(sum(int(batch.is_token.sum()) for batch in batches)), device=device)
-    dist.all_reduce(tokens, group=group)
-    for router in routers:
-        router.step_tokens = tokens
-
-
-REPLAY_METRICS = ("replayed_fraction", "replay_agreement")
-"""Tokens whose experts are those of generation; of these, the ones for which the router would have chosen the same set.
-Without any, both are 0."""
-
-
-class PolicyRouter(BalancedRouter):
-    """See the module. Hooks that `connect_routers` installs tell it the micro-batch before every forward pass."""
-
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
-        self.choice = ExpertChoice(is_independent=self.score_function == "sigmoid")
-        self.router_replay: Any = self.choice  # asked by Megatron in place of its own way to choose
-        self.batch: ModelBatch | None = None
-        self.trains = False
-        self.generates = False  # rows of one token after the other: no micro-batch, and nothing to count
-        self.load: StageRouterLoad | None = None
-        self.step_choices: torch.Tensor | None = None  # float32 [E], tokens of the optimizer step so far
-        modules = config.recompute_modules or ()
-        self._is_recomputed_alone = config.recompute_granularity == "selective" and "moe" in modules
-        self._held: deque[ModelBatch] = deque()  # micro-batches whose layer is computed again, in their order
-
-    def routing(
-        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [S, 1, E] of this rank's positions -> probabilities, map [S, E]. `padding_mask` is not read."""
-        self.choice.given = None
-        if self.generates:
-            return super().routing(logits)
-        batch = self._present_batch()
-        is_token = self._own_positions(batch.is_token[0])
-        if batch.routed_experts is not None:
-            assert self.layer_number is not None
-            given = batch.routed_experts[0, :, self.layer_number - 1]
-            self.choice.given = self._own_positions(given).long()
-        numbers, self.num_sequences = sequence_numbers(batch, self.config.context_parallel_size)
-        self.sequences = self._own_positions(numbers)
-        self.own_tokens = is_token.sum()
-        result = super().routing(logits, padding_mask=~is_token[:, None])
-        if torch.is_grad_enabled() and self.load is not None:
-            self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
-        return result
-
-    def _present_batch(self) -> ModelBatch:
-        """That of this forward pass, or of the one that is computed again: backward passes come in the same order."""
-        assert self.batch is not None, "connect_routers comes first"
-        if not self._is_recomputed_alone:
-            return self.batch
-        if torch._C._current_graph_task_id() != -1:
-            return self._held.popleft()
-        if self.trains:
-            self._held.append(self.batch)
-        return self.batch
-
-    def _own_positions(self, values: torch.Tensor) -> torch.Tensor:
-        """Of values [W, ...] those that this rank has between sequence-parallel regions."""
-        if not self.config.sequence_parallel:
-            return values
-        return values.chunk(self.tp_group.size())[self.tp_group.rank()]
-
-    def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count tokens for `ExpertBias`, and not for Megatron, which moves biases before gradients are judged."""
-        if self.enable_expert_bias and torch.is_grad_enabled():
-            assert padding_mask is not None
-            with torch.no_grad():
-                counts = (routing_map & ~padding_mask[:, None]).sum(dim=0).float()
-                self.step_choices = counts if self.step_choices is None else self.step_choices + counts
+# -- building and connecting
 
 
 def use_policy_router(layer: Any) -> None:
-    """Have the layer of this spec, if it has experts, choose them with a `PolicyRouter`."""
+    """Make the layer of this spec, if it has experts, use a `PolicyRouter`."""
     mlp = layer.submodules.mlp
     if mlp.module is MoELayer:
         mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
 
 
 def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
-    """The routers of the stages on this rank, in order."""
+    """The routers in `stages`, in order."""
     for stage in stages:
         for module in stage.modules():
             if isinstance(module, PolicyRouter):
@@ -303,10 +281,62 @@ def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
 
 
 def freeze_routers(stages: Sequence[nn.Module]) -> None:
-    """Leave the weights of routers as they are. Before the stages are wrapped for gradient reduction."""
+    """Freeze the weights of routers. Call it before the stages are wrapped for gradient reduction."""
     for router in routers(stages):
         for parameter in router.parameters():
             parameter.requires_grad_(False)
+
+
+def reduce_experts_over_replicas(stages: Sequence[nn.Module]) -> None:
+    """Make Megatron sum gradients of experts over the ranks that hold the same experts. Before the stages are wrapped.
+
+    Megatron does so only with expert parallelism. But tensor-parallel ranks that do not share experts' matrices
+    (`expert_tensor_parallel_size` below `tensor_model_parallel_size`) are replicas too, and see different tokens.
+    """
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, MoELayer):
+                for parameter in module.experts.parameters():
+                    parameter.allreduce = False
+
+
+def connect_routers(
+    stages: Sequence[Any], mesh: MegatronMesh, device: torch.device, *, per_layer: bool
+) -> RouterLoad | None:
+    """Tell every router its micro-batch before each pass, and count what it does; None for a model without experts.
+
+    `per_layer`: metrics of every layer too.
+    """
+    if stages[0].config.num_moe_experts is None:
+        return None
+    # A stage of dense layers has one too, because it takes part in sums over stages.
+    load = RouterLoad(stages[0].config, mesh, device, per_layer=per_layer)
+    for stage in stages:
+        for layer in stage.decoder.layers:
+            for router in routers([layer]):
+                router.load = load
+                layer.register_forward_pre_hook(_set_batch, with_kwargs=True)
+    return load
+
+
+def _set_batch(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    params = kwargs["packed_seq_params"]
+    layer.mlp.router.generates = params is None
+    if params is None:
+        return
+    assert isinstance(params, PackedParams) and params.batch is not None
+    layer.mlp.router.batch = params.batch
+    layer.mlp.router.trains = torch.is_grad_enabled()
+
+
+def set_step_tokens(
+    routers: Sequence[PolicyRouter], batches: Sequence[ModelBatch], group: dist.ProcessGroup, device: torch.device
+) -> None:
+    """Tell the routers the number of tokens of an optimizer step. `group`: ranks with other tokens. Collective."""
+    tokens = torch.tensor(float(sum(int(batch.is_token.sum()) for batch in batches)), device=device)
+    dist.all_reduce(tokens, group=group)
+    for router in routers:
+        router.step_tokens = tokens
 
 
 class ExpertBias:
@@ -318,7 +348,7 @@ class ExpertBias:
 
     @torch.no_grad()
     def take_step(self) -> None:
-        """By `rate`, up where an expert had fewer tokens than the mean of the step, down where more. Collective."""
+        """Raise by `rate` biases of experts with fewer tokens than the mean of the step, lower others. Collective."""
         if self.rate == 0:
             return
         for router in self.routers:
@@ -327,58 +357,16 @@ class ExpertBias:
             bias.copy_(get_updated_expert_bias(counts, bias, self.rate))
 
     def forget_step(self) -> None:
-        """The next tokens are those of another step."""
+        """Start to count for the next step."""
         for router in self.routers:
             router.step_choices = None
 
 
-def mark_experts(stages: Sequence[nn.Module]) -> None:
-    """Have gradients of experts added up over the ranks that hold the same experts. Before the stages are wrapped.
+class RouterLoad:
+    """Counts what the routers of this rank do while training.
 
-    Megatron does so only with expert parallelism; but tensor-parallel ranks that do not share experts' matrices
-    (`expert_tensor_parallel_size` below `tensor_model_parallel_size`) hold the same ones too, and see other tokens.
-    """
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, MoELayer):
-                for parameter in module.experts.parameters():
-                    parameter.allreduce = False
-
-
-def connect_routers(
-    stages: Sequence[Any], mesh: MegatronMesh, device: torch.device, *, per_layer: bool
-) -> StageRouterLoad | None:
-    """Have every router know its micro-batch, and count what it does; None where this is no model with experts.
-
-    `per_layer`: metrics of every layer too.
-    """
-    load = None
-    for stage in stages:
-        for layer in stage.decoder.layers:
-            for router in routers([layer]):
-                load = load or StageRouterLoad(stage.config, mesh, device, per_layer=per_layer)
-                router.load = load
-                layer.register_forward_pre_hook(_tell_batch, with_kwargs=True)
-    if load is None and stages[0].config.num_moe_experts is not None:  # a stage of dense layers takes part in sums
-        load = StageRouterLoad(stages[0].config, mesh, device, per_layer=per_layer)
-    return load
-
-
-def _tell_batch(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    params = kwargs["packed_seq_params"]
-    layer.mlp.router.generates = params is None
-    if params is None:
-        return
-    assert isinstance(params, SegmentParams) and params.batch is not None
-    layer.mlp.router.batch = params.batch
-    layer.mlp.router.trains = torch.is_grad_enabled()
-
-
-class StageRouterLoad:
-    """Counts, while training, what the routers of this rank do. Passes without gradients do not count.
-
-    Recomputed layers count once: their first pass is one without gradients. Nothing is read from the device before
-    `read`.
+    Passes without gradients do not count, so a recomputed layer counts once: its first pass has no gradients. Nothing
+    is read from the device before `read`.
     """
 
     def __init__(self, config: TransformerConfig, mesh: MegatronMesh, device: torch.device, *, per_layer: bool) -> None:
@@ -392,7 +380,7 @@ class StageRouterLoad:
 
     @torch.no_grad()
     def add(self, router: PolicyRouter, logits: torch.Tensor, is_token: torch.Tensor) -> None:
-        """Count the choice that a router has just made of tokens with these logits [S, E]; is_token bool [S]."""
+        """Count the choice that a router has just made for tokens with these logits [S, E]; is_token bool [S]."""
         choice = router.choice
         loads = choice_counts(logits, choice.indices, is_token, is_independent=self._is_independent)
         counts = torch.cat([choice.replay_counts(is_token), loads])
@@ -403,15 +391,15 @@ class StageRouterLoad:
     def read(self, *, replays: bool) -> dict[str, float]:
         """Metrics of the micro-batches since the last call, over all ranks; waits for the device. Collective.
 
-        They are `LOAD_METRICS` and, when experts are `replayed`, `REPLAY_METRICS`: `moe/<name>`, the mean over layers,
-        and `moe/layer_<number from 0>/<name>` when these are asked for.
+        They are `LOAD_METRICS` and, if experts are replayed, `REPLAY_METRICS`: `moe/<name>`, the mean over layers, and
+        with `per_layer` also `moe/layer_<number from 0>/<name>`.
         """
         names = LOAD_METRICS + (REPLAY_METRICS if replays else ())
         table = torch.zeros(self._num_layers, len(names) + 1, dtype=torch.float64, device=self._device)
         if self._counts:
             layers = sorted(self._counts)
             counts = torch.stack([self._counts[layer] for layer in layers])
-            # Ranks of one tensor-parallel group saw different tokens, or all of them the same: ratios do not change.
+            # Tensor-parallel ranks saw different tokens or all the same ones; ratios are right in both cases.
             dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
             replayed, agreeing, tokens = counts[:, 0], counts[:, 1], counts[:, -2]
             replay = torch.stack([replayed / tokens, agreeing / replayed.clamp(min=1)], dim=1)

@@ -1,55 +1,60 @@
-"""Megatron's optimizers and schedules from `policy.megatron_cfg`."""
+"""Megatron's optimizers and schedules from `policy.megatron_cfg`, Muon, and the optimizer state for checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    _get_param_groups,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
+from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.megatron.muon import build_muon
 from nemo_rl.models.policy.megatron.transformer_config import DTYPES
 
-_MOMENT_DTYPES = {**DTYPES, "uint8": torch.uint8}  # uint8: FP8 with a scale of each tensor
+_MOMENT_DTYPES = {**DTYPES, "uint8": torch.uint8}  # uint8: FP8 with one scale per tensor
+
+
+_SAME_KEYS = {
+    "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "muon_momentum", "muon_num_ns_steps",
+    "muon_scale_mode", "use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_offload_fraction",
+}  # fmt: skip
+"""Keys that `policy.megatron_cfg.optimizer` and Megatron have in common."""
 
 
 def optimizer_config(policy: PolicyConfig) -> OptimizerConfig:
-    """`policy.megatron_cfg.optimizer` as Megatron takes it."""
+    """Megatron's form of `policy.megatron_cfg.optimizer`."""
     settings, ddp = policy.megatron_cfg.optimizer, policy.megatron_cfg.distributed_data_parallel_config
     fp8 = policy.megatron_cfg.fp8_cfg
     return OptimizerConfig(
-        optimizer="sgd" if settings.optimizer == "sgd" else "adam",  # Muon's vectors follow Adam
-        lr=settings.lr,
+        **settings.model_dump(include=_SAME_KEYS),
+        optimizer="sgd" if settings.optimizer == "sgd" else "adam",  # Adam also updates what Muon does not
         min_lr=settings.lr if settings.min_lr is None else settings.min_lr,
-        weight_decay=settings.weight_decay,
         bf16=policy.precision == "bfloat16",
         params_dtype=DTYPES[policy.precision],
         fp8_recipe=fp8.fp8_recipe if fp8.enabled else None,
-        adam_beta1=settings.adam_beta1,
-        adam_beta2=settings.adam_beta2,
-        adam_eps=settings.adam_eps,
-        sgd_momentum=settings.sgd_momentum,
-        muon_momentum=settings.muon_momentum,
-        muon_num_ns_steps=settings.muon_num_ns_steps,
-        muon_scale_mode=settings.muon_scale_mode,
         use_distributed_optimizer=settings.shards_optimizer,
-        use_precision_aware_optimizer=settings.use_precision_aware_optimizer,
         store_param_remainders=False,  # checkpoints hold main parameters, not the bits that bfloat16 weights lack
         main_params_dtype=DTYPES[settings.params_dtype],
         exp_avg_dtype=_MOMENT_DTYPES[settings.exp_avg_dtype],
         exp_avg_sq_dtype=_MOMENT_DTYPES[settings.exp_avg_sq_dtype],
-        optimizer_cpu_offload=settings.optimizer_cpu_offload,
-        optimizer_offload_fraction=settings.optimizer_offload_fraction,
         overlap_param_gather=ddp.overlap_param_gather,
         clip_grad=policy.max_grad_norm or 0.0,
     )
@@ -59,18 +64,16 @@ def build_optimizer(policy: PolicyConfig, chunks: Sequence[DistributedDataParall
     """The optimizer of `policy.megatron_cfg.optimizer` over the stages of this rank. Collective."""
     config, name = optimizer_config(policy), policy.megatron_cfg.optimizer.optimizer
     if name in ("muon", "dist_muon"):
-        return build_muon(config, chunks, is_distributed=name == "dist_muon")
+        return _build_muon(config, chunks, is_distributed=name == "dist_muon")
     return get_megatron_optimizer(config, list(chunks))
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The schedule of `policy.megatron_cfg.scheduler`, at its beginning: the first step has `lr_warmup_init` where
-    there is a warm-up."""
+    """The schedule of `policy.megatron_cfg.scheduler` at its beginning. With a warm-up, the first step has
+    `lr_warmup_init`."""
     settings, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
-    start, end = (
-        rates.weight_decay if value is None else value
-        for value in (settings.start_weight_decay, settings.end_weight_decay)
-    )
+    decays = (settings.start_weight_decay, settings.end_weight_decay)
+    start, end = (rates.weight_decay if value is None else value for value in decays)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=settings.lr_warmup_init,
@@ -92,9 +95,9 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer) -> Optim
 
 @torch.no_grad()
 def clip_gradients(optimizer: MegatronOptimizer, max_norm: float | None) -> float:
-    """Make the gradients ready and clip them; returns their norm over all ranks, not finite if one of them is not.
+    """Prepare the gradients and clip them. Returns their norm over all ranks, not finite if a gradient is not finite.
 
-    The formula is that of `grad_norm`: gradients times min(1, max_norm / (norm + 1e-6)).
+    Gradients are multiplied by min(1, max_norm / (norm + 1e-6)), as in the PyTorch backend.
     """
     if optimizer.prepare_grads():
         return float("inf")
@@ -114,61 +117,56 @@ def clip_gradients(optimizer: MegatronOptimizer, max_norm: float | None) -> floa
 
 @torch.no_grad()
 def take_step(optimizer: MegatronOptimizer) -> None:
-    """Update the weights by gradients that `clip_gradients` has made ready. Collective."""
+    """Update the weights with the gradients that `clip_gradients` has prepared. Collective."""
     optimizer.step_with_ready_grads()
     if isinstance(optimizer, LayerWiseDistributedOptimizer):
-        optimizer.broadcast_params()  # its own `step` gathers: gloo refuses the parts, which are not of one size
+        optimizer.broadcast_params()  # its own `step` gathers shards of unequal sizes, which gloo refuses
 
 
 def learning_rate(optimizer: MegatronOptimizer) -> float:
-    """That of the next step, the same on every rank: ranks without parameters have empty groups."""
+    """Learning rate of the next step, equal on every rank: ranks without parameters have empty groups."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     assert rate is not None
     return rate
 
 
-# -- What a rank's Megatron optimizer keeps of each parameter, whichever optimizer it is.
+# -- the state that a rank's optimizer keeps of each parameter, whatever the optimizer
 #
-# distributed         a stretch of the parameter, laid out flat: one rank's share of a gradient buffer
-#   with an offload   likewise; the main parameter is on the host, or on the GPU, with the optimizer that updates it
-# there otherwise           all of the parameter's shard; of a bfloat16 parameter the main parameter besides
+# distributed              a range of the flat parameter: one rank's share of a gradient buffer
+#   with host offload      the same; the main parameter is on the host or the GPU, with the optimizer that updates it
+# not distributed          all of the parameter's shard; for a bfloat16 parameter also a float32 main parameter
 
 STEP = "step"
-_MAIN_OF_OFFLOAD = "master_param"  # `main` itself, in its own state
+_MAIN_OF_OFFLOAD = "master_param"  # `main` itself, which the offloading optimizer also keeps in its state
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerPart:
-    """The state of one parameter, or of the elements `flat` of it that this rank updates."""
+class ParameterState:
+    """The optimizer's state for one parameter, or for the elements `flat` of it that this rank updates."""
 
     owner: Any
-    inner: Any  # the torch optimizer that has the state of `main`
+    inner: Any  # the torch optimizer that updates `main`
     parameter: torch.Tensor
-    main: torch.Tensor  # what is updated; the parameter itself, or a view of it, in float32 training
+    main: torch.Tensor  # the updated tensor; in float32 training the parameter itself or a view of it
     flat: range | None
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the optimizer keeps main parameter and moments in other dtypes and shows copies of them."""
+        """Whether the optimizer keeps main parameter and moments in other dtypes and returns converted copies."""
         return (
             isinstance(self.owner, DistributedOptimizer)
             and self.owner.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             and not isinstance(self.owner.optimizer, HybridDeviceOptimizer)
         )
 
-    @property
-    def has_main(self) -> bool:
-        """Whether there is a main parameter beside the parameter."""
-        return self.is_scaled or self.main.dtype != self.parameter.dtype
-
     def tensors(self) -> dict[str, torch.Tensor]:
-        """`main_param` where there is one, and the state of `main`'s shape: references, or copies in host memory if
-        `is_scaled`."""
+        """`main_param` if it differs from the parameter, and the state in the shape of `main`: references, or copies in
+        host memory if `is_scaled`."""
         if self.is_scaled:
             shown = self.owner._get_main_param_and_optimizer_states(self.parameter)
             return {"main_param" if key == "param" else key: value.cpu() for key, value in shown.items()}
         state = self.inner.state.get(self.main, {})
-        found = {"main_param": self.main} if self.has_main else {}
+        found = {"main_param": self.main} if self.main.dtype != self.parameter.dtype else {}
         for key, value in state.items():
             if key not in (STEP, _MAIN_OF_OFFLOAD) and value is not None:
                 assert value.shape == self.main.shape, f"{key} has shape {tuple(value.shape)}"
@@ -176,7 +174,7 @@ class OptimizerPart:
         return found
 
     def allocate(self, keys: set[str]) -> None:
-        """Make the state `keys`, of any value, and no other."""
+        """Allocate the state `keys`, with any values, and drop all other state."""
         state = self.inner.state
         if self.is_scaled:
             if keys and not state[self.main]:
@@ -187,7 +185,7 @@ class OptimizerPart:
             state[self.main] = {key: torch.zeros_like(self.main) for key in sorted(keys)}
 
     def put(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take over what was loaded into `tensors()`."""
+        """Use the values that were loaded into `tensors()`."""
         if self.is_scaled:
             device = self.main.device
             renamed = {"param" if key == "main_param" else key: value.to(device) for key, value in tensors.items()}
@@ -195,46 +193,46 @@ class OptimizerPart:
 
 
 def leaf_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that update something on this rank: with experts, or Muon, there are several."""
+    """The optimizers that update parameters on this rank; several with experts or Muon."""
     leaves: list[Any] = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [leaf for leaf in leaves if not leaf.is_stub_optimizer]
 
 
-def optimizer_parts(optimizer: MegatronOptimizer) -> Iterator[OptimizerPart]:
-    """Of all parameters that the optimizer updates on this rank."""
+def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
+    """The state of all parameters that the optimizer updates on this rank."""
     for leaf in leaf_optimizers(optimizer):
         if isinstance(leaf, DistributedOptimizer):
             groups = leaf.optimizer.param_groups
-            updates = holders(leaf.optimizer)
+            updates = optimizers_by_main(leaf.optimizer)
             for parameter, (group, order) in leaf.model_param_group_index_map.items():
                 held = leaf._get_model_param_range_map(parameter)["param"]
                 flat = range(held.start, held.end)
                 main = groups[group]["params"][order]
                 if isinstance(leaf.optimizer, HybridDeviceOptimizer):
                     main = leaf.optimizer.param_to_inner_param[main]
-                yield OptimizerPart(owner=leaf, inner=updates[main], parameter=parameter, main=main, flat=flat)
+                yield ParameterState(owner=leaf, inner=updates[main], parameter=parameter, main=main, flat=flat)
         elif isinstance(leaf, Float16OptimizerWithFloat16Params):
             for parameters, mains in (
                 *zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True),
                 *zip(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups, strict=True),
             ):
                 for parameter, main in zip(parameters, mains, strict=True):
-                    yield OptimizerPart(owner=leaf, inner=leaf.optimizer, parameter=parameter, main=main, flat=None)
+                    yield ParameterState(owner=leaf, inner=leaf.optimizer, parameter=parameter, main=main, flat=None)
         else:
             for group in leaf.optimizer.param_groups:
                 for parameter in group["params"]:
-                    yield OptimizerPart(
+                    yield ParameterState(
                         owner=leaf, inner=leaf.optimizer, parameter=parameter, main=parameter, flat=None
                     )
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
-    """Those that update: with an offload several, one of them on the GPU."""
+    """The torch optimizers in it: with host offload several, one of them on the GPU."""
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
-def holders(optimizer: Any) -> dict[torch.Tensor, Any]:
-    """Of each main parameter, the torch optimizer that updates it."""
+def optimizers_by_main(optimizer: Any) -> dict[torch.Tensor, Any]:
+    """Main parameter -> the torch optimizer that updates it."""
     inners = _inner_optimizers(optimizer)
     return {main: inner for inner in inners for group in inner.param_groups for main in group["params"]}
 
@@ -244,7 +242,7 @@ def _counts_per_parameter(inner: Any) -> bool:
 
 
 def steps_taken(optimizer: MegatronOptimizer) -> int | None:
-    """How often Adam has updated its parameters; None for optimizers that do not count, and before the first step."""
+    """Number of Adam's updates; None for optimizers that do not count, and before the first step."""
     for leaf in leaf_optimizers(optimizer):
         for inner in _inner_optimizers(leaf.optimizer):
             counted = inner.state.values() if _counts_per_parameter(inner) else inner.param_groups
@@ -255,7 +253,7 @@ def steps_taken(optimizer: MegatronOptimizer) -> int | None:
 
 
 def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
-    """Inverse of `steps_taken`, after the state was allocated."""
+    """Inverse of `steps_taken`. The state must be allocated."""
     if steps is None:
         return
     for leaf in leaf_optimizers(optimizer):
@@ -268,3 +266,187 @@ def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
                     group[STEP] = steps
         if isinstance(leaf.optimizer, HybridDeviceOptimizer):
             leaf.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+# -- Muon: matrices move along their orthogonalised momentum, everything else follows Adam
+#
+# K. Jordan and others, "Muon: an optimizer for hidden layers in neural networks" (2024). Megatron's own implementation
+# needs a package that no registry has. A matrix that tensor-parallel ranks share is gathered first, so that the update
+# does not depend on the layout; queries, keys and values of a fused projection are separate matrices.
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ScaleMode = Literal["spectral", "unit_rms_norm", "shape_scaling"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalised momentum with decoupled weight decay.
+
+    A parameter's `partition_dim` is the dimension that the ranks of its group share (-1: none). Parameter groups may
+    have `split_qkv` (fused projections) and `is_expert_parallel` (shared by `expert_group`). `qkv_rows`: rows of one
+    query group in a fused projection: its queries, its keys, its values.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
+        num_steps: int,
+        scale_mode: ScaleMode,
+        qkv_rows: tuple[int, int, int],
+        tensor_group: dist.ProcessGroup,
+        expert_group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        self.momentum, self.num_steps, self.qkv_rows = momentum, num_steps, qkv_rows
+        self.scale_mode: ScaleMode = scale_mode
+        self.tensor_group, self.expert_group = tensor_group, expert_group
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            shared_by = self.expert_group if group.get("is_expert_parallel") else self.tensor_group
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                average = momentum_of(self, parameter)
+                average.lerp_(parameter.grad, 1 - self.momentum)
+                if group.get("split_qkv"):  # [G * (q + k + v), H] -> queries, keys and values, by group, and back
+                    by_group = average.view(-1, sum(self.qkv_rows), average.shape[1])
+                    parts = by_group.split(self.qkv_rows, dim=1)
+                    moved = [self._update(part.flatten(0, 1), parameter, shared_by).view(part.shape) for part in parts]
+                    update = torch.cat(moved, dim=1).view(average.shape)
+                else:
+                    update = self._update(average, parameter, shared_by)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(update.to(parameter.dtype), alpha=-group["lr"])
+
+    def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup) -> torch.Tensor:
+        """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""
+        dim = owner.partition_dim if group.size() > 1 and owner.tensor_model_parallel else -1
+        if dim < 0:
+            return scaled(orthogonalized(matrix, self.num_steps), self.scale_mode)
+        parts = [torch.empty_like(matrix) for _ in range(group.size())]
+        dist.all_gather(parts, matrix.contiguous(), group=group)
+        # The gathered rows or columns may be permuted. The update is permuted in the same way, and `chunk` undoes it.
+        whole = scaled(orthogonalized(torch.cat(parts, dim=dim), self.num_steps), self.scale_mode)
+        return whole.chunk(group.size(), dim=dim)[group.rank()]
+
+
+def momentum_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's running mean of gradients, zero at first."""
+    state = optimizer.state[parameter]
+    if "momentum_buffer" not in state:
+        state["momentum_buffer"] = torch.zeros_like(parameter)
+    return state["momentum_buffer"]
+
+
+def orthogonalized(matrix: torch.Tensor, num_steps: int) -> torch.Tensor:
+    """`matrix` [M, N] with all singular values near 1, by Newton-Schulz steps in float32."""
+    # Each step applies the polynomial a s + b s^3 + c s^5 to every singular value s, which drives it towards 1. It
+    # needs s <= 1 at the start (the Frobenius norm bounds all s) and is cheapest with the smaller side as rows.
+    a, b, c = _COEFFICIENTS
+    x = matrix.float()
+    x = x.mT if matrix.shape[0] > matrix.shape[1] else x
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(num_steps):
+        squares = x @ x.mT
+        x = a * x + (b * squares + c * squares @ squares) @ x
+    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+
+
+def scaled(update: torch.Tensor, mode: ScaleMode) -> torch.Tensor:
+    """`update` [M, N] times a factor that makes one learning rate suit all shapes: spectral sqrt(max(M, N)),
+    unit_rms_norm sqrt(M / N), shape_scaling sqrt(max(1, M / N))."""
+    rows, columns = update.shape
+    factors = {
+        "spectral": max(rows, columns),
+        "unit_rms_norm": rows / columns,
+        "shape_scaling": max(1.0, rows / columns),
+    }
+    return update * factors[mode] ** 0.5
+
+
+def _build_muon(
+    config: OptimizerConfig, chunks: Sequence[DistributedDataParallel], *, is_distributed: bool
+) -> MegatronOptimizer:
+    """Muon for the matrices of `chunks` other than embedding and head, Adam (`config.optimizer`) for the rest.
+
+    With `is_distributed` each data-parallel rank has the state of some parameters, updates them and broadcasts them;
+    otherwise every rank has the whole state.
+    """
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    trained = [p for chunk in chunks for p in chunk.parameters() if p.requires_grad]
+    matrices = [p for p in trained if p.ndim == 2 and not hasattr(p, "is_embedding_or_output_parameter")]
+    chosen = set(matrices)
+    overrides: Any = {
+        **get_standard_config_overrides(config),
+        ParamKey(name="*linear_qkv.weight"): {"split_qkv": True},
+    }
+    with _frozen([p for p in trained if p not in chosen]):
+        found: list[dict[str, Any]] = _get_param_groups(list(chunks), config, overrides)
+    model: Any = chunks[0].config
+    per_group = model.num_attention_heads // model.num_query_groups * model.kv_channels
+    if model.attention_output_gate or model.multi_latent_attention:
+        assert not any(group.get("split_qkv") for group in found), (
+            "a fused projection of more than queries, keys and values"
+        )
+
+    def muon(groups_of: list[dict[str, Any]]) -> Muon:
+        return Muon(
+            groups_of,
+            lr=config.lr or 0.0,
+            weight_decay=config.weight_decay,
+            momentum=config.muon_momentum,
+            num_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,  # pyright: ignore[reportArgumentType]
+            qkv_rows=(per_group, model.kv_channels, model.kv_channels),
+            tensor_group=groups.tp,
+            expert_group=groups.expt_tp,
+        )
+
+    whole = replace(config, bf16=False) if is_distributed else config  # main weights are then made after the split
+    dense = [group for group in found if not group["is_expert_parallel"]]
+    experts = [group for group in found if group["is_expert_parallel"]]
+    parts = [
+        _wrapped(muon(own), whole, stats) for own, stats in ((dense, groups.mp), (experts, groups.tp_ep_pp)) if own
+    ]
+    with _frozen(matrices):
+        others: Any = get_megatron_optimizer(whole, list(chunks))
+    parts += others.chained_optimizers
+    if not is_distributed:
+        return ChainedOptimizer(parts)
+    starts = [_init_momentum] * (len(parts) - len(others.chained_optimizers))
+    starts += [part.init_state_fn for part in others.chained_optimizers]
+    return LayerWiseDistributedOptimizer(parts, config, groups, init_state_fn_list=starts)
+
+
+def _wrapped(optimizer: Muon, config: OptimizerConfig, stats_group: dist.ProcessGroup) -> MegatronOptimizer:
+    wrapped: Any
+    if config.bf16:
+        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, _init_momentum)  # pyright: ignore
+    else:
+        wrapped = FP32Optimizer(optimizer, config, _init_momentum)
+    wrapped.grad_stats_parallel_group = stats_group
+    wrapped.tp_group = optimizer.tensor_group
+    return wrapped
+
+
+def _init_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
+    """Allocate the state, for checkpoints to be loaded into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            momentum_of(optimizer, parameter)
+
+
+@contextlib.contextmanager
+def _frozen(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

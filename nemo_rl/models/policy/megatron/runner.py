@@ -1,4 +1,4 @@
-"""Micro-batches through Megatron's schedules: one stage, 1F1B, or interleaved stages."""
+"""Runs micro-batches through Megatron's schedules (one stage, 1F1B, or interleaved stages), with our P2P messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as megatron_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -22,106 +21,16 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
-from nemo_rl.models.policy.megatron.mesh import MegatronMesh
-from nemo_rl.models.policy.megatron.moe import BalancedRouter, set_step_tokens
-
-# -- What pipeline stages hand each other: hidden states forwards, their gradients backwards.
-#
-# Every rank knows all micro-batches of a pass and the order in which Megatron's schedules take them, so that the shape
-# of what arrives next is known without being sent. Megatron's own communicator sends shapes first, and on two ranks
-# with several stages each mixes up the two directions: both lead to the same rank, and messages are told apart by
-# their order alone. Here each direction has process groups, or neighbours, of its own.
-
-
-class StageLinks(P2PCommunicator):
-    """The communicator of Megatron's schedules, one for all passes. `expect` comes before each, `assert_idle` after."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        backward_group: dist.ProcessGroup,
-        config: TransformerConfig,
-        device: torch.device,
-    ) -> None:
-        """`backward_group`: the ranks of `group` once more; `group` itself where neighbours tell directions apart."""
-        super().__init__(pp_group=group, config=config)
-        self.stages_per_rank = config.virtual_pipeline_model_parallel_size or 1
-        self.hidden_size = config.hidden_size
-        self.dtype = config.pipeline_dtype
-        self.device = device
-        self.backward_group = backward_group
-        assert backward_group is not group or self.stages_per_rank == 1 or group.size() > 2
-        self.states: deque[int] = deque()  # widths of what the previous stage will send
-        self.gradients: deque[int] = deque()  # and of what the next one will
-
-    def expect(self, widths: Sequence[int], *, forward_only: bool) -> None:
-        """The pass that follows takes micro-batches of `widths` positions on this rank."""
-        table = [(number, 0) for number in range(len(widths))]
-        if self.stages_per_rank > 1:
-            table = get_schedule_table(len(widths), self.stages_per_rank, self.pp_group.size())
-        # The first stage of all receives no states, and the last no gradients. Gradients come in the order of the
-        # table too, with the stages of a rank turned round: number 0 of it is the last.
-        is_first, is_last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
-        self.states.extend(widths[number] for number, stage in table if stage > 0 or not is_first)
-        if not forward_only:
-            self.gradients.extend(widths[number] for number, stage in table if stage > 0 or not is_last)
-
-    def assert_idle(self) -> None:
-        """All that was expected has come."""
-        assert not self.states and not self.gradients, (list(self.states), list(self.gradients))
-
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
-        """Everything given is sent, and what is asked for has come, on return (on a GPU: in the current stream)."""
-        assert wait_on_reqs, "overlap_p2p_comm is not used"
-        states = self._empty(self.states) if recv_prev else None
-        gradients = self._empty(self.gradients) if recv_next else None
-        forward = self._ops(tensor_send_next, self.next_rank, states, self.prev_rank, self.pp_group)
-        backward = self._ops(tensor_send_prev, self.prev_rank, gradients, self.next_rank, self.backward_group)
-        batches = [forward + backward] if self.backward_group is self.pp_group else [forward, backward]
-        works = [work for ops in batches if ops for work in dist.batch_isend_irecv(ops)]
-        for work in works:
-            work.wait()
-        return states, gradients, None
-
-    def _empty(self, widths: deque[int]) -> torch.Tensor:
-        shape = (widths.popleft(), 1, self.hidden_size)
-        return torch.empty(shape, dtype=self.dtype, device=self.device, requires_grad=True)
-
-    def _ops(
-        self,
-        sent: torch.Tensor | None,
-        receiver: int | None,
-        received: torch.Tensor | None,
-        sender: int | None,
-        group: dist.ProcessGroup,
-    ) -> list[dist.P2POp]:
-        assert receiver is not None and sender is not None
-        ops = []
-        if sent is not None:
-            ops.append(dist.P2POp(dist.isend, sent.detach().contiguous(), receiver, group))
-        if received is not None:
-            ops.append(dist.P2POp(dist.irecv, received.detach(), sender, group))
-        return ops
-
-
-parallel_state: Any = megatron_state  # whose types say int | None of what is there
+from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
+from nemo_rl.models.policy.megatron.moe import PolicyRouter, set_step_tokens
 
 
 class MegatronRunner:
     """A `MicroBatchRunner` over `chunks`, the stages of this rank in order, wrapped for gradient reduction.
 
-    Losses are sums, and so are gradients, over micro-batches and ranks: Megatron's own divisions are switched off
-    (`calculate_per_token_loss` with a count of tokens that is never handed on). Stages are in training mode while they
-    train and no longer: then Megatron recomputes activations, balances experts, and adapters drop out.
+    Losses and gradients are sums over micro-batches and ranks: Megatron's own divisions are switched off
+    (`calculate_per_token_loss` with a token count that is never passed on). Stages are in training mode only during
+    `train`, because then Megatron recomputes activations and balances experts, and adapters apply dropout.
     """
 
     def __init__(
@@ -141,11 +50,11 @@ class MegatronRunner:
         self.gathers_late = settings.distributed_data_parallel_config.overlap_param_gather
         self.groups: Any = _groups()
         modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self.balanced = [m for m in modules if isinstance(m, BalancedRouter) and m.is_aux_loss_enabled()]
-        self.links: StageLinks | None = None
+        self.balanced = [m for m in modules if isinstance(m, PolicyRouter) and m.is_aux_loss_enabled()]
+        self.communicator: StageCommunicator | None = None
         if mesh.pipeline_group is not None:
             assert mesh.gradient_group is not None
-            self.links = StageLinks(mesh.pipeline_group, mesh.gradient_group, config, device)
+            self.communicator = StageCommunicator(mesh.pipeline_group, mesh.gradient_group, config, device)
         config.finalize_model_grads_func = _finalize
         if settings.distributed_data_parallel_config.overlap_grad_reduce:
             self._overlap(config)
@@ -162,14 +71,14 @@ class MegatronRunner:
         several = len(self.chunks) > 1
         without_sync = [chunk.no_sync for chunk in self.chunks]
         config.no_sync_func = without_sync if several else without_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-        if self.links is not None:
+        if self.communicator is not None:
             starts = [chunk.start_grad_sync for chunk in self.chunks]
             config.grad_sync_func = starts if several else starts[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def gather_parameters(self) -> None:
-        """With `overlap_param_gather`, optimizer steps leave it to the next forward pass to gather what they updated.
+        """Gather updated parameters before anything but a forward pass reads them. Collective.
 
-        This gathers now: before weights are read by anything but a forward pass. Collective.
+        With `overlap_param_gather`, optimizer steps leave that to the next forward pass.
         """
         if self.gathers_late:
             for chunk in self.chunks:
@@ -197,7 +106,7 @@ class MegatronRunner:
                 chunk.eval()
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
-        """What `task` says of each micro-batch, in order, on all pipeline ranks, without gradients."""
+        """The output of `task` for each micro-batch, in order, on all pipeline ranks, without gradients."""
         if self.mesh.pipeline_group is None:
             for batch in batches:
                 with torch.no_grad():
@@ -221,9 +130,9 @@ class MegatronRunner:
 
             return model(batch.to(self.device), task), part_of_loss
 
-        if self.links is not None:
+        if self.communicator is not None:
             widths = [batch.input_ids.shape[1] // self.width_divisor for batch in batches]
-            self.links.expect(widths, forward_only=loss is None)
+            self.communicator.expect(widths, forward_only=loss is None)
         iterators: list[Any] = [enumerate(batches) for _ in self.chunks]
         several = len(self.chunks) > 1
         done = self._run(
@@ -231,20 +140,20 @@ class MegatronRunner:
             data_iterator=iterators if several else iterators[0],
             model=self.chunks if several else self.chunks[0],
             num_microbatches=len(batches),
-            seq_length=batches[0].input_ids.shape[1],  # not used: `links` know every width
+            seq_length=batches[0].input_ids.shape[1],  # not used: `communicator` knows every width
             micro_batch_size=1,
             forward_only=loss is None,
             collect_non_loss_data=loss is None,
-            p2p_communicator=self.links,
+            p2p_communicator=self.communicator,
             pg_collection=self.groups,
         )
-        if self.links is not None:
-            self.links.assert_idle()
+        if self.communicator is not None:
+            self.communicator.assert_idle()
         return done
 
 
 def _wait_for_head(chunk: Any) -> None:
-    """Have the head's parameters waited for like those of modules that are called: tasks only read its weight."""
+    """Gather the head's parameters in time: Megatron gathers on calls of a module, and tasks only read its weight."""
     wait = chunk._make_forward_pre_hook()
     for stage in chunk.modules():
         if isinstance(stage, PolicyGPTModel) and stage.post_process:
@@ -254,7 +163,7 @@ def _wait_for_head(chunk: Any) -> None:
 
 
 def _groups() -> ProcessGroupCollection:
-    """The groups that Megatron's schedules ask for by name."""
+    """The groups that Megatron's schedules use."""
     groups: Any = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
@@ -266,5 +175,93 @@ def _groups() -> ProcessGroupCollection:
 
 
 def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's last reductions, without its division by the number of tokens."""
+    """Megatron's final reductions, without its division by the number of tokens."""
     finalize_model_grads(chunks, None, **kwargs)
+
+
+# -- point-to-point messages between pipeline stages: hidden states forward, their gradients backward
+#
+# Every rank knows all micro-batches of a pass and the order in which Megatron's schedules process them, so it knows the
+# shape of each message without receiving it. Megatron's own communicator sends shapes first. It also mixes up the two
+# directions on two ranks with several stages each: both lead to the same rank, and only their order tells messages
+# apart. Here each direction has its own process group, or its own neighbour.
+
+
+class StageCommunicator(P2PCommunicator):
+    """The communicator of Megatron's schedules, one for all passes. `expect` precedes each, `assert_idle` follows."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backward_group: dist.ProcessGroup,
+        config: TransformerConfig,
+        device: torch.device,
+    ) -> None:
+        """`backward_group`: a second group of the same ranks, or `group` itself if the directions have other peers."""
+        super().__init__(pp_group=group, config=config)
+        self.stages_per_rank = config.virtual_pipeline_model_parallel_size or 1
+        self.hidden_size = config.hidden_size
+        self.dtype = config.pipeline_dtype
+        self.device = device
+        self.backward_group = backward_group
+        assert backward_group is not group or self.stages_per_rank == 1 or group.size() > 2
+        self.states: deque[int] = deque()  # widths of the messages that the previous stage will send
+        self.gradients: deque[int] = deque()  # and the next stage
+
+    def expect(self, widths: Sequence[int], *, forward_only: bool) -> None:
+        """The next pass has micro-batches of `widths` positions on this rank."""
+        table = [(number, 0) for number in range(len(widths))]
+        if self.stages_per_rank > 1:
+            table = get_schedule_table(len(widths), self.stages_per_rank, self.pp_group.size())
+        # The very first stage receives no states, and the very last no gradients. Gradients also come in the order of
+        # the table, with the stages of a rank reversed: number 0 is then the last.
+        is_first, is_last = self.pp_group.rank() == 0, self.pp_group.rank() == self.pp_group.size() - 1
+        self.states.extend(widths[number] for number, stage in table if stage > 0 or not is_first)
+        if not forward_only:
+            self.gradients.extend(widths[number] for number, stage in table if stage > 0 or not is_last)
+
+    def assert_idle(self) -> None:
+        """Every expected message has arrived."""
+        assert not self.states and not self.gradients, (list(self.states), list(self.gradients))
+
+    def _communicate(
+        self,
+        *,
+        tensor_send_next: torch.Tensor | None,
+        tensor_send_prev: torch.Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+        tensor_shape: Any,
+        wait_on_reqs: bool = True,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        """On return, all messages are sent and received (on a GPU: in the current stream)."""
+        assert wait_on_reqs, "overlap_p2p_comm is not used"
+        states = self._empty(self.states) if recv_prev else None
+        gradients = self._empty(self.gradients) if recv_next else None
+        forward = _ops(tensor_send_next, self.next_rank, states, self.prev_rank, self.pp_group)
+        backward = _ops(tensor_send_prev, self.prev_rank, gradients, self.next_rank, self.backward_group)
+        batches = [forward + backward] if self.backward_group is self.pp_group else [forward, backward]
+        works = [work for ops in batches if ops for work in dist.batch_isend_irecv(ops)]
+        for work in works:
+            work.wait()
+        return states, gradients, None
+
+    def _empty(self, widths: deque[int]) -> torch.Tensor:
+        shape = (widths.popleft(), 1, self.hidden_size)
+        return torch.empty(shape, dtype=self.dtype, device=self.device, requires_grad=True)
+
+
+def _ops(
+    sent: torch.Tensor | None,
+    receiver: int | None,
+    received: torch.Tensor | None,
+    sender: int | None,
+    group: dist.ProcessGroup,
+) -> list[dist.P2POp]:
+    assert receiver is not None and sender is not None
+    ops = []
+    if sent is not None:
+        ops.append(dist.P2POp(dist.isend, sent.detach().contiguous(), receiver, group))
+    if received is not None:
+        ops.append(dist.P2POp(dist.irecv, received.detach(), sender, group))
+    return ops

@@ -1,275 +1,181 @@
-"""Weights of a Hugging Face checkpoint -> the Megatron parameters that a rank holds.
+"""Megatron parameters on a rank <-> Hugging Face tensors.
 
-Each rank reads the slices it owns straight from safetensors, so no rank ever holds the whole model. A checkpoint in
-another format is read by transformers on rank 0 and sent around one tensor at a time.
+`load_weights` fills them from a checkpoint: each rank reads the slices it owns straight from safetensors, so no rank
+ever holds the whole model. `local_shards` lists a rank's shards for a refit, which gathers nothing. `export_weights`
+gathers whole tensors for checkpoints in Hugging Face format.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
-from nemo_rl.models.policy.experts import ExpertNames
-from nemo_rl.models.policy.megatron.mapping import HFTensor, MappedTensor, StoredPlace, WeightMap
-from nemo_rl.models.policy.megatron.shard_layout import Piece, Replicated, ShardPlace, Vocabulary
+from nemo_rl.models.policy.megatron.mapping import (
+    HFTensor,
+    ParallelRanks,
+    ShardSlice,
+    Vocabulary,
+    WeightMap,
+)
 from nemo_rl.models.policy.weight_loading import StoredModel
-from nemo_rl.refit.layout import ExportedTensor, GatheredParts
+from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard
-
-logger = logging.getLogger(__name__)
 
 
 class _Target(NamedTuple):
-    """A piece of a Hugging Face tensor and the part of a parameter that it fills."""
+    """A slice of a Hugging Face tensor and the view of a parameter that it fills."""
 
     source: HFTensor
-    piece: Piece
-    part: torch.Tensor
+    part: ShardSlice
+    view: torch.Tensor
 
 
 @torch.no_grad()
 def load_weights(
-    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, place: ShardPlace, model_path: str
+    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks, model_path: str
 ) -> None:
-    """Fill the parameters and buffers of a rank in place, rows of padded tokens with zeros. Collective.
+    """Fill the parameters and buffers of a rank in place, and padding rows of the vocabulary with zeros. Collective.
 
-    `parameters`: by Megatron name, with layer numbers of the whole model and expert numbers of the rank. `model_path`
-    is a directory or hub model.
+    Args:
+        parameters: by Megatron name, with layer numbers of the whole model and expert numbers of the rank.
+        model_path: a directory or a model of the hub, with safetensors.
 
     Raises:
-        ValueError: names or shapes on disk are not those of config.json, or a tensor cannot be cut evenly.
+        ValueError: names or shapes on disk differ from config.json, or a tensor does not divide evenly.
     """
-    targets = _targets(parameters, weight_map, place)
+    targets = _targets(parameters, weight_map, ranks)
     with StoredModel(model_path) as stored:
-        if stored.names is not None:
-            _read(targets, weight_map.locate(stored.names), stored)
-            return
-    logger.info("%s holds no safetensors: rank 0 loads it whole and sends it around", model_path)
-    by_name: dict[str, list[_Target]] = defaultdict(list)
-    for target in targets:
-        by_name[target.source.name].append(target)
-    for name, whole in _sent_from_rank_zero(weight_map, model_path):
-        for target in by_name[name]:
-            target.part.copy_(whole.narrow(target.piece.dim, target.piece.start, target.piece.length))
+        assert stored.names is not None, "checkpoints in other formats are converted first (`readable_model`)"
+        located = weight_map.locate(stored.names)
+        for target in targets:
+            location = located[target.source.name]
+            tensor = stored.tensor(location.name)
+            if tuple(tensor.get_shape()) != location.shape:
+                raise ValueError(
+                    f"{stored.model_path}: tensor {location.name} has shape {tuple(tensor.get_shape())}, the model's "
+                    f"config.json says {location.shape}; the weights and config.json do not belong together"
+                )
+            target.view.copy_(tensor[location.index(target.part)])
 
 
-def _targets(parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, place: ShardPlace) -> list[_Target]:
-    entries = weight_map.held(place)
+def _targets(parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks) -> list[_Target]:
+    entries = weight_map.on_rank(ranks)
     assert parameters.keys() <= entries.keys(), f"not mapped: {sorted(parameters.keys() - entries.keys())}"
     targets = []
     for name, parameter in parameters.items():
         entry = entries[name]
-        rank, size = entry.rank_and_size(place)
+        rank, size = entry.rank_and_size(ranks)
         shape = entry.shard_shape(size)
         assert tuple(parameter.shape) == shape, f"{name} is {tuple(parameter.shape)}, not {shape}"
         if isinstance(entry.layout, Vocabulary):
             parameter.zero_()
-        for piece in entry.pieces(rank, size):
-            part = parameter.narrow(piece.dim, piece.at, piece.length)
-            targets.append(_Target(entry.sources[piece.source], piece, part))
+        for part in entry.slices(rank, size):
+            view = parameter.narrow(part.dim, part.at, part.length)
+            targets.append(_Target(entry.sources[part.source], part, view))
     return targets
 
 
-def _read(targets: list[_Target], located: Mapping[str, StoredPlace], stored: StoredModel) -> None:
-    for target in targets:
-        place = located[target.source.name]
-        tensor = stored.tensor(place.name)
-        if tuple(tensor.get_shape()) != place.shape:
-            raise ValueError(
-                f"{stored.model_path}: tensor {place.name} has shape {tuple(tensor.get_shape())}, the model's "
-                f"config.json says {place.shape}; the weights and config.json do not belong together"
-            )
-        target.part.copy_(tensor[place.index(target.piece)])
+# -- this rank's shards, and whole tensors gathered from the shards of all ranks
 
 
-def _sent_from_rank_zero(weight_map: WeightMap, model_path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(Hugging Face name on disk, whole tensor) of the model, on every rank."""
-    whole: dict[str, torch.Tensor] = {}
-    if dist.get_rank() == 0:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype="auto", output_loading_info=True)
-        model, loading = loaded
-        drawn = loading["missing_keys"]  # at random, because they are not there
-        names = ExpertNames(weight_map.model_type)
-        for name, tensor in model.state_dict().items():
-            if name not in drawn:
-                whole |= names.split(name, tensor)
-    described: list[Any] = [[(name, tensor.shape, tensor.dtype) for name, tensor in whole.items()]]
-    dist.broadcast_object_list(described, src=0)
-    weight_map.check_names(name for name, _, _ in described[0])
-    for name, shape, dtype in described[0]:
-        tensor = whole[name].contiguous() if name in whole else torch.empty(shape, dtype=dtype)
-        dist.broadcast(tensor, src=0)
-        yield name, tensor
+def local_shards(
+    parameters: Mapping[str, torch.Tensor],
+    weight_map: WeightMap,
+    ranks: ParallelRanks,
+    device: torch.device,
+    value: Callable[[str], torch.Tensor] | None = None,
+) -> list[ExportedShard]:
+    """This rank's shard of every Hugging Face tensor that it holds a part of, in the order of the model.
 
+    A shard is a view of its parameter, except for queries, keys and values, which are interleaved and therefore copied.
+    The last stage's copy of a tied embedding is left out.
 
-# -- Megatron parameters spread over ranks as generation and checkpoints want them: whole Hugging Face tensors.
-#
-#     shard --(expert ranks)--> --(pipeline stages)--> --(tensor ranks)--> all shards --> Hugging Face tensors
-#
-# Every rank walks the same list, made from the mapping, so every rank takes part in the same collectives.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportGroups:
-    """The groups of this rank that tensors are spread over; None where there is one rank.
-
-    A rank has the same places in `tp`, `ep` and `etp` as the ranks of its `pp` group.
+    Args:
+        parameters: as for `load_weights`.
+        device: every sync moves the shards to it.
+        value: name -> the values to send, looked up anew at every sync. Default: `parameters`.
     """
-
-    tp: dist.ProcessGroup | None = None
-    ep: dist.ProcessGroup | None = None
-    etp: dist.ProcessGroup | None = None
-    pp: dist.ProcessGroup | None = None
-
-
-def export_weights(
-    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, groups: ExportGroups, device: torch.device
-) -> list[ExportedTensor]:
-    """Every Hugging Face tensor of the model, in its order, under its name on disk. Collective over `groups.pp`.
-
-    `parameters`: as for `load_weights`; looked up anew at every gather. `gather(dtype)` is a collective over all ranks
-    and is called in the order of the list: tensors that make up one Megatron tensor are gathered with the first of
-    them. At most one Megatron tensor is gathered at a time. A tied output layer is left out.
-    """
-    held = _held_by_stage({name: tensor.dtype for name, tensor in parameters.items()}, groups.pp)
-    exported = []
+    value = value or parameters.__getitem__
+    shards = []
     for entry in weight_map.entries:
-        name = entry.name(_size(groups.ep))
-        stage = next((index for index, names in enumerate(held) if name in names), None)
-        assert stage is not None, f"no rank holds {name}"
-        spread = _Spread(parameters, entry, groups, device, stage, held[stage][name])
-        parts = GatheredParts(len(entry.sources), spread.gather)
-        for index, source in enumerate(entry.sources):
-            exported.append(
-                ExportedTensor(
+        name = entry.name(ranks.ep_size)
+        if name not in parameters or entry.ep_owner(ranks.ep_size) not in (None, ranks.ep_rank):
+            continue
+        by_source: dict[int, list[ShardSlice]] = {}
+        for part in entry.slices(*entry.rank_and_size(ranks)):
+            by_source.setdefault(part.source, []).append(part)
+        for number, parts in by_source.items():
+            parts.sort(key=lambda part: part.start)
+            source = entry.sources[number]
+            assert all(a.stop == b.start for a, b in itertools.pairwise(parts)), f"{source.name} has gaps"
+            shards.append(
+                ExportedShard(
                     name=source.name,
-                    shape=source.shape,
-                    dtype=spread.dtype,
-                    gather=parts.part(index),
+                    dtype=parameters[name].dtype,
+                    dim=parts[0].dim,
+                    start=parts[0].start,
+                    stop=parts[-1].stop,
+                    local=partial(_joined, partial(value, name), parts, device),
                     keeps_dtype=entry.is_buffer,
                 )
             )
-    return exported
-
-
-@dataclass
-class _Spread:
-    """A Megatron tensor, to be gathered whole."""
-
-    parameters: Mapping[str, torch.Tensor]
-    entry: MappedTensor
-    groups: ExportGroups
-    device: torch.device
-    stage: int
-    dtype: torch.dtype
-
-    def gather(self, wanted: torch.dtype | None) -> list[torch.Tensor]:
-        """The whole Hugging Face tensors, cast before they travel where that makes less to send."""
-        dtype = self.dtype if wanted is None else wanted
-        sent = dtype if dtype.itemsize < self.dtype.itemsize else self.dtype
-        entry, groups = self.entry, self.groups
-        cut = groups.tp if entry.expert is None else groups.etp
-        cut = None if isinstance(entry.layout, Replicated) else cut
-        owner = entry.ep_owner(_size(groups.ep))
-        is_owner = self.stage == _rank(groups.pp) and owner in (None, _rank(groups.ep))
-        if is_owner:
-            shard = self.parameters[entry.name(_size(groups.ep))].detach().to(sent).to(self.device).contiguous()
-        else:
-            shard = torch.empty(entry.shard_shape(_size(cut)), dtype=sent, device=self.device)
-        if owner is not None and self.stage == _rank(groups.pp):
-            _broadcast(shard, owner, groups.ep)
-        _broadcast(shard, self.stage, groups.pp)
-        return entry.join([shard.to(dtype) for shard in _all_gather(shard, cut)])
-
-
-def _held_by_stage(own: dict[str, torch.dtype], group: dist.ProcessGroup | None) -> Sequence[Mapping[str, torch.dtype]]:
-    if group is None:
-        return [own]
-    everywhere: list[dict[str, torch.dtype]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everywhere, own, group=group)
-    return everywhere
-
-
-def _broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.broadcast(tensor, src=dist.get_global_rank(group, source), group=group)
-
-
-def _all_gather(shard: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    if group is None:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard, group=group)
     return shards
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
-    return 1 if group is None else group.size()
+def _joined(value: Callable[[], torch.Tensor], parts: Sequence[ShardSlice], device: torch.device) -> torch.Tensor:
+    parameter = value().detach()
+    views = [parameter.narrow(part.dim, part.at, part.length) for part in parts]
+    return (views[0] if len(views) == 1 else torch.cat(views, dim=parts[0].dim)).to(device)
 
 
-def _rank(group: dist.ProcessGroup | None) -> int:
-    return 0 if group is None else group.rank()
+def export_weights(
+    shards: Sequence[ExportedShard], weight_map: WeightMap, device: torch.device
+) -> list[ExportedTensor]:
+    """Every Hugging Face tensor of the model, in its order, under its name on disk. A collective over all ranks.
 
-
-# -- What a rank holds of the Hugging Face tensors, for sending it without gathering (`distributed.shard_sender`).
-
-
-def held_shards(
-    parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, place: ShardPlace, device: torch.device
-) -> list[ExportedShard]:
-    """This rank's part of every Hugging Face tensor that it holds one of, in the order of the model.
-
-    `parameters`: as for `load_weights`; looked up anew at every sync, and brought to `device`. A shard is a view of its
-    parameter, except for queries, keys and values, which lie in turns and are copied. The copy of a tied embedding
-    that the last stage has is left out.
+    `shards` are this rank's `local_shards`. Each gather broadcasts every distinct shard from the first rank that holds
+    it, and holds one tensor at a time.
     """
-    shards = []
-    for entry in weight_map.entries:
-        name = entry.name(place.ep_size)
-        if name not in parameters or entry.ep_owner(place.ep_size) not in (None, place.ep_rank):
-            continue
-        by_source: dict[int, list[Piece]] = {}
-        for piece in entry.pieces(*entry.rank_and_size(place)):
-            by_source.setdefault(piece.source, []).append(piece)
-        shards += [_shard(parameters, name, entry, pieces, device) for pieces in by_source.values()]
-    return shards
+    own = [(shard.name, shard.dtype, shard.keeps_dtype, shard.dim, shard.start, shard.stop) for shard in shards]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    dtypes: dict[str, tuple[torch.dtype, bool]] = {}
+    holders: dict[str, dict[tuple[int, int, int], int]] = defaultdict(dict)  # name -> (dim, start, stop) -> rank
+    for rank, held in enumerate(of_ranks):
+        for name, dtype, keeps_dtype, *extent in held:
+            dtypes[name] = (dtype, keeps_dtype)
+            holders[name].setdefault(tuple(extent), rank)
+    local = {shard.name: shard.local for shard in shards}
 
+    def gather(source: HFTensor, wanted: torch.dtype | None) -> torch.Tensor:
+        dtype, _ = dtypes[source.name]
+        wanted = dtype if wanted is None else wanted
+        sent = wanted if wanted.itemsize < dtype.itemsize else dtype  # cast first if that reduces the bytes to send
+        whole = torch.empty(source.shape, dtype=wanted, device=device)
+        for (dim, start, stop), rank in holders[source.name].items():
+            target = whole.narrow(dim, start, stop - start)
+            shard = torch.empty(target.shape, dtype=sent, device=device)
+            if rank == dist.get_rank():
+                shard.copy_(local[source.name]())
+            dist.broadcast(shard, src=rank)
+            target.copy_(shard)
+        return whole
 
-def _shard(
-    parameters: Mapping[str, torch.Tensor],
-    name: str,
-    entry: MappedTensor,
-    pieces: Sequence[Piece],
-    device: torch.device,
-) -> ExportedShard:
-    pieces = sorted(pieces, key=lambda piece: piece.start)
-    source, dim = entry.sources[pieces[0].source], pieces[0].dim
-    assert all(a.stop == b.start for a, b in itertools.pairwise(pieces)), f"{source.name} has gaps"
-    return ExportedShard(
-        name=source.name,
-        dtype=parameters[name].dtype,
-        dim=dim,
-        start=pieces[0].start,
-        stop=pieces[-1].stop,
-        local=_values(parameters, name, pieces, device),
-        keeps_dtype=entry.is_buffer,
-    )
-
-
-def _values(
-    parameters: Mapping[str, torch.Tensor], name: str, pieces: Sequence[Piece], device: torch.device
-) -> Callable[[], torch.Tensor]:
-    def local() -> torch.Tensor:
-        parameter = parameters[name].detach()
-        parts = [parameter.narrow(piece.dim, piece.at, piece.length) for piece in pieces]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=pieces[0].dim)).to(device)
-
-    return local
+    missing = [source.name for source in weight_map.hf_tensors if source.name not in dtypes]
+    assert not missing, f"no rank holds {missing}"
+    return [
+        ExportedTensor(
+            name=source.name,
+            shape=source.shape,
+            dtype=dtypes[source.name][0],
+            gather=partial(gather, source),
+            keeps_dtype=dtypes[source.name][1],
+        )
+        for source in weight_map.hf_tensors
+    ]

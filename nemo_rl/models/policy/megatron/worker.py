@@ -1,23 +1,21 @@
-"""A Megatron policy worker that draws completions too."""
+"""A rank that trains with Megatron Core: its stages of the model, their optimizer, their place on host and device.
+
+Plain classes: `RayWorkerGroup` makes them actors, a test constructs them in a forked process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import importlib.util
-import logging
 import math
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import RowLayout
@@ -27,199 +25,47 @@ from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.megatron import checkpoint, cpu_shim
-from nemo_rl.models.policy.megatron import worker as megatron_remarks  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it comes before all that imports Megatron
+from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state, save_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
-from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights, scalar_map, without_score
+from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
 from nemo_rl.models.policy.megatron.lora import Adapters
-from nemo_rl.models.policy.megatron.mapping import weight_map
+from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
-from nemo_rl.models.policy.megatron.moe import ExpertBias, connect_routers, freeze_routers, mark_experts
+from nemo_rl.models.policy.megatron.moe import (
+    ExpertBias,
+    connect_routers,
+    freeze_routers,
+    reduce_experts_over_replicas,
+)
 from nemo_rl.models.policy.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
     clip_gradients,
+    leaf_optimizers,
     learning_rate,
     take_step,
 )
 from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
-from nemo_rl.models.policy.megatron.weights import export_weights, held_shards, load_weights
+from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.models.policy.pretrained import load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.refit.shard_sender import ShardSender
+from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
 
-# -- Which modules Megatron's layers are made of: Transformer Engine's or torch's. Imports neither.
-
-
-def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
-    """Whether layers are Transformer Engine's, by what is installed in this process. `auto`: where it can run.
-
-    Raises:
-        ValueError: they are asked for and cannot run here.
-    """
-    is_installed = importlib.util.find_spec("transformer_engine") is not None
-    if settings.transformer_impl == "transformer_engine" and not (is_installed and use_gpu):
-        lacking = "is not installed" if use_gpu else "runs on GPUs only"
-        raise ValueError(
-            f"policy.megatron_cfg.transformer_impl=transformer_engine: Transformer Engine {lacking}; set it to local"
-        )
-    return settings.transformer_impl != "local" and is_installed and use_gpu
-
-
-# -- The weights a run started from, in host memory, exchanged with Megatron's present ones while they are needed.
-
-
-class SwappedMegatronReference:
-    """A `ReferencePolicy` over the parameters and buffers of this rank. Frozen parameters stay where they are."""
-
-    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        is_fixed = [isinstance(tensor, nn.Parameter) and not tensor.requires_grad for tensor in parameters.values()]
-        self.parameters = [tensor for tensor, fixed in zip(parameters.values(), is_fixed, strict=True) if not fixed]
-        self.copies = [_on_host(parameter.detach()) for parameter in self.parameters]
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # One parameter at a time: no second copy of the model on the device.
-        for parameter, other in zip(self.parameters, self.copies, strict=True):
-            assert parameter.dtype == other.dtype
-            current = parameter.detach().clone()
-            parameter.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(copy.is_pinned() for copy in self.copies):
-            torch.cuda.synchronize()  # the copies to the host are read by the next exchange
-
-
-def _on_host(parameter: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-    return copy.copy_(parameter)
-
-
-# -- Weights, gradients and optimizer state between a device and host memory, in place.
-#
-# Megatron's parameters, gradients and, in float32, main parameters are views of a few large buffers. So it is not
-# tensors that are moved but the storages beneath them: a storage gives its memory back and gets as much again later,
-# and every view of it stays one.
-
-
-class MovedStorages:
-    """Storages whose memory was given back, and the host's copies of what was in them (none of scratch memory)."""
-
-    def __init__(self) -> None:
-        self._moved: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
-
-    def take(self, tensors: Iterable[torch.Tensor], device: torch.device, *, keep: bool) -> None:
-        """Give back the memory beneath those of `tensors` that are on `device`; `keep` what is in it."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device != device or storage.nbytes() == 0:  # another view of it came before
-                continue
-            host = _bytes(storage, device).to("cpu", copy=True) if keep else None
-            self._moved.append((storage, storage.nbytes(), host))
-            storage.resize_(0)
-
-    def put_back(self, device: torch.device) -> None:
-        """Inverse of `take`; what was not kept has any value."""
-        for storage, nbytes, host in self._moved:
-            storage.resize_(nbytes)
-            if host is not None:
-                _bytes(storage, device).copy_(host)
-        self._moved = []
-
-
-class Residency:
-    """What of a rank's model and optimizer is on `device`."""
-
-    def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, device: torch.device
-    ) -> None:
-        self.chunks = chunks
-        self.optimizer = optimizer
-        self.device = device
-        self._weights, self._training = MovedStorages(), MovedStorages()
-
-    def offload(self) -> None:
-        """Everything to host memory, or forgotten: gradients of a step that is over."""
-        self._weights.take(_weights(self.chunks), self.device, keep=True)
-        self._training.take(_gradients(self.chunks), self.device, keep=False)
-        if self.optimizer is not None:
-            self._training.take(_state(self.optimizer), self.device, keep=True)
-
-    def onload(self, *, with_optimizer: bool) -> None:
-        """Weights, and what training needs besides, back to the device. What is there already stays."""
-        self._weights.put_back(self.device)
-        if with_optimizer:
-            self._training.put_back(self.device)
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-
-
-def _weights(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    for chunk in chunks:
-        yield from chunk.module.parameters()
-        yield from chunk.module.buffers()
-
-
-def _gradients(chunks: Sequence[DistributedDataParallel]) -> Iterator[torch.Tensor]:
-    for chunk in chunks:
-        buffers: Any = chunk.buffers  # of gradients: Megatron's attribute hides the module's method
-        yield from (buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers))
-
-
-def _state(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """Main parameters (in float32 they are the weights, which were taken before) and moments."""
-    parts: list[Any] = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        if part.is_stub_optimizer:  # this rank has no parameters for it
-            continue
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-# -- To be imported before Megatron: what it and what it calls say in every process, to nobody's use, goes unsaid.
-
-_WITHOUT_A_GPU = (  # of one's kernels and queues
-    "Transformer Engine and Apex are not installed",
-    "Apex is not installed",
-    "When using async grad allreduce it is recommended",
-    "When using sequence parallelism it is recommended",
-    "full scope is deprecated",  # of CUDA graphs, which nobody asked for
-)
-_OLD_NAMES = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
-
-warnings.filterwarnings("ignore", message=_OLD_NAMES, category=FutureWarning)
-if not torch.cuda.is_available():
-    for remark in _WITHOUT_A_GPU:
-        warnings.filterwarnings("ignore", message=remark, category=UserWarning)
-    # Imported for compilers of CUDA code, of which it says that it finds no runtime.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-
-
-# -- A rank that trains with Megatron Core: the stages of the model it holds, and their optimizer.
-#
-# A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process.
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
 
 
 class MegatronPolicyWorker(PolicyWorker):
-    """See the module and `PolicyWorker`."""
+    """A `PolicyWorker` with Megatron Core. `stages` are this rank's parts of the model, `chunks` the same, wrapped."""
 
     mesh: MegatronMesh
     runner: MegatronRunner
@@ -244,7 +90,7 @@ class MegatronPolicyWorker(PolicyWorker):
             self.stages, self.mesh, self.device, per_layer=self.megatron.moe_per_layer_logging
         )
         self.expert_bias = ExpertBias(self.stages, self.megatron.moe_router_bias_update_rate)
-        mark_experts(self.stages)
+        reduce_experts_over_replicas(self.stages)
         if self.megatron.freeze_moe_router:
             freeze_routers(self.stages)
         self.weight_map = weight_map(
@@ -255,38 +101,38 @@ class MegatronPolicyWorker(PolicyWorker):
         if config.reward_model_cfg.enabled:
             self.weight_map = scalar_map(self.weight_map, self.transformer.hidden_size)
         self.parameters = parameters_by_name(self.stages)
-        mark_shards(self.parameters, self.weight_map, self.mesh.shard_place())
+        mark_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks())
         self._load_weights()
         self.adapters = None
         if self.megatron.peft.enabled:
             self.adapters = Adapters(self.stages, self.weight_map, self.megatron, self.mesh, settings.seed)
-        if not settings.init_optimizer:  # then no memory for gradients either
+        if not settings.init_optimizer:  # then gradients need no memory either
             for stage in self.stages:
                 stage.requires_grad_(False)
         self.chunks = wrap(self.stages, self.transformer, self.megatron)
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
-        self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
-        self.scheduler = None if self.optimizer is None else build_scheduler(config, self.optimizer)
+        self.optimizer: Any = build_optimizer(config, self.chunks) if settings.init_optimizer else None
+        self.scheduler: Any = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
         self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = None
         if settings.init_reference_model:
-            self.reference = self.adapters or SwappedMegatronReference(self.parameters)
+            self.reference = self.adapters or SwappedReference(self._changing_weights)
 
     def _load_weights(self) -> None:
-        place, reward = self.mesh.shard_place(), self.config.reward_model_cfg
+        ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
         path = readable_model(
             self.config.model_name,
             self.settings.model_path,
             self.hf_config,
-            without_score(self.weight_map) if reward.enabled else self.weight_map,
+            self.weight_map.body() if reward.enabled else self.weight_map,
             force=self.megatron.force_reconvert_from_hf,
         )
         if reward.enabled:
-            load_scalar_weights(self.parameters, self.weight_map, place, path, self.hf_config, self.settings.seed)
+            load_scalar_weights(self.parameters, self.weight_map, ranks, path, self.hf_config, self.settings.seed)
         else:
-            load_weights(self.parameters, self.weight_map, place, path)
+            load_weights(self.parameters, self.weight_map, ranks, path)
 
     def _row_layout(self) -> RowLayout:
         reward = self.config.reward_model_cfg
@@ -294,7 +140,7 @@ class MegatronPolicyWorker(PolicyWorker):
         if self.megatron.sequence_parallel:
             multiples.append(self.megatron.tensor_model_parallel_size)
         if self.megatron.context_parallel_size > 1:
-            multiples.append(2)  # padding at the end is a sequence, and has two chunks on every rank
+            multiples.append(2)  # the padding at the end counts as a sequence, which has two chunks on every rank
         return RowLayout(
             padding_free=True,
             divisible_by=math.lcm(*multiples),
@@ -304,32 +150,32 @@ class MegatronPolicyWorker(PolicyWorker):
             own_states=reward.enabled and reward.reward_model_type == "bradley_terry",
         )
 
+    def _changing_weights(self) -> list[torch.Tensor]:
+        """Trainable parameters and the buffers that training changes, such as expert biases."""
+        weights = self.parameters.values()
+        return [w.detach() for w in weights if w.requires_grad or not isinstance(w, nn.Parameter)]
+
     # -- optimizer steps
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         result = super().train(loss_fn, task)
-        self.runner.gather_parameters()  # whatever reads weights outside forward passes finds them whole
+        self.runner.gather_parameters()  # refits and checkpoints read all of them
         return result
 
     def _clip(self) -> float:
-        assert self.optimizer is not None
         return clip_gradients(self.optimizer, self.config.max_grad_norm)
 
     def _learning_rate(self) -> float:
-        assert self.optimizer is not None
         return learning_rate(self.optimizer)
 
     def _take_step(self) -> None:
-        assert self.optimizer is not None
         take_step(self.optimizer)
         self.expert_bias.take_step()
 
     def _step_scheduler(self) -> None:
-        assert self.scheduler is not None
         self.scheduler.step(1)
 
     def _zero_gradients(self) -> None:
-        assert self.optimizer is not None
         self.optimizer.zero_grad()
         self.expert_bias.forget_step()
 
@@ -344,19 +190,19 @@ class MegatronPolicyWorker(PolicyWorker):
     # -- checkpoints
 
     def _save_state(self, directory: Path, request: SaveRequest) -> None:
-        state = checkpoint.MegatronState.of(self._saved_policy(), save_optimizer=request.save_optimizer)
+        state = MegatronState.of(self._saved_policy(), save_optimizer=request.save_optimizer)
         if not request.in_background:
-            checkpoint.save_state(state, directory, request.model_save_format)
+            save_state(state, directory, request.model_save_format)
             return
         if self.saver is None:
-            self.saver = AsyncSaver(write=checkpoint.save_state)
+            self.saver = AsyncSaver(write=save_state)
         self.saver.start(state, directory, request.model_save_format)
 
-    def _saved_policy(self) -> checkpoint.MegatronPolicy:
-        return checkpoint.MegatronPolicy(
-            parameters=self.parameters if self.adapters is None else self.adapters.held(self.parameters),
-            weights=self.weight_map if self.adapters is None else self.adapters.trained,
-            place=self.mesh.shard_place(),
+    def _saved_policy(self) -> MegatronPolicy:
+        return MegatronPolicy(
+            parameters=self.parameters if self.adapters is None else self.adapters.trained_of(self.parameters),
+            weights=self.weight_map if self.adapters is None else self.adapters.trained_map,
+            ranks=self.mesh.parallel_ranks(),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             optimizer_kind=self.megatron.optimizer.optimizer,
@@ -374,32 +220,32 @@ class MegatronPolicyWorker(PolicyWorker):
             self.adapters.save(self.parameters, self.mesh, directory / "adapter", self.config.model_name)
 
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
-        checkpoint.load_state(self._saved_policy(), directory, load_optimizer=load_optimizer)
+        load_state(self._saved_policy(), directory, load_optimizer=load_optimizer)
 
     # -- refit and residency
 
     def _export(self) -> list[ExportedTensor]:
-        return export_weights(self._whole_parameters(), self.weight_map, self.mesh.export_groups(), self.device)
+        return export_weights(self._shards(), self.weight_map, self.device)
 
-    def _whole_parameters(self) -> Mapping[str, torch.Tensor]:
-        """With adapters added to what they adapt."""
-        return self.parameters if self.adapters is None else self.adapters.merged(self.parameters, self.device)
+    def _shards(self) -> list[ExportedShard]:
+        """This rank's shards of all weights, with adapters merged into the weights they adapt."""
+        merged = None if self.adapters is None else partial(self.adapters.merged, self.parameters, self.device)
+        return local_shards(self.parameters, self.weight_map, self.mesh.parallel_ranks(), self.device, merged)
 
     def _new_sender(self, settings: dict[str, Any]) -> ShardSender:
-        """Shards go straight into the buffers; nothing is gathered."""
+        """Shards go straight into the buffers; no tensor is gathered."""
         tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
-        shards = held_shards(self._whole_parameters(), self.weight_map, self.mesh.shard_place(), self.device)
-        return ShardSender(tensors, shards, **settings)
+        return ShardSender(tensors, self._shards(), **settings)
 
     def offload(self) -> None:
-        """Weights and optimizer state to host memory; frees the device for generation."""
+        """Move weights and optimizer state to host memory, which frees the device for generation."""
         drop_stored_heads()
-        if self.settings.use_gpu:  # otherwise it is all in host memory
+        if self.settings.use_gpu:  # otherwise all of it is in host memory
             self.residency.offload()
             torch.cuda.empty_cache()
 
     def onload(self, *, with_optimizer: bool) -> None:
-        """Weights, and optimizer state when it will be used, back to the device."""
+        """Move the weights and, if it will be used, the optimizer state back to the device."""
         self.residency.onload(with_optimizer=with_optimizer)
 
     def shutdown(self) -> None:
@@ -409,8 +255,90 @@ class MegatronPolicyWorker(PolicyWorker):
 
 
 class MegatronGeneratingWorker(GeneratingWorker, MegatronPolicyWorker):
-    """A worker that trains with Megatron Core, and generates."""
+    """A worker that trains with Megatron Core and generates with the same weights."""
 
     def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
         [stage] = self.stages
         return MegatronDecoder(stage, self.device), self.mesh.tensor_group
+
+
+def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
+    """Whether Megatron's layers are Transformer Engine's modules or torch's. `auto`: if it is installed and can run.
+
+    Raises:
+        ValueError: Transformer Engine is asked for and cannot run here.
+    """
+    is_installed = importlib.util.find_spec("transformer_engine") is not None
+    if settings.transformer_impl == "transformer_engine" and not (is_installed and use_gpu):
+        lacking = "is not installed" if use_gpu else "runs on GPUs only"
+        raise ValueError(
+            f"policy.megatron_cfg.transformer_impl=transformer_engine: Transformer Engine {lacking}; set it to local"
+        )
+    return settings.transformer_impl != "local" and is_installed and use_gpu
+
+
+# -- weights, gradients and optimizer state between device and host memory
+#
+# Megatron's parameters, gradients and, in float32, main parameters are views of a few large buffers. So storages are
+# moved, not tensors: a storage frees its memory and allocates as much again later, and all its views stay valid.
+
+
+class MovedStorages:
+    """Storages whose device memory was freed, with host copies of their contents (none for scratch memory)."""
+
+    def __init__(self) -> None:
+        self._moved: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+
+    def take(self, tensors: Iterable[torch.Tensor], device: torch.device, *, keep: bool) -> None:
+        """Free the memory of those `tensors` that are on `device`; `keep` the contents."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.device != device or storage.nbytes() == 0:  # freed with another view of it
+                continue
+            host = _bytes(storage, device).to("cpu", copy=True) if keep else None
+            self._moved.append((storage, storage.nbytes(), host))
+            storage.resize_(0)
+
+    def put_back(self, device: torch.device) -> None:
+        """Inverse of `take`. Contents that were not kept are undefined."""
+        for storage, nbytes, host in self._moved:
+            storage.resize_(nbytes)
+            if host is not None:
+                _bytes(storage, device).copy_(host)
+        self._moved = []
+
+
+def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class Residency:
+    """Moves a rank's model and optimizer between `device` and the host."""
+
+    def __init__(
+        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, device: torch.device
+    ) -> None:
+        self.chunks = chunks
+        self.optimizer = optimizer
+        self.device = device
+        self._weights, self._training = MovedStorages(), MovedStorages()
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory; drop the gradients of the finished step."""
+        for chunk in self.chunks:
+            self._weights.take((*chunk.module.parameters(), *chunk.module.buffers()), self.device, keep=True)
+            buffers: Any = chunk.buffers  # of gradients: Megatron's attribute hides the module's method
+            gradients = [buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers)]
+            self._training.take(gradients, self.device, keep=False)
+        # In float32 the main parameters are the weights, which are already gone.
+        for leaf in [] if self.optimizer is None else leaf_optimizers(self.optimizer):
+            main = [parameter for group in leaf.optimizer.param_groups for parameter in group["params"]]
+            states = [value for state in leaf.optimizer.state.values() for value in state.values()]
+            moments = [value for value in states if isinstance(value, torch.Tensor)]
+            self._training.take((*main, *moments), self.device, keep=True)
+
+    def onload(self, *, with_optimizer: bool) -> None:
+        """Move the weights, and what training needs besides, back to the device. A no-op for what is there already."""
+        self._weights.put_back(self.device)
+        if with_optimizer:
+            self._training.put_back(self.device)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl.algorithms.losses.importance import (
+from nemo_rl.algorithms.losses.divergence import (
     agreement_metrics,
     bound_importance_weights,
     raw_importance_weights,

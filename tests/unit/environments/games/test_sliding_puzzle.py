@@ -6,8 +6,8 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import split_return
 from nemo_rl.environments.config import EnvSection, SlidingPuzzleEnvironmentConfig
-from nemo_rl.environments.games.sliding_puzzle import SlidingPuzzleEnv
-from nemo_rl.environments.registry import ENV_REGISTRY, find_env_class
+from nemo_rl.environments.registry import find_env_class
+from nemo_rl.environments.sliding_puzzle import SlidingPuzzleEnv
 from nemo_rl.utils.sliding_puzzle import reachable, render, solve
 
 OPTIONS = {"cfg": {"game_config": {"size": 2, "shuffle_moves": 3}, "max_moves": 3}}
@@ -83,7 +83,7 @@ def test_a_step_depends_on_its_arguments_alone_and_leaves_them_alone():
     [
         ({}, "rows with a board"),
         (begin([[2, 1], [3, 0]]), "exchange two"),
-        (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, where .*size says 2x2"),
+        (begin([[1, 2, 3], [4, 0, 5]]), r"2x3 squares, and .*size says 2x2"),
         (begin([[1, 2], [3, 3]]), "no board"),
     ],
 )
@@ -121,6 +121,5 @@ def test_the_section_is_known_by_its_name_and_checked():
     assert (section.cfg.max_moves, section.cfg.game_config.size, section.cfg.game_config.shuffle_moves) == (7, 5, 10)
     assert SlidingPuzzleEnv(section.model_dump(exclude={"type"})).max_moves == 7
     assert find_env_class("sliding_puzzle_game") is SlidingPuzzleEnv
-    assert ENV_REGISTRY["sliding_puzzle_game"]["default_processor"] == "episode_processor"
     with pytest.raises(ValueError, match="size of a sliding puzzle"):
         SlidingPuzzleEnvironmentConfig(cfg={"game_config": {"size": 1}})  # pyright: ignore[reportArgumentType]

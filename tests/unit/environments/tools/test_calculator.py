@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.environments.code.tools.tools import calculate
+from nemo_rl.environments.code.tools import calculate
 
 expressions = st.recursive(
     st.integers(0, 99).map(str),

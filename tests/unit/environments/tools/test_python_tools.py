@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.data.datasets.arithmetic import demonstrate_tool_arithmetic
-from nemo_rl.environments.code.tools.python_tools import PythonToolEnvironment, ToolCall, find_calls, problem_of
-from nemo_rl.environments.code.tools.tools import Tool, ToolError
+from nemo_rl.environments.code.tools import PythonToolEnvironment, Tool, ToolCall, ToolError, find_calls, problem_of
 from nemo_rl.environments.config import OURS
 from nemo_rl.utils.task_formats import TOOL_SPECS, function_spec
 

@@ -21,11 +21,20 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint, convert_megatron_checkpoint
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.megatron.checkpoint import Boxes, add_boxes
+from nemo_rl.models.policy.megatron.checkpoint import Chunks, add_chunks
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.models.policy.megatron.files import MARKER, check_checkpoint, checkpoint_shapes, refuse_megatron_checkpoint
-from nemo_rl.models.policy.megatron.mapping import EMBEDDING, HFTensor, MappedTensor
-from nemo_rl.models.policy.megatron.shard_layout import Column, Layout, QueryGroups, Row, ShardPlace, Vocabulary
+from nemo_rl.models.policy.megatron.mapping import (
+    EMBEDDING,
+    Column,
+    HFTensor,
+    Layout,
+    MappedTensor,
+    ParallelRanks,
+    QueryGroups,
+    Row,
+    Vocabulary,
+)
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
@@ -254,20 +263,20 @@ def test_expert_names_are_those_on_disk(tmp_path):
     ],
 )
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4], [2, 13, 14, 29]])
-def test_boxes_of_flat_stretches_make_up_the_tensors(layout: Layout, shapes, cuts):
+def test_chunks_of_flat_ranges_make_up_the_tensors(layout: Layout, shapes, cuts):
     sources = tuple(HFTensor(f"t{number}", shape) for number, shape in enumerate(shapes))
     entry = MappedTensor(template=EMBEDDING, sources=sources, layout=layout)
     whole = [torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape) for shape in shapes]
     filled = {source.name: torch.zeros(source.shape) for source in sources}
     for rank in range(2):
-        flat = entry.cut(whole, rank, 2).flatten()
+        flat = entry.shard(whole, rank, 2).flatten()
         bounds = [0, *(cut for cut in cuts if cut < len(flat)), len(flat)]
         for start, stop in itertools.pairwise(bounds):
-            boxes: dict[str, Boxes] = {}
-            place = ShardPlace(tp_rank=rank, tp_size=2)
-            add_boxes(boxes, entry, place, flat[start:stop], flat=range(start, stop))
-            for name, held in boxes.items():
-                for offset, part in held.parts.items():
+            chunks: dict[str, Chunks] = {}
+            place = ParallelRanks(tp_rank=rank, tp_size=2)
+            add_chunks(chunks, entry, place, flat[start:stop], flat=range(start, stop))
+            for name, held in chunks.items():
+                for offset, part in held.views.items():
                     index = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
                     assert not filled[name][index].any(), "held twice"
                     filled[name][index] = part

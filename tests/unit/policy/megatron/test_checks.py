@@ -97,8 +97,8 @@ def test_models_with_a_mapping_pass(name: str) -> None:
         (
             "qwen3_moe",
             {"moe_router_bias_update_rate": 0.001, "freeze_moe_router": False},
-            f"{KEY}.moe_router_bias_update_rate=0.001: the experts of this 'qwen3_moe' model are not chosen with a "
-            "bias (those of deepseek_v3 are); set it to 0, or use moe_router_load_balancing_type=aux_loss",
+            f"{KEY}.moe_router_bias_update_rate=0.001: the routers of this 'qwen3_moe' model have no "
+            "bias (those of deepseek_v3 do); set it to 0, or use moe_router_load_balancing_type=aux_loss",
         ),
         (
             "llama",
@@ -244,7 +244,7 @@ class TestCheckpointNames:
         message = refusal(GPT2Config(), self.saved(tmp_path, GPT2Config(), names))
         assert message.startswith("policy.model_name='mine': model_type 'gpt2' has no mapping to Megatron Core; known")
         assert "qwen3_moe" in message and "docs/adding-a-model.md" in message and "policy.dtensor_cfg" in message
-        assert message.endswith("; of its tensors no mapping knows h.*.attn.c_attn.weight, wte.weight")
+        assert message.endswith("; no mapping knows its tensors h.*.attn.c_attn.weight, wte.weight")
 
 
 def test_megatron_that_is_not_installed() -> None:

@@ -101,8 +101,6 @@ def merged_of(worker: Any) -> dict[str, torch.Tensor]:
 
 
 def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory: Path | None = None) -> Outcome:
-    from nemo_rl.models.policy.megatron.weights import held_shards
-
     worker, outcome = make_worker(path, config), Outcome()
     before = {name: parameter.detach().clone() for name, parameter in worker.parameters.items()}
     for _ in range(2):
@@ -117,8 +115,7 @@ def two_calls(rank: int, world: int, path: Path, config: PolicyConfig, directory
     for row in worker.rows.values():
         outcome.tokens[row.sample_id] = (torch.as_tensor(row.token_ids), torch.as_tensor(row.token_mask))
     outcome.merged = merged_of(worker)
-    shards = held_shards(worker._whole_parameters(), worker.weight_map, worker.mesh.shard_place(), worker.device)
-    for shard in shards:
+    for shard in worker._shards():
         whole = outcome.merged[shard.name].narrow(shard.dim, shard.start, shard.stop - shard.start)
         assert torch.equal(shard.local(), whole), shard.name
     outcome.trained = [name for name, tensor in worker.parameters.items() if tensor.requires_grad]

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig
 
-from nemo_rl.models.policy.megatron.mapping import MappedTensor, WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace, padded_vocabulary
+from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, WeightMap, padded_vocabulary, weight_map
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS, VOCAB, random_model
 
 IMPLEMENTATIONS = ["local", "transformer_engine"]
@@ -32,14 +31,14 @@ def mapped(name: str, implementation: Any = "local") -> WeightMap:
 
 
 def entry_of(mapping: WeightMap, name: str, **place: int) -> MappedTensor:
-    return mapping.held(ShardPlace(**place))[name]
+    return mapping.on_rank(ParallelRanks(**place))[name]
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_names_and_shapes_are_those_on_disk(stored, name, implementation):
     mapping = mapped(name, implementation)
-    mapping.check_names(stored[name])
+    mapping.locate(stored[name])
     assert {t.name: t.shape for t in mapping.hf_tensors} == {n: tuple(t.shape) for n, t in stored[name].items()}
     assert len(mapping.hf_tensors) == len(stored[name])
     names = [entry.template.format(expert=entry.expert) for entry in mapping.entries]
@@ -52,9 +51,9 @@ def test_names_and_shapes_are_those_on_disk(stored, name, implementation):
 def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
     for entry in mapped(name, implementation).entries:
         sources = [stored[name][source.name] for source in entry.sources]
-        shards = [entry.cut(sources, rank, size) for rank in range(size)]
+        shards = [entry.shard(sources, rank, size) for rank in range(size)]
         assert all(tuple(shard.shape) == entry.shard_shape(size) for shard in shards)
-        for source, joined in zip(sources, entry.join(shards), strict=True):
+        for source, joined in zip(sources, entry.unshard(shards), strict=True):
             assert torch.equal(source, joined), entry.template
 
 
@@ -96,7 +95,7 @@ def test_what_a_megatron_tensor_is_made_of(name, ours, theirs):
 def test_a_rank_holds_its_columns_of_an_output_projection(stored):
     entry = entry_of(mapped("llama"), "decoder.layers.1.self_attention.linear_proj.weight")
     output = stored["llama"]["model.layers.1.self_attn.o_proj.weight"]
-    assert torch.equal(entry.cut([output], 1, 2), output[:, 16:])
+    assert torch.equal(entry.shard([output], 1, 2), output[:, 16:])
 
 
 def test_query_key_and_value_of_a_group_lie_together(stored):
@@ -106,21 +105,21 @@ def test_query_key_and_value_of_a_group_lie_together(stored):
         q, k, v = (tensors[f"{at}{x}_proj.{kind}"] for x in "qkv")
         heads = {"q": q.unflatten(0, (4, 8)), "k": k.unflatten(0, (2, 8)), "v": v.unflatten(0, (2, 8))}
         groups = [torch.cat([heads["q"][2 * g], heads["q"][2 * g + 1], heads["k"][g], heads["v"][g]]) for g in range(2)]
-        assert torch.equal(entry.cut([q, k, v], 0, 1), torch.cat(groups))
-        assert torch.equal(entry.cut([q, k, v], 1, 2), groups[1])
-        assert torch.equal(entry.cut([q, k, v], 3, 4), groups[1][16:])  # more ranks than groups
+        assert torch.equal(entry.shard([q, k, v], 0, 1), torch.cat(groups))
+        assert torch.equal(entry.shard([q, k, v], 1, 2), groups[1])
+        assert torch.equal(entry.shard([q, k, v], 3, 4), groups[1][16:])  # more ranks than groups
 
 
 def test_a_rank_holds_its_gate_rows_then_its_up_rows(stored):
     entry = entry_of(mapped("llama"), "decoder.layers.0.mlp.linear_fc1.weight")
     gate, up = (stored["llama"][f"model.layers.0.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-    assert torch.equal(entry.cut([gate, up], 1, 2), torch.cat([gate[24:], up[24:]]))
+    assert torch.equal(entry.shard([gate, up], 1, 2), torch.cat([gate[24:], up[24:]]))
 
 
 def test_tokens_are_padded_with_zero_rows(stored):
     entry = entry_of(mapped("llama"), "embedding.word_embeddings.weight")
     embedding = stored["llama"]["model.embed_tokens.weight"]
-    last = entry.cut([embedding], 3, 4)
+    last = entry.shard([embedding], 3, 4)
     assert padded_vocabulary(VOCAB, 4) == 64
     assert torch.equal(last[:13], embedding[48:])
     assert torch.count_nonzero(last[13:]) == 0
@@ -155,18 +154,18 @@ def test_grouped_experts_need_transformer_engine():
 
 def test_norms_are_fused_into_the_layer_behind_them_by_transformer_engine():
     layer = "decoder.layers.0."
-    fused = mapped("qwen3_moe", "transformer_engine").held(ShardPlace())
+    fused = mapped("qwen3_moe", "transformer_engine").on_rank(ParallelRanks())
     assert layer + "self_attention.linear_qkv.layer_norm_weight" in fused
     assert layer + "mlp.linear_fc1.layer_norm_weight" in fused
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in fused  # in front of the router and the experts
-    latent = mapped("deepseek_v3", "transformer_engine").held(ShardPlace())
+    latent = mapped("deepseek_v3", "transformer_engine").on_rank(ParallelRanks())
     assert layer + "input_layernorm.weight" in latent
     assert layer + "self_attention.linear_q_up_proj.layer_norm_weight" in latent
     assert layer + "self_attention.linear_kv_up_proj.layer_norm_weight" in latent
 
 
 def test_a_tied_output_layer_is_the_embedding():
-    held = mapped("qwen2-tied").held(ShardPlace())
+    held = mapped("qwen2-tied").on_rank(ParallelRanks())
     assert held["output_layer.weight"].sources[0].name == "model.embed_tokens.weight"
 
 
@@ -180,22 +179,22 @@ def test_experts_fused_on_disk_are_found(name):
         place = located[tensor.name]
         assert tuple(state[place.name].shape) == place.shape
         entry = next(entry for entry in mapping.entries if tensor in entry.sources)
-        piece = next(p for p in entry.pieces(0, 1) if entry.sources[p.source] == tensor)
+        piece = next(p for p in entry.slices(0, 1) if entry.sources[p.source] == tensor)
         assert state[place.name][place.index(piece)].shape[piece.dim] == piece.length
 
 
 def test_names_that_do_not_match_are_told_on_either_side(stored):
     names = set(stored["llama"]) - {"model.norm.weight"} | {"model.layers.0.mlp.gate_proj.weight_scale_inv"}
     with pytest.raises(ValueError, match=r"missing are model\.norm\.weight; unknown are .*gate_proj\.weight_scale_inv"):
-        mapped("llama").check_names(names)
+        mapped("llama").locate(names)
 
 
 def test_a_base_model_saved_alone_and_tensors_without_meaning_are_accepted(stored):
-    mapped("qwen2-tied").check_names(name.removeprefix("model.") for name in stored["qwen2-tied"])
-    mapped("qwen2-tied").check_names({*stored["qwen2-tied"], "lm_head.weight"})
-    mapped("deepseek_v3").check_names({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
+    mapped("qwen2-tied").locate(name.removeprefix("model.") for name in stored["qwen2-tied"])
+    mapped("qwen2-tied").locate({*stored["qwen2-tied"], "lm_head.weight"})
+    mapped("deepseek_v3").locate({*stored["deepseek_v3"], "model.layers.2.eh_proj.weight"})
     with pytest.raises(ValueError, match=r"unknown are model\.layers\.2\.eh_proj"):
-        mapped("llama").check_names({*stored["llama"], "model.layers.2.eh_proj.weight"})
+        mapped("llama").locate({*stored["llama"], "model.layers.2.eh_proj.weight"})
 
 
 def test_an_unknown_architecture_is_refused_by_name():
@@ -212,4 +211,4 @@ def test_sizes_that_do_not_divide_are_told():
     with pytest.raises(ValueError, match=r"q_proj\.weight: 64 rows .* 3 ranks"):
         entry_of(mapped("llama"), "decoder.layers.0.self_attention.linear_qkv.weight").shard_shape(3)
     with pytest.raises(ValueError, match=f"{NUM_EXPERTS} experts .* 3 expert parallel ranks"):
-        mapped("mixtral").held(ShardPlace(ep_size=3))
+        mapped("mixtral").on_rank(ParallelRanks(ep_size=3))

@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nemo_rl.models.policy.megatron.mapping import heads_of, is_moe_layer, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace, padded_vocabulary
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, heads_of, is_moe_layer, padded_vocabulary, weight_map
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, NUM_EXPERTS
 from tests.worlds import run_world
 
@@ -120,9 +119,9 @@ def start_megatron(tp: int, ep: int, etp: int, pp: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
-def place_of(rank: int, tp: int, ep: int, etp: int, pp: int) -> ShardPlace:
+def place_of(rank: int, tp: int, ep: int, etp: int, pp: int) -> ParallelRanks:
     inner = rank % (2 // pp)  # both ranks are one stage, or two
-    return ShardPlace(
+    return ParallelRanks(
         tp_rank=inner % tp,
         tp_size=tp,
         ep_rank=inner % ep,
@@ -144,7 +143,7 @@ def test_names_and_shapes_are_those_of_megatron(given, is_latent):
         found = {}
         for name in names:
             place = place_of(rank, **sizes)
-            held = weight_map(CONFIGS[name](), implementation="local").held(place)
+            held = weight_map(CONFIGS[name](), implementation="local").on_rank(place)
             tensors = tensors_of(stage_of(name, **sizes))
             for key, tensor in tensors.items():
                 entry = held[key]
@@ -155,7 +154,7 @@ def test_names_and_shapes_are_those_of_megatron(given, is_latent):
     ranks = run_world(on_rank, 2 if given else 1)
     for name in names:
         mapping = weight_map(CONFIGS[name](), implementation="local")
-        want = mapping.held(place_of(0, **sizes)).keys()
+        want = mapping.on_rank(place_of(0, **sizes)).keys()
         if mapping.is_tied and sizes["pp"] == 1:
             want = want - {"output_layer.weight"}
         assert set().union(*(rank[name] for rank in ranks)) == want

@@ -15,8 +15,7 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
-from nemo_rl.models.policy.megatron.muon import orthogonalized, scaled
-from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config
+from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams

@@ -14,8 +14,8 @@ install()
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 
 from nemo_rl.models.policy.megatron.optimizer import (  # noqa: E402
-    OptimizerPart,
-    holders,
+    ParameterState,
+    optimizers_by_main,
     set_steps_taken,
     steps_taken,
 )
@@ -38,12 +38,12 @@ def offloaded(values: list[torch.Tensor]) -> Any:
     return SimpleNamespace(optimizer=inner, is_stub_optimizer=False)
 
 
-def parts_of(leaf: Any) -> list[OptimizerPart]:
+def parts_of(leaf: Any) -> list[ParameterState]:
     shards = [group["params"][0] for group in leaf.optimizer.param_groups]
     mains = [leaf.optimizer.param_to_inner_param[shard] for shard in shards]
-    inner = holders(leaf.optimizer)
+    inner = optimizers_by_main(leaf.optimizer)
     return [
-        OptimizerPart(owner=leaf, inner=inner[main], parameter=shard, main=main, flat=range(len(main)))
+        ParameterState(owner=leaf, inner=inner[main], parameter=shard, main=main, flat=range(len(main)))
         for shard, main in zip(shards, mains, strict=True)
     ]
 

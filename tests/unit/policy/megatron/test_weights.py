@@ -7,22 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights as export_of_transformers
 from nemo_rl.models.policy.layout import ParallelSizes
-from nemo_rl.models.policy.megatron.mapping import WeightMap, weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights import ExportGroups, export_weights, load_weights
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap, weight_map
+from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.refit.layout import ExportedTensor
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
 from tests.worlds import run_world
 
-TP2 = [ShardPlace(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
-ETP2 = [ShardPlace(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for rank in range(2)]
+TP2 = [ParallelRanks(tp_rank=rank, tp_size=2, ep_rank=rank, ep_size=2) for rank in range(2)]
+ETP2 = [ParallelRanks(tp_rank=rank, tp_size=2, etp_rank=rank, etp_size=2) for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,10 @@ def mapped(directory: Path) -> WeightMap:
     return weight_map(AutoConfig.from_pretrained(directory), implementation="local")
 
 
-def empty_parameters(mapping: WeightMap, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+def empty_parameters(mapping: WeightMap, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     """What a rank holds: of one stage of one layer (0, or 1 with an output layer), or of all."""
     parameters = {}
-    for name, entry in mapping.held(place).items():
+    for name, entry in mapping.on_rank(place).items():
         is_last = name.startswith(("decoder.layers.1", "decoder.final", "output"))
         if stage is None and name == "output_layer.weight" and mapping.is_tied:
             continue
@@ -50,7 +48,7 @@ def empty_parameters(mapping: WeightMap, place: ShardPlace, stage: int | None = 
     return parameters
 
 
-def loaded(directory: Path, place: ShardPlace, stage: int | None = None) -> dict[str, torch.Tensor]:
+def loaded(directory: Path, place: ParallelRanks, stage: int | None = None) -> dict[str, torch.Tensor]:
     mapping = mapped(directory)
     parameters = empty_parameters(mapping, place, stage)
     load_weights(parameters, mapping, place, str(directory))
@@ -61,15 +59,15 @@ def on_disk(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "model.safetensors")
 
 
-def assert_is_cut_of(directory: Path, place: ShardPlace, parameters: dict[str, torch.Tensor]) -> None:
-    tensors, entries = on_disk(directory), mapped(directory).held(place)
+def assert_is_cut_of(directory: Path, place: ParallelRanks, parameters: dict[str, torch.Tensor]) -> None:
+    tensors, entries = on_disk(directory), mapped(directory).on_rank(place)
     for name, parameter in parameters.items():
         sources = [tensors[source.name] for source in entries[name].sources]
-        assert torch.equal(parameter, entries[name].cut(sources, *entries[name].rank_and_size(place))), name
+        assert torch.equal(parameter, entries[name].shard(sources, *entries[name].rank_and_size(place))), name
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-@pytest.mark.parametrize("place", [ShardPlace(), *TP2, *ETP2])
+@pytest.mark.parametrize("place", [ParallelRanks(), *TP2, *ETP2])
 def test_a_rank_reads_its_part(saved, name, place):
     assert_is_cut_of(saved[name], place, loaded(saved[name], place))
 
@@ -92,15 +90,6 @@ def test_experts_fused_on_disk_are_read(saved, tmp_path, name):
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "mixtral"])
-def test_a_checkpoint_that_is_not_safetensors_is_sent_around(saved, tmp_path, name):
-    model = random_model(name)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    for rank, got in enumerate(run_world(lambda rank, world: loaded(tmp_path, TP2[rank]), 2)):
-        assert_is_cut_of(saved[name], TP2[rank], got)
-
-
 def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
     config = AutoConfig.from_pretrained(saved["llama"])
     config.intermediate_size = 32
@@ -109,7 +98,7 @@ def test_a_shape_that_is_not_that_of_the_configuration_is_told(saved, tmp_path):
     with pytest.raises(
         ValueError, match=r"gate_proj.weight has shape \(48, 32\), the model's config.json says \(32, 32"
     ):
-        loaded(tmp_path, ShardPlace())
+        loaded(tmp_path, ParallelRanks())
 
 
 # -- export
@@ -125,23 +114,27 @@ def gathered(tensors: list[ExportedTensor], dtype: torch.dtype | None = None) ->
     return whole
 
 
-def layouts() -> Iterator[tuple[list[ShardPlace], list[int | None], ExportGroups]]:
-    """(places, stages, groups) of both ranks of a world of two."""
-    world = dist.new_group([0, 1])
-    assert isinstance(world, dist.ProcessGroup)
-    yield TP2, [None, None], ExportGroups(tp=world, ep=world)
-    yield ETP2, [None, None], ExportGroups(tp=world, etp=world)
-    yield [ShardPlace(), ShardPlace()], [0, 1], ExportGroups(pp=world)
-    alone = [ShardPlace(ep_rank=rank, ep_size=2) for rank in range(2)]
-    yield alone, [None, None], ExportGroups(ep=world)
+def exported(
+    parameters: dict[str, torch.Tensor], directory: Path, place: ParallelRanks | None = None
+) -> list[ExportedTensor]:
+    shards = local_shards(parameters, mapped(directory), place or ParallelRanks(), torch.device("cpu"))
+    return export_weights(shards, mapped(directory), torch.device("cpu"))
+
+
+def layouts() -> Iterator[tuple[list[ParallelRanks], list[int | None]]]:
+    """(places, stages) of both ranks of a world of two."""
+    yield TP2, [None, None]
+    yield ETP2, [None, None]
+    yield [ParallelRanks(), ParallelRanks()], [0, 1]
+    yield [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)], [None, None]
 
 
 def test_exported_tensors_are_those_on_disk_whatever_the_layout(saved):
     def on_rank(rank: int, world_size: int) -> None:
-        for places, stages, groups in layouts():
+        for places, stages in layouts():
             for directory in saved.values():
                 parameters = loaded(directory, places[rank], stages[rank])
-                tensors = export_weights(parameters, mapped(directory), groups, torch.device("cpu"))
+                tensors = exported(parameters, directory, places[rank])
                 want = on_disk(directory)
                 for dtype in (None, torch.bfloat16):
                     got = gathered(tensors, dtype)
@@ -158,18 +151,10 @@ def test_exported_tensors_of_two_stages_of_two_ranks(saved):
     """The ranks of a stage share the experts, or each expert."""
 
     def on_rank(rank: int, world_size: int) -> None:
-        stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-        across, along = stages[rank // 2], pipelines[rank % 2]
-        assert isinstance(across, dist.ProcessGroup)
-        assert isinstance(along, dist.ProcessGroup)
-        for places, groups in (
-            (TP2, ExportGroups(tp=across, ep=across, pp=along)),
-            (ETP2, ExportGroups(tp=across, etp=across, pp=along)),
-        ):
+        for places in (TP2, ETP2):
             for directory in saved.values():
                 parameters = loaded(directory, places[rank % 2], rank // 2)
-                got = gathered(export_weights(parameters, mapped(directory), groups, torch.device("cpu")))
+                got = gathered(exported(parameters, directory, places[rank % 2]))
                 want = on_disk(directory)
                 assert got.keys() == want.keys()
                 assert all(torch.equal(got[name], want[name]) for name in want)
@@ -182,9 +167,7 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
         mesh = ParallelMesh("cpu", ParallelSizes())
         for name, directory in saved.items():
             theirs = export_of_transformers([random_model(name)], mesh, torch.device("cpu"))
-            ours = export_weights(
-                loaded(directory, ShardPlace()), mapped(directory), ExportGroups(), torch.device("cpu")
-            )
+            ours = exported(loaded(directory, ParallelRanks()), directory)
             assert {t.name: (t.shape, t.dtype, t.keeps_dtype) for t in ours} == {
                 t.name: (t.shape, t.dtype, t.keeps_dtype) for t in theirs
             }
@@ -195,9 +178,13 @@ def test_names_shapes_and_types_are_those_that_the_other_backend_exports(saved):
 
 
 def test_what_is_gathered_is_not_the_parameter(saved):
-    parameters = loaded(saved["llama"], ShardPlace())
-    got = gathered(export_weights(parameters, mapped(saved["llama"]), ExportGroups(), torch.device("cpu")))
-    for parameter in parameters.values():
-        parameter.zero_()
+    def on_rank(rank: int, world_size: int) -> dict[str, torch.Tensor]:
+        parameters = loaded(saved["llama"], ParallelRanks())
+        got = gathered(exported(parameters, saved["llama"]))
+        for parameter in parameters.values():
+            parameter.zero_()
+        return got
+
+    (got,) = run_world(on_rank, 1)
     want = on_disk(saved["llama"])
     assert all(torch.equal(got[name], want[name]) for name in want)

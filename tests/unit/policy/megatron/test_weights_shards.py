@@ -8,9 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.megatron.shard_layout import ShardPlace
-from nemo_rl.models.policy.megatron.weights import held_shards
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, weight_map
+from nemo_rl.models.policy.megatron.weights import local_shards
 from nemo_rl.refit.buffers import SharedMemoryBuffer
 from nemo_rl.refit.shard_sender import ShardSender
 from tests.unit.policy.megatron.hf_models import CONFIGS, MOE, random_model
@@ -29,12 +28,12 @@ def saved(tmp_path_factory) -> dict[str, Path]:
     return directories
 
 
-def sent(directory: Path, rank: int, place: ShardPlace, stage: int | None) -> dict[str, torch.Tensor]:
+def sent(directory: Path, rank: int, place: ParallelRanks, stage: int | None) -> dict[str, torch.Tensor]:
     """What reaches the buffer of this rank, which has one for itself."""
     mapping = weight_map(AutoConfig.from_pretrained(directory), implementation="local")
     sender = ShardSender(
         [(tensor.name, tensor.shape) for tensor in mapping.hf_tensors],
-        held_shards(loaded(directory, place, stage), mapping, place, CPU),
+        local_shards(loaded(directory, place, stage), mapping, place, CPU),
         device=CPU,
         rank=rank,
         local_rank=0,
@@ -61,7 +60,7 @@ def assert_sent(directory: Path, got: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, want[name] if keeps else want[name].to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("places", [TP2, ETP2, [ShardPlace(ep_rank=rank, ep_size=2) for rank in range(2)]])
+@pytest.mark.parametrize("places", [TP2, ETP2, [ParallelRanks(ep_rank=rank, ep_size=2) for rank in range(2)]])
 def test_two_ranks(saved, places):
     def on_rank(rank: int, world_size: int) -> None:
         for name in ("qwen2-tied", MOE[0], MOE[-1]):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.algorithms.losses.nll import NLLLoss
-from nemo_rl.algorithms.trainers.policy_trainer import NonFiniteLoss, PolicyTrainer, merged
-from nemo_rl.algorithms.trainers.trainer import RunTools, Schedule
+from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer, merge_results
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import TrainResult
@@ -35,7 +35,7 @@ class Position:
         self.taken = state["taken"]
 
 
-class TwoPolicies(PolicyTrainer):
+class TwoPolicies(Trainer):
     """A policy and a critic, which raises `error` once, in step 3."""
 
     def __init__(
@@ -67,7 +67,7 @@ class TwoPolicies(PolicyTrainer):
             "async_save": is_async,
         }
         super().__init__(
-            Schedule(num_steps=num_steps, val_period=0, val_at_start=False, val_at_end=False),
+            LoopConfig(val_period=0),
             RunTools(
                 logger=Logger(LoggerConfig(), folder / "run"),
                 console=RunConsole(num_steps=num_steps, file=self.text, force_terminal=False),
@@ -75,6 +75,7 @@ class TwoPolicies(PolicyTrainer):
                 resolved_config_yaml="",
                 identity={},
             ),
+            num_steps=num_steps,
             policies=[self.policy, self.value],  # type: ignore[list-item]
             data=self.position,
             nonfinite_action=action,
@@ -167,7 +168,7 @@ def test_several_passes_stop_at_the_first_that_is_not_finite(tmp_path):
 
 
 def test_passes_are_merged_into_one_result():
-    found = merged([result(1.0, 2.0), result(3.0, 4.0, 1, ("b", "a")), result(5.0, 6.0, 1, ("a",))])
+    found = merge_results([result(1.0, 2.0), result(3.0, 4.0, 1, ("b", "a")), result(5.0, 6.0, 1, ("a",))])
     assert (found.losses, found.grad_norms) == ([1.0, 3.0, 5.0], [2.0, 4.0, 6.0])
     assert found.metrics == {"loss": 3.0, "global_valid_toks": 72.0}
     assert found.num_skipped_steps == 2 and found.nonfinite_samples == ["a", "b"]

@@ -1,10 +1,16 @@
-"""From the section `data` to prompts whose answers are known."""
+"""The model, the prompts and the environments of an evaluation, found and checked before Ray starts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerFast
+
+from nemo_rl.algorithms.setup.preflight import tokenizer_identity
+from nemo_rl.config.loader import build_config
 from nemo_rl.data.config import DatasetConfig, dataset_label
 from nemo_rl.data.datasets.files import is_file
 from nemo_rl.data.datasets.hub import load_evaluation_set, load_problem_table
@@ -13,8 +19,91 @@ from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.rows.setup import Task
+from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.evals.config import EvalDatasetConfig, EvalMasterConfig
+from nemo_rl.models.policy.config import RolloutPolicyConfig
+from nemo_rl.models.policy.convert import is_checkpoint, model_of_checkpoint
+from nemo_rl.models.policy.pretrained import check_fit, read_model_config
+from nemo_rl.models.policy.weight_loading import weights_identity
+from nemo_rl.types import Prompt
+from nemo_rl.utils.files import cache_root, digest
+from nemo_rl.utils.tokenizer import get_tokenizer
+
+# Parts that evaluation shares with training name the keys of a training configuration.
+KEYS = {
+    "policy.generation.": "generation.",
+    "policy.model_name": "generation.model_name",
+    "policy.max_total_sequence_length": "generation.vllm_cfg.max_model_len",
+    "policy.tokenizer.": "tokenizer.",
+    "policy.hf_config_overrides": "generation.vllm_kwargs.hf_overrides",
+    "grpo.seed": "eval.seed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalModel:
+    """What the engines are made from, checked."""
+
+    model_path: str
+    tokenizer_path: str
+    tokenizer: PreTrainedTokenizerFast
+    name: str  # for people
+    identity: dict[str, Any]
+
+
+def in_eval_keys(text: str) -> str:
+    """A message about a training configuration as one about an evaluation."""
+    for training, evaluation in KEYS.items():
+        text = text.replace(training, evaluation)
+    return text
+
+
+def prepare_model(config: EvalMasterConfig) -> EvalModel:
+    """Find the model, convert a checkpoint that no engine can read, and check that everything fits.
+
+    Raises:
+        ValueError, FileNotFoundError, CheckpointError: with what to change.
+    """
+    name = config.generation.model_name
+    path, checkpoint = Path(name).expanduser(), None
+    if not (path / "config.json").is_file() and is_checkpoint(path):
+        dtype = config.generation.vllm_cfg.dtype
+        checkpoint = model_of_checkpoint(path, dtype=dtype, cache=cache_root(), resolve_base=resolve_model)
+    model_path = str(checkpoint.model) if checkpoint is not None else resolve_model(name)
+    tokenizer_path = model_path if config.tokenizer.name == name else resolve_model(config.tokenizer.name)
+    policy = _as_policy(config)
+    model = read_model_config(policy, model_path)
+    tokenizer = get_tokenizer(config.tokenizer.model_copy(update={"name": tokenizer_path}))
+    check_fit(policy, model, tokenizer)
+    return EvalModel(
+        model_path=model_path,
+        tokenizer_path=tokenizer_path,
+        tokenizer=tokenizer,
+        name=name if checkpoint is None else str(checkpoint.step),
+        identity={
+            "generation.model_name": {
+                "weights": checkpoint.digest if checkpoint is not None else weights_identity(name, model_path, model),
+                "config_hash": digest(model.to_json_string()),
+            },
+            "tokenizer": tokenizer_identity(tokenizer),
+        },
+    )
+
+
+def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
+    """The evaluation's model as the section `policy`, for checks that training shares."""
+    own = ("model_name", "num_prompts_per_step")
+    generation = config.generation.model_dump()
+    values: dict[str, Any] = {
+        "model_name": config.generation.model_name,
+        "precision": config.generation.vllm_cfg.dtype,
+        "max_total_sequence_length": config.generation.vllm_cfg.max_model_len,
+        "train_global_batch_size": 1,
+        "tokenizer": config.tokenizer.model_dump(),
+        "generation": {key: value for key, value in generation.items() if key not in own},
+    }
+    return build_config(RolloutPolicyConfig, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +118,12 @@ class EvalData:
         """The sections of `env` that are used."""
         return sorted({task.env_name for task in self.tasks.values()})
 
+    def all_prompts(self) -> Iterator[Prompt]:
+        """The prompts in order."""
+        return (self.prompts[index] for index in range(len(self.prompts)))
+
     def identity(self, config: EvalMasterConfig) -> dict[str, Any]:
-        """What decides what is asked and how answers are judged."""
+        """What decides the prompts and how answers are scored."""
         chosen = zip(self.tasks.values(), config.data.chosen, strict=True)
         texts = {
             str(task.spec.task_name): {
@@ -43,7 +136,7 @@ class EvalData:
         }
         judges = {name: config.env[name].model_dump() for name in self.environments}
         for judge in judges.values():
-            judge.pop("num_workers", None)  # how many judge at a time changes no verdict
+            judge.pop("num_workers", None)  # how many processes score changes no score
         return {
             "data": self.prompts.fingerprint(),
             "data.prompts": texts,
@@ -56,8 +149,8 @@ def load_eval_data(config: EvalMasterConfig) -> EvalData:
     """Load all datasets, and read every row once.
 
     Raises:
-        ValueError, FileNotFoundError: for an unknown dataset or processor, an environment that cannot be imported, a
-            missing file or column, an empty dataset, and a row without an answer; the message says what to change.
+        ValueError, FileNotFoundError: for an unknown dataset or processor, a missing file or column, an empty dataset,
+            and a row without an answer; the message says what to change.
     """
     parts: list[NamedRows] = []
     tasks: dict[str, Task] = {}
@@ -114,7 +207,7 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
 
 
 def _check_answers(rows: Rows, label: str) -> None:
-    """Read every row: most say themselves what is wrong with them."""
+    """Read every row, which raises for most faults; then check that it has an answer."""
     if len(rows) == 0:
         raise ValueError(f"dataset {label!r} is empty: it has no row to ask")
     for index in range(len(rows)):

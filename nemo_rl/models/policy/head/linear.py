@@ -1,9 +1,11 @@
-"""What distillation needs of whole distributions, straight from hidden states: logits exist one tile at a time.
+"""Logprobs, entropies, top-k logits and KLs straight from hidden states: logits exist one tile at a time.
 
-    linear_topk_logprobs  hidden states, head, K numbers per token -> their K logprobs, and the entropy
-    linear_kl             hidden states and head of student and teacher -> KL(teacher || student) and its reverse
+    hidden states [N, H], head [V, H] -> tiles of logits [rows, columns] -> per token: sums of exponentials, own logits
 
-As in `linear_logprobs`, forward keeps a few sums per token and backward computes each tile again.
+Forward keeps a few sums per token. Backward computes each tile again, turns it into its gradient in place and adds that
+to the gradients of states and head. The idea is that of Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009) and
+Liger Kernel's fused linear cross-entropy (Hsu et al. 2024, arXiv 2410.10989). Their Triton kernels need CUDA and return
+a summed loss; policy gradients need every token's logprob, under the sampled distribution, over a sharded vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +15,93 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, Gradients, OutputHead, Sums, TileOptions, Tiles
+from nemo_rl.models.policy.head.logit_tiles import (
+    TILE_BYTES,
+    Gradients,
+    OutputHead,
+    Sums,
+    TargetColumn,
+    TileOptions,
+    Tiles,
+)
+
+
+def linear_logprobs(
+    states: torch.Tensor,
+    head: OutputHead,
+    targets: torch.Tensor,
+    *,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
+) -> torch.Tensor:
+    """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
+
+    Gradients take the set that top-k and top-p keep as constant. The gradient of the states is complete on every rank
+    of the group; the gradients of weight and bias are those of this rank's rows. No tensor of N x V elements is made.
+    Inputs of float64 are computed, and returned, in float64.
+
+    Args:
+        states: [N, H] of the weight's dtype, equal on all ranks of the group.
+        targets: int64 [N], token ids in the whole vocabulary, equal on all ranks of the group.
+        chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
+        tile_bytes: memory of one tile of logits; with top-k or top-p four times as much.
+    """
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, top_k, top_p)
+    assert states.dtype == head.weight.dtype and len(head.weight) > 0
+    logprobs = _LinearLogprobs.apply(states, head.weight, head.bias, targets, options)
+    assert isinstance(logprobs, torch.Tensor)
+    return logprobs
+
+
+@torch.no_grad()
+def topk_logits(
+    states: torch.Tensor,
+    head: OutputHead,
+    k: int,
+    *,
+    vocab_size: int | None = None,
+    chunk_tokens: int | None = None,
+    tile_bytes: int = TILE_BYTES,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest logits of every row, descending: values float32 [N, k] and token ids int64 [N, k].
+
+    After the transform of the head and its temperature; equal on all ranks of the group, and without gradient.
+
+    Args:
+        vocab_size: only token ids below it count; None: all of the head's.
+
+    Raises:
+        ValueError: k is larger than the vocabulary.
+    """
+    options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
+    if not 1 <= k <= options.vocab_size:
+        raise ValueError(f"k={k}: the vocabulary has {options.vocab_size} logits; use a k from 1 to that")
+    tiles = Tiles(states, head.weight, head.bias, options)
+    values = tiles.buffer.new_full((len(states), k), float("-inf"))
+    indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
+    for columns, block in tiles.column_blocks():
+        for rows in tiles.row_blocks:
+            found, where = tiles.logits(rows, columns, block).topk(min(k, columns.stop - columns.start), dim=1)
+            where += head.start + columns.start
+            _keep_largest(values[rows], indices[rows], found, where)
+    if head.group is not None and len(states) > 0:
+        shape = (head.group.size() * len(states), k)
+        all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
+        dist.all_gather_into_tensor(all_values, values, group=head.group)
+        dist.all_gather_into_tensor(all_indices, indices, group=head.group)
+        values.fill_(float("-inf"))
+        for found, where in zip(all_values.split(len(states)), all_indices.split(len(states)), strict=True):
+            _keep_largest(values, indices, found, where)
+    return values, indices
+
+
+def _keep_largest(values: torch.Tensor, indices: torch.Tensor, found: torch.Tensor, where: torch.Tensor) -> None:
+    """Keep the largest of `values` and `found` in `values`, in place, with their token ids in `indices`."""
+    largest, order = torch.cat([values, found], dim=1).topk(values.shape[1], dim=1)
+    indices.copy_(torch.cat([indices, where], dim=1).gather(1, order))
+    values.copy_(largest)
 
 
 def linear_topk_logprobs(
@@ -24,21 +112,14 @@ def linear_topk_logprobs(
     chunk_tokens: int | None = None,
     tile_bytes: int = TILE_BYTES,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p of K numbers of the vocabulary per row, [N, K], and the entropy in nats of the whole p, [N]; float32.
+    """log p of K token ids per row, float32 [N, K], and the entropy of p in nats, float32 [N].
 
-    Under the temperature of the head, without top-k and top-p. Both have gradients: those of the states complete on
-    every rank of `head.group`, those of weight and bias of this rank's rows. Equal on all ranks of the group. Inputs of
-    float64 are computed, and answered, in float64. Two tiles of logits are in memory at a time.
-
-    Args:
-        states: [N, H] of the weight's dtype, equal on all ranks of the group.
-        indices: int64 [N, K], equal on all ranks of the group.
-        chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
-        tile_bytes: memory of one tile of logits.
+    p is under the temperature of the head, without top-k and top-p. `indices` are int64 [N, K], equal on all ranks.
+    Ranks, gradients and dtypes are as in `linear_logprobs`. Two tiles of logits are in memory at a time.
     """
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
     assert indices.ndim == 2 and len(indices) == len(states)
-    options = TileOptions.of(head, chunk_tokens, tile_bytes, with_entropy=True)
+    options = TileOptions.of(head, chunk_tokens, tile_bytes)
     logprobs, entropy = _LinearTopK.apply(states, head.weight, head.bias, indices, options)
     return logprobs, entropy
 
@@ -55,12 +136,12 @@ def linear_kl(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL(teacher || student) and KL(student || teacher) in nats of every row, float32 [N] each.
 
-    Both distributions are those of the first `vocab_size` numbers of the vocabulary alone: checkpoints pad their heads
-    to different sizes. Gradients are of the student's states, weight and bias; see `linear_topk_logprobs`. The teacher
-    may have another hidden size, dtype, transform and temperature. Three tiles of logits are in memory at a time.
+    Both distributions cover only the first `vocab_size` token ids, because checkpoints pad their heads to different
+    sizes. The student's states, weight and bias get gradients, as in `linear_logprobs`. The teacher may have another
+    hidden size, dtype, transform and temperature. Three tiles of logits are in memory at a time.
 
     Args:
-        states: [N, H] of the student, equal on all ranks of `head.group`, which share out the vocabulary.
+        states: [N, H] of the student, equal on all ranks of `head.group`.
         teacher_states: [N, H'] of the same tokens, equal on all ranks of `head.group`.
         teacher_head: the rows of the teacher's head from `head.start` on, at least as many as this rank's share of the
             first `vocab_size`. Its `group` is not used.
@@ -74,8 +155,61 @@ def linear_kl(
     return forward, reverse
 
 
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        states: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        options: TileOptions,
+    ) -> torch.Tensor:
+        tiles = Tiles(states, weight, bias, options)
+        sums = Sums.empty(tiles.buffer, len(states))
+        kept = tiles.buffer.new_empty(len(states) if options.is_filtered else 0)
+        for columns, block in tiles.column_blocks():
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                target = TargetColumn.of(targets[rows], options.start + columns.start, len(block))
+                if options.is_filtered:
+                    kept[rows] = tiles.smallest_kept(tile)
+                    tiles.filter(tile, kept[rows], target)
+                sums.chosen[rows] += torch.where(target.is_here, tile.gather(1, target.index), 0.0)
+                sums.add(rows, tile, with_entropy=False)
+        if options.group is not None and len(states) > 0:
+            sums.reduce(options.group)
+        ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total)
+        ctx.options = options
+        return sums.logprobs()[:, 0]
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, targets, kept, maximum, total = ctx.saved_tensors
+        options: TileOptions = ctx.options
+        tiles = Tiles(states, weight, bias, options)
+        sums = Gradients(tiles, *ctx.needs_input_grad[:3])
+        rising = grad * tiles.scale
+        falling = -rising / total
+        for columns, block in tiles.column_blocks():
+            for rows in tiles.row_blocks:
+                tile = tiles.logits(rows, columns, block)
+                target = TargetColumn.of(targets[rows], options.start + columns.start, len(block))
+                slope = tiles.slope(tile)
+                if options.is_filtered:
+                    tiles.filter(tile, kept[rows], target)
+                # d log p(target) / d logit = [is target] - p
+                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+                tile.scatter_add_(1, target.index, torch.where(target.is_here, rising[rows, None], 0.0))
+                if slope is not None:
+                    tile.mul_(slope)
+                sums.add(rows, columns, tile, block)
+            sums.finish(columns)
+        return *sums.result(options.group, weight.dtype), None, None
+
+
 class _Chosen:
-    """Where in which tile the logits of `indices` [N, K] are; those that are on no tile of this rank are left out."""
+    """The tile, and the position in it, of each logit of `indices` [N, K] that this rank has."""
 
     def __init__(self, indices: torch.Tensor, tiles: Tiles) -> None:
         height, width = tiles.rows_per_block, max(1, tiles.columns_per_block)
@@ -94,7 +228,7 @@ class _Chosen:
         self.places = place[order].split(sizes)
 
     def of_tile(self, rows: slice, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """(positions in the flattened [N, K], positions in the flattened tile) of those that the tile has."""
+        """Of the logits in this tile: positions in the flattened [N, K], and in the flattened tile."""
         number = columns.start // self.width * self.num_row_blocks + rows.start // self.height
         return self.entries[number], self.places[number]
 
@@ -167,7 +301,7 @@ class _LinearTopK(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Teacher:
-    """The other side of a KL, without gradient."""
+    """The teacher's side of a KL, without gradient."""
 
     states: torch.Tensor
     weight: torch.Tensor
@@ -175,7 +309,7 @@ class _Teacher:
     options: TileOptions
 
     def tiles_like(self, student: Tiles) -> Tiles:
-        """Its logits, cut into the same tiles."""
+        """The teacher's logits, cut into the tiles of the student."""
         tiles = Tiles(self.states, self.weight, self.bias, self.options)
         assert tiles.dtype == student.dtype and tiles.num_columns == student.num_columns
         return tiles
@@ -183,19 +317,19 @@ class _Teacher:
 
 @dataclass
 class _PairSums:
-    """What is known of two distributions so far, [2, N] each: of the student, of the teacher."""
+    """Running sums over tiles for the KLs of student and teacher, [2, N] each: student, teacher."""
 
-    maxima: torch.Tensor  # taken out of the exponents
+    maxima: torch.Tensor  # subtracted in the exponents, so that none overflows
     totals: torch.Tensor  # sum of e = exp(logit - maximum)
     crossed: torch.Tensor  # sum of e ((logit - maximum) - (the other's logit - the other's maximum))
 
     @classmethod
     def empty(cls, like: torch.Tensor, n: int) -> _PairSums:
-        # The lowest finite number, not -inf: -inf - -inf is no number.
+        # The lowest finite number instead of -inf, because -inf - -inf is NaN.
         return cls(like.new_full((2, n), torch.finfo(like.dtype).min), like.new_zeros(2, n), like.new_zeros(2, n))
 
     def add(self, rows: slice, student: torch.Tensor, teacher: torch.Tensor, difference: torch.Tensor) -> None:
-        """Take in a tile of logits of each; all three tensors are overwritten."""
+        """Add a tile of logits of each; all three tensors are overwritten."""
         largest = torch.stack([student.amax(dim=1), teacher.amax(dim=1)])
         self._raise_maxima(rows, torch.maximum(self.maxima[:, rows], largest))
         student.sub_(self.maxima[0, rows, None])
@@ -206,6 +340,7 @@ class _PairSums:
         self.crossed[1, rows] -= teacher.mul_(difference).sum(dim=1)
 
     def _raise_maxima(self, rows: slice, maxima: torch.Tensor) -> None:
+        # All earlier terms had a smaller maximum in their exponents: rescale them to the new one.
         rise = maxima - self.maxima[:, rows]
         factor = rise.neg().exp()
         self.crossed[:, rows] = factor * (self.crossed[:, rows] + (rise.flip(0) - rise) * self.totals[:, rows])
@@ -223,6 +358,7 @@ class _PairSums:
 
     def kl(self) -> torch.Tensor:
         """[2, N]: KL(student || teacher), KL(teacher || student)."""
+        # With p = e / total: sum of p (log p - log q) = crossed / total - log total + log total of the other.
         log_totals = self.totals.log()
         return self.crossed / self.totals - log_totals + log_totals.flip(0)
 

@@ -1,4 +1,4 @@
-"""The sliding puzzle as a game of several turns: one action in each, reward 1 for the solved board."""
+"""The sliding puzzle as a game of several turns: one action per turn, reward 1 for the solved board."""
 
 from __future__ import annotations
 
@@ -14,16 +14,10 @@ from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.sliding_puzzle import ACTION_END, Board, describe, is_solved, parse_grid, play, rows_and_columns
 
 
-class PuzzleState(TypedDict):
-    """A board as plain data."""
-
-    grid: list[list[int]]  # rows of tiles, 0 for the empty square
-
-
 class SlidingPuzzleMetadata(TypedDict):
-    """What an episode carries from turn to turn. A row gives `game_state`, and `max_moves` where it has its own."""
+    """The state of an episode. A row gives `game_state`, and `max_moves` if it has its own."""
 
-    game_state: PuzzleState
+    game_state: dict[str, list[list[int]]]  # {"grid": rows of tiles, 0 for the empty square}
     num_moves: NotRequired[int]
     max_moves: NotRequired[int]
 
@@ -31,9 +25,9 @@ class SlidingPuzzleMetadata(TypedDict):
 class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
     """Reads `<action>...</action>` in the last turn: `up`, `down`, `left`, `right` (the way the tile moves), `slide N`.
 
-    The observation is the board after the move. An action that is none or cannot be done leaves the board as it is,
-    counts as a move, and is answered with what was wrong. The game ends when the board is solved, with reward 1, or
-    after `max_moves`, with reward 0.
+    The observation is the board after the move. An invalid action leaves the board as it is and counts as a move; the
+    observation names the problem. The game ends when the board is solved, with reward 1, or after `max_moves`, with
+    reward 0.
     """
 
     def __init__(self, cfg: SlidingPuzzleEnvironmentConfig | Mapping[str, Any]) -> None:
@@ -54,13 +48,17 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
         solved: list[bool] = []
         ended: list[bool] = []
         for log, known in zip(message_log_batch, metadata, strict=True):
-            board, wrong = play(self._board(known), str(log[-1]["content"]))
+            board, problem = play(self._board(known), str(log[-1]["content"]))
             num_moves, max_moves = known.get("num_moves", 0) + 1, known.get("max_moves", self.max_moves)
             solved.append(is_solved(board))
             ended.append(is_solved(board) or num_moves >= max_moves)
-            game_state = PuzzleState(grid=[list(row) for row in board])
-            after.append(SlidingPuzzleMetadata(game_state=game_state, num_moves=num_moves, max_moves=max_moves))
-            observations.append({"role": "environment", "content": _observation(board, wrong, num_moves, max_moves)})
+            after.append(
+                {"game_state": {"grid": [[*row] for row in board]}, "num_moves": num_moves, "max_moves": max_moves}
+            )
+            lines = [describe(board, problem)]
+            if ended[-1]:
+                lines.append(f"{'Solved' if solved[-1] else 'Not solved'} in {num_moves} moves.")
+            observations.append({"role": "environment", "content": "\n".join(lines)})
         return EnvironmentReturn(
             observations=observations,
             metadata=after,
@@ -79,7 +77,7 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
         size = len(board), len(board[0])
         if size != self.size:
             raise ValueError(
-                f"a board of {size[0]}x{size[1]} squares, where env.sliding_puzzle_game.cfg.game_config.size says "
+                f"a board has {size[0]}x{size[1]} squares, and env.sliding_puzzle_game.cfg.game_config.size says "
                 f"{self.size[0]}x{self.size[1]}: let the dataset's kwargs.size interpolate that key"
             )
         return board
@@ -88,10 +86,8 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
         self, batch: BatchedDataDict[Any]
     ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (not cut off) and `message_log`, a list of games."""
-        moves = torch.tensor(
-            [sum(message["role"] == "assistant" for message in log) for log in batch["message_log"]],
-            dtype=torch.float32,
-        )
+        counts = [sum(message["role"] == "assistant" for message in log) for log in batch["message_log"]]
+        moves = torch.tensor(counts, dtype=torch.float32)
         solved = batch["rewards"] >= 1
         return batch, {
             "success_rate": solved.float().mean().item(),
@@ -99,12 +95,3 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
             "moves_of_solved_games": moves[solved].mean().item() if solved.any() else 0.0,
             "fraction_of_samples_properly_ended": batch["is_end"].float().mean().item(),
         }
-
-
-def _observation(board: Board, wrong: str | None, num_moves: int, max_moves: int) -> str:
-    lines = [describe(board, wrong)]
-    if is_solved(board):
-        lines.append(f"Solved in {num_moves} moves.")
-    elif num_moves >= max_moves:
-        lines.append(f"Not solved in {num_moves} moves.")
-    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""Where a run gets its groups of samples from: training prompts -> requests -> finished groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl.algorithms.config.rollout import RolloutConfig
+from nemo_rl.algorithms.trainers.trainer import DataExhausted
+from nemo_rl.data.rows.dataloader import PromptDataLoader
+from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.rollout_worker import GroupRequest
+from nemo_rl.types import GroupHandle, Prompt, SamplingParams
+from nemo_rl.utils.checkpoint.manager import CheckpointError
+
+BUFFER_FOLDER = "replay_buffer"
+OPEN_GROUPS = "open_groups.json"
+
+
+class PromptRequests:
+    """The training prompts as requests to play them, batch after batch until the last epoch ends."""
+
+    def __init__(self, prompts: PromptDataLoader, rollout: RolloutConfig, sampling: SamplingParams) -> None:
+        self.prompts = prompts
+        self.num_epochs = rollout.max_num_epochs
+        self.num_generations = rollout.num_generations_per_prompt
+        self.num_steps = min(rollout.max_num_steps, rollout.max_num_epochs * len(prompts))
+        self.sampling = sampling
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Go on from where the data loader stands, which has just been restored."""
+        self._batches = self._remaining_batches()
+
+    def _remaining_batches(self) -> Iterator[list[Prompt]]:
+        while self.prompts.epoch < self.num_epochs:
+            yield from self.prompts
+
+    def next_batch(self) -> list[GroupRequest]:
+        """Requests of the next batch of prompts; raises DataExhausted after the last epoch."""
+        prompts = next(self._batches, None)
+        if prompts is None:
+            raise DataExhausted
+        # Numbered by batch drawn, not by step: dynamic sampling may draw a prompt twice in a step, with other seeds.
+        batch = self.prompts.epoch * len(self.prompts) + self.prompts.batches_done
+        return [
+            self.request(prompt, f"{batch}/{position}/{prompt.prompt_id}", batch)
+            for position, prompt in enumerate(prompts)
+        ]
+
+    def request(self, prompt: Prompt, group_id: str, seed_step: int) -> GroupRequest:
+        """A group of training samples."""
+        return GroupRequest(
+            group_id=group_id,
+            prompt=prompt,
+            num_generations=self.num_generations,
+            sampling=self.sampling,
+            seed_step=seed_step,
+        )
+
+
+class GroupSource:
+    """Gives a trainer its groups of samples: plays a batch of prompts and waits, or reads a record.
+
+    `async_grpo.AsyncGroups` plays groups while the policy trains instead.
+    """
+
+    phase = "generation"
+    """Phase in which a step waits for its groups."""
+
+    overlaps_training = False
+    """Whether groups are played while the policy trains."""
+
+    pauses_for_sync = False
+    """Whether a weight sync waits until no group is being played."""
+
+    def __init__(self, requests: PromptRequests, rollouts: RolloutCollector) -> None:
+        self.requests = requests
+        self.rollouts = rollouts
+
+    def next_groups(self, step: int, *, is_first: bool) -> list[GroupHandle]:
+        """The next batch of groups of training step `step` (from 1). Raises DataExhausted when there is none.
+
+        `is_first`: the step has no groups yet. With dynamic sampling it may take several batches.
+        """
+        groups = self.rollouts.next_groups(step, self.requests.next_batch, is_first=is_first)
+        if not groups:
+            raise DataExhausted
+        return groups
+
+    def start(self, version: int) -> None:
+        """Generation has weights `version`, the first of this process."""
+
+    def before_sync(self) -> dict[str, float]:
+        """Weights are about to change. Returns metrics of the step."""
+        return {}
+
+    def after_sync(self, version: int) -> None:
+        """Generation has weights `version`."""
+
+    def write_state(self, folder: Path) -> None:
+        """Write groups that are open between steps into `folder`, which does not exist yet; here there are none."""
+
+    def read_state(self, folder: Path, version: int) -> None:
+        """Inverse of `write_state`, for policy weights `version`.
+
+        Raises:
+            CheckpointError: `folder` holds open groups that this run cannot train.
+        """
+        if folder.is_dir() and json.loads((folder / OPEN_GROUPS).read_text()):
+            raise CheckpointError(
+                f"{folder.parent} was written by an asynchronous run and holds groups that were not trained yet: "
+                "set grpo.async_grpo.enabled=true, or take another checkpointing.checkpoint_dir"
+            )

@@ -1,0 +1,105 @@
+"""Processes that answer lines with lines under a time limit, and pools of them. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import select
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
+
+JobT = TypeVar("JobT")
+ResultT = TypeVar("ResultT")
+
+
+class LineProcess:
+    """A process and its two pipes, used by one thread at a time. `options` are those of `subprocess.Popen`."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.stdin, self.stdout = self.process.stdin, self.process.stdout
+        self._poll = select.poll()
+        self._poll.register(self.stdout, select.POLLIN)
+        self._buffer = b""
+
+    def send(self, line: bytes) -> None:
+        """Send a line. BrokenPipeError when the process has ended."""
+        self.stdin.write(line + b"\n")
+        self.stdin.flush()
+
+    def receive(self, timeout_s: float) -> bytes:
+        """The next line. TimeoutError when there is none in time, EOFError when the process has ended."""
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            if not self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise TimeoutError
+            chunk = os.read(self.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise EOFError
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def end(self, grace_s: float = 0.0) -> None:
+        """Close its input, and kill it if it has not ended by itself within `grace_s` seconds."""
+        with contextlib.suppress(BrokenPipeError):  # of buffered bytes that it does not read any more
+            self.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(grace_s)
+        self.process.kill()
+        self.process.wait()
+        self.stdout.close()
+
+
+class LineWorker(ABC, Generic[JobT, ResultT]):
+    """Runs jobs in a process of its own, which it starts when it needs it and replaces when it ends."""
+
+    lines: LineProcess | None = None
+
+    @abstractmethod
+    def run(self, job: JobT) -> ResultT:
+        """Run one job; called by one thread at a time."""
+
+    def close(self) -> None:
+        """End the process."""
+        if self.lines is not None:
+            self.lines.end()
+            self.lines = None
+
+
+class WorkerPool(Generic[JobT, ResultT]):
+    """Runs jobs in parallel on workers. May be called from several threads."""
+
+    def __init__(self, workers: Sequence[LineWorker[JobT, ResultT]]) -> None:
+        self.workers = workers
+        self._idle: queue.LifoQueue[LineWorker[JobT, ResultT]] = queue.LifoQueue()  # the last one runs already
+        for worker in reversed(workers):
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max_workers=len(workers), thread_name_prefix="workers")
+
+    def run(self, jobs: Sequence[JobT]) -> list[ResultT]:
+        """The results in the order of the jobs. RuntimeError when processes cannot be started."""
+        return list(self._threads.map(self._run_one, jobs))
+
+    def _run_one(self, job: JobT) -> ResultT:
+        worker = self._idle.get()
+        try:
+            return worker.run(job)
+        finally:
+            self._idle.put(worker)
+
+    def pids(self) -> list[int]:
+        """The running processes."""
+        return [worker.lines.process.pid for worker in self.workers if worker.lines is not None]
+
+    def close(self) -> None:
+        """End all processes."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in self.workers:
+            worker.close()

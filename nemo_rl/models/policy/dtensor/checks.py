@@ -1,0 +1,94 @@
+"""What the driver checks of a policy that trains with `policy.dtensor_cfg`, before any worker starts.
+
+Nothing is allocated: models are built without weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy import peft_format
+from nemo_rl.models.policy.attention import unpackable_reason
+from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors
+from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.dtensor import lora, moe, pipeline, tensor_parallel
+from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_scheduler
+from nemo_rl.models.policy.head.logprobs import logit_transform
+from nemo_rl.models.policy.head.scalar import is_scalar
+from nemo_rl.models.policy.megatron.files import refuse_megatron_checkpoint
+from nemo_rl.models.policy.pretrained import build_on_meta
+from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
+
+
+def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
+    """Check layout, optimizer and scheduler of the section `key`.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
+    check_layout(config, model, key)
+    assert config.optimizer is not None
+    optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
+    build_scheduler(config.scheduler, optimizer)
+
+
+def check_saved_weights(directory: Path, config: PolicyConfig, model: PretrainedConfig) -> None:
+    """Check that the checkpoint `directory` holds the tensors that this policy trains, by the headers of its files.
+
+    Raises:
+        CheckpointError: listing the missing, the unexpected and the differently shaped tensors.
+        DamagedTensorsError: for a header that cannot be read.
+    """
+    refuse_megatron_checkpoint(directory)
+    lora_cfg = config.dtensor_cfg.lora_cfg
+    hf = build_on_meta(copy.deepcopy(model), torch.float32)
+    if lora_cfg.enabled:
+        lora.apply_lora(hf, lora_cfg)
+    check_checkpoint_fits(directory / "weights", names_and_shapes(policy_tensors([hf], trained_only=lora_cfg.enabled)))
+
+
+def check_layout(config: PolicyConfig, model: PretrainedConfig, key: str = "policy") -> None:
+    """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
+
+    Raises:
+        ValueError: naming the key to change and what would work.
+    """
+    settings = config.dtensor_cfg
+    model = copy.deepcopy(model)  # building a model writes into its configuration
+    if not is_scalar(model):
+        logit_transform(model)
+    if settings.tensor_parallel_size > 1:
+        tensor_parallel.check_tensor_parallel(
+            model,
+            settings.tensor_parallel_size,
+            sequence_parallel=settings.sequence_parallel,
+            custom_plan=settings.custom_parallel_plan,
+        )
+    reason = unpackable_reason(model)
+    if settings.context_parallel_size > 1 and reason is not None:
+        raise ValueError(
+            f"{key}.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
+            f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
+            "tensor_parallel_size or activation_checkpointing for long sequences"
+        )
+    pipeline.check_pipeline(model, settings)
+    moe.check_experts(model, settings.expert_parallel_size)
+    if settings.lora_cfg.enabled:
+        lora.check_lora(model, settings.lora_cfg)
+        if settings.lora_cfg.adapter_path is not None:
+            directory = Path(settings.lora_cfg.adapter_path)
+            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
+    if reason is None:
+        return
+    why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
+    if config.padding_free:
+        raise ValueError(f"{key}.padding_free=true: {why}; set it to null or false")
+    if config.sequence_packing.enabled:
+        raise ValueError(
+            f"{key}.sequence_packing.enabled=true: {why}; set {key}.sequence_packing.enabled=false and "
+            f"{key}.dynamic_batching.enabled=true"
+        )

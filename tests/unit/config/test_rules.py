@@ -1,0 +1,123 @@
+"""Tables of rules: how a rule is read, and that every rule of the library names keys that exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, ClassVar, get_type_hints
+
+import pytest
+from pydantic import BaseModel
+
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, RMMasterConfig, SFTMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import Slot, build_config
+from nemo_rl.config.rules import StrictModel, divisors, holds, parse_rule
+from nemo_rl.evals.config import EvalMasterConfig
+
+RUNS = (
+    GRPOMasterConfig,
+    PPOMasterConfig,
+    DistillationMasterConfig,
+    SFTMasterConfig,
+    DPOMasterConfig,
+    RMMasterConfig,
+    EvalMasterConfig,
+)
+
+
+class Engine(StrictModel):
+    kind: str = "small"
+    size: int | None = None
+    limit: int = 4
+    parts: tuple[str, ...] = ()
+    fast: bool = False
+    exact: bool = False
+
+    rules: ClassVar = {
+        "fast excludes exact": "speed costs bits",
+        "kind=large requires size > 2": "large engines are large",
+        "size > {limit}": "{size} is above limit={limit}; lower it",
+        "parts: exact and parts has valve requires kind=[large, huge]": "valves leak; leave {section}.parts empty",
+    }
+
+
+class Machine(StrictModel):
+    engine: Engine
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"fast": True, "exact": True}, "engine.fast: speed costs bits; set engine.exact=false, or engine.fast=false"),
+        ({"kind": "large"}, "engine.kind: large engines are large; set engine.size above 2"),
+        ({"size": 5}, "engine.size: 5 is above limit=4; lower it"),
+        ({"exact": True, "parts": ("valve",)}, "engine.parts: valves leak; leave engine.parts empty"),
+        ({"exact": True, "parts": ("valve",), "kind": "huge"}, None),
+        ({"fast": True, "size": 4, "kind": "large"}, None),
+    ],
+)
+def test_a_violated_rule_names_its_key_and_the_remedy(values: dict[str, Any], problem: str | None) -> None:
+    if problem is None:
+        build_config(Machine, {"engine": values})
+        return
+    with pytest.raises(ConfigError) as raised:
+        build_config(Machine, {"engine": values})
+    assert str(raised.value) == problem
+
+
+def test_null_is_neither_above_nor_below() -> None:
+    engine = Engine()
+    assert not holds("size > 0", engine) and not holds("size < 9", engine)
+    assert holds("size=null", engine) and holds("not size and kind != large", engine)
+
+
+def test_divisors() -> None:
+    assert divisors(12) == "1, 2, 3, 4, 6, 12"
+    assert divisors(12, 18) == "1, 2, 3, 6"
+    assert divisors(24, multiple_of=4) == "4, 8, 12, 24"
+
+
+def models_below(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+    if model in seen:
+        return
+    seen.add(model)
+    yield model
+    for field in model.model_fields.values():
+        slot = Slot.of_field(field)
+        for below in (slot, slot.item(), slot.mapped()):
+            found = below.annotation if below is not None else None
+            if isinstance(found, type) and issubclass(found, BaseModel):
+                yield from models_below(found, seen)
+
+
+def has_key(model: Any, key: str) -> bool:
+    for part in key.split("."):
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            if part in model.model_fields:
+                model = Slot.of_field(model.model_fields[part]).annotation
+                continue
+            found = vars(next((base for base in model.__mro__ if part in vars(base)), object)).get(part)
+            if not isinstance(found, property) or found.fget is None:
+                return False
+            model = get_type_hints(found.fget)["return"]
+        else:
+            return model is Any
+    return True
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_rule_names_keys_that_exist(run: type[BaseModel]) -> None:
+    for model in models_below(run, set()):
+        for base in model.__mro__:
+            for rule, message in vars(base).get("rules", {}).items():
+                parts = parse_rule(rule)
+                texts = [parts["key"] or "", message, parts["when"], parts["other"] or ""]
+                clauses = " and ".join(filter(None, texts[2:])).split(" and ")
+                keys = [re.findall(r"[\w.]+", clause.removeprefix("not "))[0] for clause in clauses]
+                keys += [key for text in texts for key in re.findall(r"\{(?!section\})([A-Za-z_][\w.]*)\}", text)]
+                for key in keys:
+                    assert has_key(model, key), f"{model.__name__}: {rule!r} names {key}"
