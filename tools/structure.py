@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "nemo_rl"
 READING = ROOT / "docs" / "reading.md"
-CHECK_FUNCTION = re.compile(r"^_?(check|refuse|validate|require)|problems$|checks$")
+CHECK_FUNCTION = re.compile(r"^_?(check|refuse|validate_|require)|problems$|checks$")
 
 
 def module_name(path: Path) -> str:

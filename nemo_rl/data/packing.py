@@ -11,6 +11,7 @@ import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
@@ -95,6 +96,45 @@ class PackingAlgorithm(StrEnum):
         return next((member for member in cls if member.value == name), None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackingMetrics:
+    """How full the bins of one call of `pack` are, in tokens unless stated otherwise."""
+
+    num_sequences: int
+    num_bins: int
+    num_tokens: int
+    bin_capacity: int
+    fullest: int
+    emptiest: int
+
+    @classmethod
+    def of(cls, bins: Bins, lengths: Sequence[int], bin_capacity: int) -> PackingMetrics:
+        loads = [sum(lengths[i] for i in members) for members in bins]
+        return cls(
+            num_sequences=len(lengths),
+            num_bins=len(bins),
+            num_tokens=sum(loads),
+            bin_capacity=bin_capacity,
+            fullest=max(loads, default=0),
+            emptiest=min(loads, default=0),
+        )
+
+    @property
+    def utilization(self) -> float:
+        """The share of the capacity that holds tokens; 1.0 without bins."""
+        return self.num_tokens / (self.num_bins * self.bin_capacity) if self.num_bins else 1.0
+
+    @property
+    def waste(self) -> int:
+        """Capacity that holds no token."""
+        return self.num_bins * self.bin_capacity - self.num_tokens
+
+    @property
+    def balance(self) -> float:
+        """The emptiest bin over the fullest; 1.0 is even."""
+        return self.emptiest / self.fullest if self.fullest else 1.0
+
+
 class SequencePacker(ABC):
     """Packs sequences into bins. The number of bins is at least `min_bin_count` and a multiple of `bin_count_multiple`.
 
@@ -106,6 +146,7 @@ class SequencePacker(ABC):
         self,
         bin_capacity: int,
         *,
+        collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
         seed: int = 0,
@@ -118,6 +159,8 @@ class SequencePacker(ABC):
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it is at least 1")
         self.bin_capacity = bin_capacity
+        self.collect_metrics = collect_metrics
+        self.metrics: PackingMetrics | None = None  # of the last call of `pack`, with `collect_metrics`
         self.min_bin_count = min_bin_count or 0
         self.bin_count_multiple = bin_count_multiple or 1
         self.seed = seed
@@ -143,7 +186,10 @@ class SequencePacker(ABC):
                 f"{len(lengths)} sequences cannot fill {count} bins (min_bin_count={self.min_bin_count}, "
                 f"bin_count_multiple={self.bin_count_multiple})"
             )
-        return split_fullest(bins, lengths, count)
+        bins = split_fullest(bins, lengths, count)
+        if self.collect_metrics:
+            self.metrics = PackingMetrics.of(bins, lengths, self.bin_capacity)
+        return bins
 
     @abstractmethod
     def _pack(self, lengths: list[int]) -> Bins:
@@ -418,6 +464,7 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 def get_packer(
     algorithm: PackingAlgorithm | str,
     bin_capacity: int,
+    collect_metrics: bool = False,
     min_bin_count: int | None = None,
     bin_count_multiple: int | None = None,
     seed: int = 0,
@@ -425,6 +472,7 @@ def get_packer(
     """The packer of a name, which may be in any case. ValueError for an unknown name or a number below 1."""
     return PACKERS[PackingAlgorithm(algorithm)](
         bin_capacity,
+        collect_metrics=collect_metrics,
         min_bin_count=min_bin_count,
         bin_count_multiple=bin_count_multiple,
         seed=seed,

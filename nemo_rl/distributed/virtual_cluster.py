@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,12 +189,11 @@ class RayVirtualCluster:
                 )
             return self._bundles
         unified = spanning_nodes and self.node_count() > 1
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.shutdown)
             self._book(unified)
             self._bundles = self._locate(unified)
-        except BaseException:
-            self.shutdown()
-            raise
+            undo.pop_all()
         return self._bundles
 
     def take_seats(self, bundle_indices: Sequence[int], group: str) -> None:

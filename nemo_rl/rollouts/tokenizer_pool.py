@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -97,12 +98,11 @@ class TokenizerPool:
         self._builder = RayWorkerBuilder(WORKER, make, open_cache)
         self._bytes_of_stopped = 0
         self._cluster = RayVirtualCluster([num_workers], use_gpus=False, name="tokenizers")
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._cluster.shutdown)
             self._cluster.bundles()
             self._workers = start_groups(num_workers, self._start)
-        except BaseException:
-            self._cluster.shutdown()
-            raise
+            undo.pop_all()
 
     @property
     def controller_tensor_bytes(self) -> int:

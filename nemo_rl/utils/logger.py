@@ -11,7 +11,7 @@ import errno
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,6 +90,11 @@ class Logger:
         for backend in self._backends:
             backend.log_hyperparams(plain, text)
 
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        """Send a distribution to the backends that draw one; metrics.jsonl holds numbers only."""
+        for backend in self._backends:
+            backend.log_histogram(values, step, name)
+
     def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
         """Write one JSON object per line to `file_name` in the run folder."""
         path = self.run_dir / file_name
@@ -118,6 +123,11 @@ class _TensorBoard:
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._writer.add_text("config", "    " + text.replace("\n", "\n    "), 0)
 
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        import numpy as np
+
+        self._writer.add_histogram(name, np.asarray(values), step)
+
     def close(self) -> None:
         self._writer.close()
 
@@ -126,6 +136,7 @@ class _Wandb:
     def __init__(self, cfg: "WandbConfig", run_dir: Path) -> None:
         import wandb
 
+        self._histogram = wandb.Histogram
         self._run = wandb.init(
             project=cfg.project, name=cfg.name, entity=cfg.entity, mode=cfg.mode, dir=str(run_dir), reinit="create_new"
         )
@@ -135,6 +146,9 @@ class _Wandb:
 
     def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
         self._run.config.update(dict(params), allow_val_change=True)
+
+    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
+        self._run.log({name: self._histogram(list(values))}, step=step)
 
     def close(self) -> None:
         self._run.finish()

@@ -204,7 +204,7 @@ class RolloutTrainer(Trainer):
         num_tokens = sum(sample.length for sample in trained)
         self.record("train", {"num_failed_samples": num_failed, "total_num_tokens": num_tokens})
 
-        seconds = self.timer.get_timing_metrics()
+        seconds = self.timer.get_timing_metrics("sum")
         seconds["total_step_time"] = step_s = sum(seconds.values())
         num_training = run.training_cluster.num_workers
         valid_tokens = self.metrics["train/global_valid_toks"]

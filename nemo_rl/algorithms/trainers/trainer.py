@@ -225,7 +225,7 @@ class Trainer(ABC):
 
     def _log(self) -> None:
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
-        self.record("timing/train", self.timer.get_timing_metrics())
+        self.record("timing/train", self.timer.get_timing_metrics("sum"))
         self.timer.reset()
         metrics, self.metrics = self.metrics, {}
         self.tools.logger.log_metrics(metrics, self.state.total_steps)

@@ -11,6 +11,7 @@ import os
 import sqlite3
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ class TokenCache:
     def _connect(self) -> sqlite3.Connection:
         self._inode = self.path.stat().st_ino if self.path.exists() else 0
         connection = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-        try:
+        with ExitStack() as undo:
+            undo.callback(connection.close)
             # The rollback journal: the write-ahead log needs memory shared by all processes, and the folder may be on a
             # network. No waiting for the disk: lost rows are made again.
             connection.execute("PRAGMA synchronous = OFF")
@@ -137,9 +139,7 @@ class TokenCache:
                 connection.execute("CREATE TABLE IF NOT EXISTS rows (key BLOB PRIMARY KEY, value BLOB)")
                 connection.execute(f"PRAGMA user_version = {FORMAT_VERSION}")
                 connection.execute("COMMIT")
-        except BaseException:
-            connection.close()
-            raise
+            undo.pop_all()
         return connection
 
     def _put_aside(self, error: Exception) -> None:

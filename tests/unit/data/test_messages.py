@@ -9,7 +9,9 @@ from nemo_rl.data.chat import template as chat_template
 from nemo_rl.data.chat.messages import (
     ObservationRenderer,
     add_loss_mask_to_message_log,
+    batched_message_log_to_flat_message,
     get_formatted_message_log,
+    message_log_to_flat_messages,
 )
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE
@@ -341,3 +343,22 @@ def test_masks_follow_the_roles():
     for only_unmask_final, expected in ((False, [0, 0, 1, 1, 1]), (True, [0, 0, 0, 1, 1])):
         add_loss_mask_to_message_log([log], only_unmask_final=only_unmask_final)
         assert torch.cat([message["token_loss_mask"] for message in log]).tolist() == expected
+
+
+def test_flat_batches_are_right_padded_and_masked_by_role():
+    log = [
+        {"role": "user", "content": "a", "token_ids": torch.tensor([1, 2])},
+        {"role": "assistant", "content": "b", "token_ids": torch.tensor([3])},
+        {"role": "assistant", "content": "c", "token_ids": torch.tensor([4, 5])},
+    ]
+    short = [{"role": "user", "content": "d", "token_ids": torch.tensor([6])}]
+    add_loss_mask_to_message_log([log, short])
+    batch, lengths = batched_message_log_to_flat_message(
+        [log, short], {"token_ids": 9}, make_sequence_length_divisible_by=4
+    )
+    assert batch["token_ids"].tolist() == [[1, 2, 3, 4, 5, 9, 9, 9], [6, 9, 9, 9, 9, 9, 9, 9]]
+    assert batch["token_loss_mask"].tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0] * 8]
+    assert lengths.tolist() == [5, 1]
+    assert batch["content"] == [["a", "b", "c"], ["d"]]
+    add_loss_mask_to_message_log([log], only_unmask_final=True)
+    assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]

@@ -86,12 +86,12 @@ def test_every_sequence_is_in_one_bin_and_no_bin_is_empty_or_too_full(
     algorithm, capacity, min_bin_count, multiple, data
 ):
     lengths = data.draw(st.lists(st.integers(1, capacity), max_size=40))
-    packer = get_packer(algorithm, capacity, min_bin_count, multiple)
+    packer = get_packer(algorithm, capacity, True, min_bin_count, multiple)
     try:
         bins = packer.pack(lengths)
     except ValueError as error:
         assert "cannot fill" in str(error)
-        plain = len(get_packer(algorithm, capacity).pack(lengths))
+        plain = len(get_packer(algorithm, capacity, True, None, None).pack(lengths))
         fewest = max(min_bin_count or 0, optimum(lengths, capacity) if len(lengths) <= 8 else plain)
         assert fewest + (multiple or 1) > len(lengths), "there were enough sequences"
         return
@@ -99,6 +99,10 @@ def test_every_sequence_is_in_one_bin_and_no_bin_is_empty_or_too_full(
     assert all(0 < sum(lengths[i] for i in members) <= capacity for members in bins)
     assert len(bins) >= (min_bin_count or 0) and len(bins) % (multiple or 1) == 0
     assert packer.pack(lengths) == bins
+    metrics = packer.metrics
+    assert metrics is not None and metrics.num_bins == len(bins)
+    assert metrics.num_tokens == sum(lengths) == len(bins) * capacity - metrics.waste
+    assert metrics.utilization <= 1 and 0 < metrics.balance <= 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -165,11 +169,12 @@ def test_more_bins_come_from_splitting_the_fullest():
 @pytest.mark.parametrize("algorithm", [a for a in ALGORITHMS if a is not PackingAlgorithm.CONCATENATIVE])
 def test_a_hundred_thousand_sequences_fill_their_bins_in_a_moment(algorithm):
     lengths = long_tailed(100_000, 8192, seed=0)
-    packer = get_packer(algorithm, 8192)
+    packer = get_packer(algorithm, 8192, collect_metrics=True)
     started = time.process_time()
-    bins = packer.pack(lengths)
+    packer.pack(lengths)
     seconds = time.process_time() - started
-    assert sum(lengths) / (len(bins) * 8192) > (0.95 if algorithm is PackingAlgorithm.FIRST_FIT_SHUFFLE else 0.985)
+    assert packer.metrics is not None
+    assert packer.metrics.utilization > (0.95 if algorithm is PackingAlgorithm.FIRST_FIT_SHUFFLE else 0.985)
     assert seconds < 4, "0.3 s where nothing else runs; a quadratic search takes minutes"
 
 

@@ -79,11 +79,13 @@ def test_tensorboard_gets_every_number(tmp_path):
     logger.log_hyperparams({"seed": 1})
     for step in (1, 2):
         logger.log_metrics({"reward": step / 4}, step, "train")
+        logger.log_histogram([1.0, 2.0], step, "train/lengths")
         logger.finish_step(step)
     logger.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
+    assert events.Tags()["histograms"] == ["train/lengths"]
 
 
 def test_wandb_offline_writes_below_the_run(tmp_path):

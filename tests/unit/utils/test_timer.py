@@ -17,23 +17,55 @@ def test_measurements_add_up_by_label():
     for seconds in (1.0, 3.0):
         with timer.time("train"), timer.time("train/forward"):
             clock.now += seconds
-    with timer.time("refit"):
-        clock.now += 0.5
+    timer.start("refit")
+    clock.now += 0.5
+    assert timer.stop("refit") == 0.5
+    assert timer.get_elapsed("train") == [1.0, 3.0]
     assert timer.get_latest_elapsed("train") == 3.0
-    assert timer.get_timing_metrics() == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
+    assert timer.get_timing_metrics("sum") == {"train/forward": 4.0, "train": 4.0, "refit": 0.5}
+    assert timer.get_timing_metrics({"train": "max"}) == {"train/forward": 2.0, "train": 3.0, "refit": 0.5}
 
 
-def test_a_body_that_raises_is_measured():
+@pytest.mark.parametrize(
+    ("op", "value"), [("mean", 3.0), ("median", 2.0), ("min", 1.0), ("max", 6.0), ("sum", 9.0), ("count", 3.0)]
+)
+def test_reductions(op, value):
+    clock = FakeClock()
+    timer = Timer(clock)
+    for seconds in (1.0, 2.0, 6.0):
+        with timer.time("a"):
+            clock.now += seconds
+    assert timer.reduce("a", op) == value
+    with pytest.raises(ValueError, match="unknown reduction 'avg'"):
+        timer.reduce("a", "avg")
+
+
+def test_misuse_is_an_error():
+    timer = Timer()
+    timer.start("a")
+    with pytest.raises(ValueError, match="'a' is running already"):
+        timer.start("a")
+    timer.stop("a")
+    with pytest.raises(ValueError, match="'a' is not running"):
+        timer.stop("a")
+    with pytest.raises(KeyError, match="no measurement"):
+        timer.get_elapsed("b")
+
+
+def test_a_body_that_raises_is_measured_and_stopped():
     timer = Timer()
     with pytest.raises(RuntimeError), timer.time("a"):
         raise RuntimeError
-    assert list(timer.get_timing_metrics()) == ["a"]
+    assert len(timer.get_elapsed("a")) == 1
+    timer.start("a")
 
 
-def test_reset():
+def test_reset_of_one_label_and_of_all():
     timer = Timer()
     for label in ("a", "b"):
         with timer.time(label):
             pass
+    timer.reset("a")
+    assert list(timer.get_timing_metrics()) == ["b"]
     timer.reset()
     assert timer.get_timing_metrics() == {}

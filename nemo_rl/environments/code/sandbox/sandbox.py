@@ -19,6 +19,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -200,13 +201,12 @@ class SandboxPool(WorkerPool[Program, SandboxResult]):
         }
         self._servers = [_Server(os.path.join(self.directory, str(i)), limits, config) for i in range(num_workers)]
         super().__init__(self._servers)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             self._check({Guarantee(name) for name in allow_weaker})
             for started in [self._threads.submit(server.start) for server in self._servers]:
                 started.result()
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _check(self, allow_weaker: set[Guarantee]) -> None:
         broken = self.probe()

@@ -71,7 +71,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.transport = cast(Transport, self.config.backend)
+        self.transport: Transport = cast(Transport, self.config.backend)
         self._receiver: WeightReceiver | None = None
         self._why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
