@@ -62,6 +62,7 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
         if _has_variance(group):
             result[valid] = centred(rewards[valid], leave_one_out=cfg.use_leave_one_out_baseline)
             if cfg.normalize_rewards:
+                # n - 1: a group is a small sample, and division by n would underestimate its spread.
                 result[valid] /= rewards[valid].std(ddof=1) + cfg.eps
         advantages.append(result)
     return _result(groups, advantages)
@@ -83,6 +84,7 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
         if valid.any():
             result[valid] = centred(rewards[valid], leave_one_out=False) if cfg.minus_baseline else rewards[valid]
         raw.append(result)
+        # The loss sums over tokens, so a sample counts once for each of its loss tokens.
         weights.append(np.where(valid, np.asarray(group.num_loss_tokens, dtype=np.float64), 0.0))
     if kl_in_reward:
         return _result(groups, raw)
@@ -121,7 +123,7 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
         return 0.0, 0.0
     mean = float((weights * values).sum() / total)
     if values[counted].max() == values[counted].min():
-        return mean, 0.0
+        return mean, 0.0  # exact: the rounded mean may differ from the values
     return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
 
 

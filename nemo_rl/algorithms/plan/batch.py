@@ -267,6 +267,7 @@ def _share(
         parts = balance([batching.cost([sample]) for sample in samples], num_ranks)
         return [[[samples[i]] for i in part] for part in parts]
     assert isinstance(batching.logprobs, PackedTokens)
+    # Bins of the smaller budget fit into both passes, so a rank that gets whole bins can always run both.
     rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
     bins = _pack(samples, rule, bin_count_multiple=num_ranks * multiple)
     pieces = _even_out(samples, bins, rule, batching, group=num_ranks)
@@ -283,6 +284,8 @@ def _fill(
     ranks = [
         sorted((s for piece in share for s in piece), key=lambda s: (-s.longest, s.group, s.index)) for share in shares
     ]
+    # All ranks get one division into micro-batches, because they meet in collectives at each of them. The division fits
+    # every rank if it fits the longest of the k-th samples of all ranks, for each k.
     longest = [max(lap, key=lambda sample: sample.longest) for lap in zip(*ranks, strict=True)]
     sizes = rule.sizes(longest, multiple)
     ends = np.cumsum(sizes).tolist()
@@ -306,6 +309,7 @@ def _fill_packed(
         if count < num_pieces:
             lengths = [rule.tokens_of(sample) for sample in mine]
             micro_batches = _even_out(mine, split_fullest(own_bins, lengths, count), rule, batching)
+        # Costliest first: ranks meet at micro-batches of similar work, and memory runs out at the first one or never.
         filled.append(sorted(micro_batches, key=batching.cost, reverse=True))
     return filled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
@@ -10,6 +11,7 @@ from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests with `&` ignores SIGINT
     init_ray(log_dir=sys.argv[1])
     builder = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
     with (

@@ -15,9 +15,6 @@ from nemo_rl.models.policy.megatron.worker import uses_transformer_engine
 from tests.unit.policy.megatron.hf_models import CONFIGS
 from tests.unit.policy.steps import policy_config
 
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
-PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-
 
 def policy() -> PolicyConfig:
     megatron = MegatronConfig(enabled=True)
@@ -35,8 +32,6 @@ def configured(name: str, changes: dict[str, Any], *, use_transformer_engine: bo
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        ("llama", {"rope_parameters": DYNAMIC}, "rope_type='dynamic'.*rope_type to one of default, linear"),
-        ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.5.*partial_rotary_factor to 1"),
         ("qwen2-tied", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types: chunked_attention"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: noaux_tc .* needs greedy or group"),
         ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob: False .* needs true"),
