@@ -246,11 +246,11 @@ def exchange_as(rank: int, folder: str, bucket_bytes: int) -> None:
         shards[tensor] = values_of(model.metas[tensor], tensor).narrow(dim, lo, hi - lo)
     exchange = ShardExchange(plan.for_rank(rank), shards.__getitem__, torch.device("cpu"))
     layout = exchange.plan.layout
-    buffer = torch.zeros(layout.buffer_bytes, dtype=torch.uint8)
+    buffer = torch.zeros(NUM_HALVES * layout.bucket_bytes, dtype=torch.uint8)
     numbers = {meta.name: index for index, meta in enumerate(model.metas)}
     expected = [values_of(m, numbers[m.name]).view(-1).view(torch.uint8) for m in layout.tensors]
     seconds, differing = 0.0, 0
-    for bucket in range(exchange.num_buckets):
+    for bucket in range(len(exchange.plan.rounds)):
         begin = layout.half_offset(bucket)
         half = buffer[begin : begin + layout.bucket_bytes]
         dist.barrier()
@@ -265,7 +265,7 @@ def exchange_as(rank: int, folder: str, bucket_bytes: int) -> None:
     if rank == 0:
         moved = transferred_bytes(plan).sum()
         print(
-            f"exchanged over gloo by 4 processes: {len(model.metas)} tensors, {exchange.num_buckets} buckets, "
+            f"exchanged over gloo by 4 processes: {len(model.metas)} tensors, {len(exchange.plan.rounds)} buckets, "
             f"{counted[1] / 2**20:.0f} MiB into {NUM_HALVES} halves of {layout.bucket_bytes >> 10} KiB each, "
             f"{moved / 2**20:.0f} MiB of them in messages, {seconds:.2f} s; differing bytes: {int(counted[0])}",
             flush=True,

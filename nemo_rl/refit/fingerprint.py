@@ -23,7 +23,7 @@ _ODD = 0x9E3779B97F4A7C15
 def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
     """uint8 [N] -> int64 scalar on its device: the sum of 8-byte words, each times its own odd number, modulo 2^64.
 
-    An odd number is invertible modulo 2^64, so a change within one word always changes the sum; the factors differ by
+    An odd number is invertible modulo 2^64, so a change within one word always changes the sum. The factors differ by
     position, so exchanged words change it too. The last word is padded with zeros.
     """
     if data.data_ptr() % 8:
@@ -34,7 +34,8 @@ def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
     row_factor = 1
     for first in range(0, num_words, _WORDS_PER_ROW):
         part = words[first : first + _WORDS_PER_ROW]
-        total += (part * _odd_numbers(data.device)[: part.numel()]).sum() * _signed(row_factor)
+        signed_factor = row_factor - (row_factor >> 63 << 64)  # its bits as int64
+        total += (part * _odd_numbers(data.device)[: part.numel()]).sum() * signed_factor
         row_factor = row_factor * _ODD % (1 << 64)  # powers: products of a row's and a word's factor rarely repeat
     if data.numel() % 8:
         tail = torch.zeros(8, dtype=torch.uint8, device=data.device)
@@ -43,28 +44,17 @@ def word_fingerprint(data: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def word_values(fingerprints: Sequence[torch.Tensor]) -> list[int]:
-    """Fingerprints on a device -> unsigned numbers on the host. Waits for the device once."""
-    return [value % (1 << 64) for value in torch.stack(list(fingerprints)).tolist()] if fingerprints else []
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
+def fingerprints(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """uint8 [N] each -> int64 [number of parts] on their device, with the bits of the unsigned fingerprints."""
+    if parts and not parts[0].is_cpu:
+        return torch.stack([word_fingerprint(part) for part in parts])
+    values = [host_fingerprint(part.data_ptr(), part.numel()) for part in parts]
+    return torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
 
 
 @cache
 def _odd_numbers(device: torch.device) -> torch.Tensor:
     return torch.arange(1, 2 * _WORDS_PER_ROW, 2, dtype=torch.int64, device=device)
-
-
-def pack_fingerprints(values: Sequence[int]) -> bytes:
-    """Fingerprints as bytes, for a message."""
-    return np.array(values, dtype=np.uint64).tobytes()
-
-
-def unpack_fingerprints(blob: bytes) -> list[int]:
-    """Inverse of `pack_fingerprints`."""
-    return np.frombuffer(blob, dtype=np.uint64).tolist()
 
 
 def hash_and_copy(source: int, target: int, nbytes: int) -> int:

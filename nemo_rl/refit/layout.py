@@ -140,11 +140,6 @@ class PackLayout:
         return cls(tensors, capacity, tuple(tuple(bucket) for bucket in buckets))
 
     @property
-    def buffer_bytes(self) -> int:
-        """Bytes of the whole buffer: all halves."""
-        return NUM_HALVES * self.bucket_bytes
-
-    @property
     def weights(self) -> tuple[TensorMeta, ...]:
         """The tensors that are not adapters; they come first."""
         return tuple(meta for meta in self.tensors if meta.adapts is None)

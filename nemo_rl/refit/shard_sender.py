@@ -21,16 +21,10 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl.refit.buffers import host_key
-from nemo_rl.refit.fingerprint import host_fingerprint, word_fingerprint, word_values
-from nemo_rl.refit.layout import (
-    NUM_HALVES,
-    RefitError,
-    TensorMeta,
-)
+from nemo_rl.refit.fingerprint import fingerprints
+from nemo_rl.refit.layout import TensorMeta
 from nemo_rl.refit.shard_plan import TRAILER_BYTES, LocalShardPlan, Message, Move, Round, Shards, build_plan
 from nemo_rl.refit.transfer import Sender
-
-_WORD = 1 << 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +76,6 @@ class ShardSender(Sender):
         )
         local = {self._numbers[shard.name]: shard.local for shard in shards}
         self._exchange = ShardExchange(plan.for_rank(self._rank), lambda number: local[number](), device)
-        self._no_half = torch.empty(0, dtype=torch.uint8, device=device)
 
     def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
         """Exchange offers with all ranks. The holders of a tensor must agree on its dtype."""
@@ -106,30 +99,13 @@ class ShardSender(Sender):
             raise ValueError(f"no rank holds {len(missing)} of the tensors: {', '.join(missing[:10])}")
         return [TensorMeta(name, agreed[number], shape) for number, (name, shape) in enumerate(self._tensors)]
 
-    @torch.no_grad()
-    def pack(self, bucket: int) -> dict[str, Any]:
-        """See `Sender`; `gather_s` is the time of the exchange. Buckets may come in any order."""
-        started = time.perf_counter()
-        half, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
-        data = self._no_half
-        try:
-            if self._buffer is not None:
-                self._buffer.await_free(half)
-                data = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
-            before = time.perf_counter()
-            self._exchange.fill(bucket, data)
-            gather_s = time.perf_counter() - before
-            fingerprints = None
-            if self._buffer is not None:
-                parts = [data[p.offset : p.offset + p.nbytes] for p in self.layout.buckets[bucket]]
-                if data.is_cpu:
-                    fingerprints = [host_fingerprint(part.data_ptr(), part.numel()) for part in parts]
-                else:
-                    fingerprints = word_values([word_fingerprint(part) for part in parts])
-                self._buffer.filled(half, self.layout.used_bytes(bucket))
-        except (ConnectionError, ShardDamaged) as error:
-            raise RefitError(f"{self._transport}, bucket {bucket}: {error}") from error
-        return self._packed(bucket, started, gather_s, fingerprints)
+    def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Buckets may come in any order."""
+        before = time.perf_counter()
+        self._exchange.fill(bucket, half)
+        gather_s = time.perf_counter() - before
+        pieces = self.layout.buckets[bucket] if self._has_buffer else ()
+        return gather_s, fingerprints([half[piece.offset : piece.offset + piece.nbytes] for piece in pieces])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +118,12 @@ class _Offer:
     has_buffer: bool
 
 
-class ShardDamaged(RuntimeError):
+class ShardDamaged(ConnectionError):
     """A message is not what its source sent. The text names both ranks and the tensors in it."""
 
 
 class ShardExchange:
-    """Carries out a plan on one rank: `fill(bucket, half)` for every bucket, on every rank of the group.
+    """Carries out a plan on one rank: `fill(bucket, half)` for each of `plan.rounds`, on every rank of the group.
 
     `local(tensor)` returns this rank's shard of tensor number `tensor`, on `device`, strided or not. `group` numbers
     its members as the plan does (None: all ranks). Memory: `LocalShardPlan.send_bytes` and `receive_bytes`.
@@ -163,14 +139,8 @@ class ShardExchange:
         self.plan = plan
         self._local = local
         self._group = group
-        self._dtypes = {meta.dtype: meta.torch_dtype for meta in plan.tensors}
         self._sent = torch.zeros(plan.send_bytes, dtype=torch.uint8, device=device)
         self._received = torch.zeros(plan.receive_bytes, dtype=torch.uint8, device=device)
-
-    @property
-    def num_buckets(self) -> int:
-        """How often every rank must call `fill`; the rank's own buckets are the first of them."""
-        return len(self.plan.rounds)
 
     @torch.no_grad()
     def fill(self, bucket: int, half: torch.Tensor) -> None:
@@ -182,9 +152,8 @@ class ShardExchange:
         self.copy_within(bucket, half)
         for one in self.plan.rounds[bucket]:
             self.pack(one, self._sent)
-            arriving = self._received[: sum(message.nbytes for message in one.receives)]
-            leaving = self._sent[: sum(message.nbytes for message in one.sends)]
             sizes_in, sizes_out = self._sizes(one.receives), self._sizes(one.sends)
+            arriving, leaving = self._received[: sum(sizes_in)], self._sent[: sum(sizes_out)]
             dist.all_to_all_single(arriving, leaving, sizes_in, sizes_out, group=self._group)
             self.unpack(one, arriving, half)
 
@@ -199,16 +168,20 @@ class ShardExchange:
         for message in one.sends:
             data = into[begin : begin + message.nbytes]
             for move in message.moves:
-                source = self._source(move)
-                target = data[move.at : move.at + source.numel() * self._dtype(move).itemsize]
-                target.view(self._dtype(move)).view(source.shape).copy_(source)
-            _write_fingerprint(data)
+                source, dtype = self._source(move), self.plan.tensors[move.tensor].torch_dtype
+                target = data[move.at : move.at + source.numel() * dtype.itemsize]
+                target.view(dtype).view(source.shape).copy_(source)  # casts to the dtype that travels
+            data[-TRAILER_BYTES:].view(torch.int64)[0] = fingerprints([data[:-TRAILER_BYTES]])[0]
             begin += message.nbytes
 
     def unpack(self, one: Round, arrived: torch.Tensor, half: torch.Tensor) -> None:
         """Verify the messages of a round, which lie behind each other in `arrived`, and copy their slices to `half`."""
+        if not one.receives:
+            return
         messages = arrived.split([message.nbytes for message in one.receives])
-        for message, is_sound in zip(one.receives, _are_sound(messages), strict=True):
+        sent = torch.stack([data[-TRAILER_BYTES:].view(torch.int64)[0] for data in messages])
+        sound = fingerprints([data[:-TRAILER_BYTES] for data in messages]) == sent
+        for message, is_sound in zip(one.receives, sound.tolist(), strict=True):
             if not is_sound:
                 first, last = (self.plan.tensors[message.moves[end].tensor].name for end in (0, -1))
                 raise ShardDamaged(
@@ -222,13 +195,8 @@ class ShardExchange:
                 target.copy_(part.view(target.dtype).view(target.shape))
 
     def _sizes(self, messages: Sequence[Message]) -> list[int]:
-        sizes = [0] * self.plan.world_size
-        for message in messages:
-            sizes[message.peer] = message.nbytes
-        return sizes
-
-    def _dtype(self, move: Move) -> torch.dtype:
-        return self._dtypes[self.plan.tensors[move.tensor].dtype]
+        nbytes = {message.peer: message.nbytes for message in messages}
+        return [nbytes.get(peer, 0) for peer in range(self.plan.world_size)]
 
     def _source(self, move: Move) -> torch.Tensor:
         """The slice of this rank's shard."""
@@ -240,29 +208,6 @@ class ShardExchange:
 
     def _target(self, move: Move, half: torch.Tensor) -> torch.Tensor:
         """The slice's place in this rank's bucket."""
-        dtype = self._dtype(move)
+        dtype = self.plan.tensors[move.tensor].torch_dtype
         offset = (int(half.storage_offset()) + move.offset) // dtype.itemsize
         return half.view(dtype).as_strided(move.size, move.strides, offset)
-
-
-def _write_fingerprint(message: torch.Tensor) -> None:
-    payload, trailer = message[:-TRAILER_BYTES], message[-TRAILER_BYTES:].view(torch.int64)
-    if message.is_cpu:
-        value = host_fingerprint(payload.data_ptr(), payload.numel())
-        trailer[0] = value - _WORD if value >= _WORD // 2 else value
-    else:
-        trailer[0] = word_fingerprint(payload)
-
-
-def _are_sound(messages: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each message still has its fingerprint. Waits for a device once."""
-    if not messages:
-        return []
-    if messages[0].is_cpu:
-        return [
-            host_fingerprint(data.data_ptr(), data.numel() - TRAILER_BYTES)
-            == data[-TRAILER_BYTES:].view(torch.int64)[0].item() % _WORD
-            for data in messages
-        ]
-    equal = [word_fingerprint(d[:-TRAILER_BYTES]) == d[-TRAILER_BYTES:].view(torch.int64)[0] for d in messages]
-    return torch.stack(equal).tolist()

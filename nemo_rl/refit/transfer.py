@@ -11,25 +11,18 @@ receiver of the bytes it hands to the model.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
 from nemo_rl.refit.buffers import TransferBuffer, create_buffer
-from nemo_rl.refit.fingerprint import (
-    hash_and_copy,
-    host_fingerprint,
-    pack_fingerprints,
-    unpack_fingerprints,
-    word_fingerprint,
-    word_values,
-)
+from nemo_rl.refit.fingerprint import fingerprints, hash_and_copy, host_fingerprint, word_fingerprint
 from nemo_rl.refit.layout import (
     NUM_HALVES,
     ExportedTensor,
@@ -75,7 +68,8 @@ class Sender(ABC):
         self.layout = PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes))
         self._buffer: TransferBuffer | None = None
         if self._has_buffer:
-            self._buffer = create_buffer(transport, self.layout.buffer_bytes, device, rendezvous)
+            self._buffer = create_buffer(transport, NUM_HALVES * self.layout.bucket_bytes, device, rendezvous)
+        self._no_half = torch.empty(0, dtype=torch.uint8, device=device)
 
     @abstractmethod
     def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
@@ -90,10 +84,10 @@ class Sender(ABC):
             description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
         return description
 
-    @abstractmethod
+    @torch.no_grad()
     def pack(self, bucket: int) -> dict[str, Any]:
-        """Fill bucket number `bucket`. The receiver must have taken bucket - 2, which lay in the same half; a
-        collective waits for that itself.
+        """Fill bucket number `bucket` and send it. The receiver must have taken bucket - 2, which lay in the same half;
+        a collective waits for that itself.
 
         Returns:
             `gather_s` and `pack_s` in seconds; from ranks with a buffer `digest`, a hash of the fingerprints; from rank
@@ -102,15 +96,32 @@ class Sender(ABC):
         Raises:
             RefitError: an engine has left the collective, or a rank received damaged bytes from another rank.
         """
-
-    def _packed(self, bucket: int, started: float, gather_s: float, fingerprints: list[int] | None) -> dict[str, Any]:
-        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket, "gather_s": gather_s}
-        if fingerprints is not None:
-            blob = pack_fingerprints(fingerprints)
-            result["digest"] = xxhash.xxh3_64_hexdigest(blob)
-            if self._rank == 0:
-                result["fingerprints"] = blob
+        started = time.perf_counter()
+        result: dict[str, Any] = {"rank": self._rank, "bucket": bucket}
+        number, begin = bucket % NUM_HALVES, self.layout.half_offset(bucket)
+        try:
+            if self._buffer is None:
+                result["gather_s"], _ = self._fill(bucket, self._no_half)
+            else:
+                self._buffer.await_free(number)
+                half = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
+                result["gather_s"], words = self._fill(bucket, half)
+                # Reading the fingerprints waits for the copies into the half, which precede them in the stream.
+                blob = words.cpu().numpy().tobytes()
+                self._buffer.filled(number, self.layout.used_bytes(bucket))
+                result["digest"] = xxhash.xxh3_64_hexdigest(blob)
+                if self._rank == 0:
+                    result["fingerprints"] = blob
+        except ConnectionError as error:
+            raise RefitError(f"{self._transport}, {self.layout.describe(bucket)}: {error}") from error
         return result | {"pack_s": time.perf_counter() - started}
+
+    @abstractmethod
+    def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Write a bucket into `half` (uint8), which is empty on a rank without a buffer.
+
+        Returns the seconds of the exchange between ranks, and the fingerprints (int64, one per piece).
+        """
 
     def close(self) -> None:
         """Free the buffer."""
@@ -132,67 +143,37 @@ class WeightSender(Sender):
         self._dtypes = [meta.torch_dtype for meta in self.layout.tensors]
         self._next_bucket = 0
         self._current = torch.empty(0)  # the gathered tensor that is being packed
-        self._gather_s = 0.0
 
     def _describe_tensors(self, wire: torch.dtype) -> list[TensorMeta]:
         return [
             TensorMeta(w.name, str(w.wire_dtype(wire)).removeprefix("torch."), w.shape, w.adapts) for w in self._weights
         ]
 
-    @torch.no_grad()
-    def pack(self, bucket: int) -> dict[str, Any]:
-        """See `Sender`. Buckets come in order; bucket 0 or the first bucket of adapters begins a new sync."""
+    def _fill(self, bucket: int, half: torch.Tensor) -> tuple[float, torch.Tensor]:
+        """Buckets come in order; bucket 0 or the first bucket of adapters begins a new sync."""
         if bucket in (0, self.layout.num_base_buckets):
             self._next_bucket = bucket
         assert bucket == self._next_bucket, f"bucket {bucket} out of order, expected {self._next_bucket}"
         self._next_bucket += 1
-        self._gather_s, started = 0.0, time.perf_counter()
-        fingerprints = None
-        if self._buffer is not None:
-            fingerprints = self._fill(bucket, self._buffer)
-        else:
-            for piece in self.layout.buckets[bucket]:
-                self._gather(piece)
+        gather_s, values, words, address = 0.0, [], [], half.data_ptr()
+        for piece in self.layout.buckets[bucket]:
+            if piece.start == 0:  # the tensor is gathered once, even if it continues in the next buckets
+                before = time.perf_counter()
+                self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor])
+                gather_s += time.perf_counter() - before
+                assert self._current.shape == self.layout.tensors[piece.tensor].shape
+            if self._buffer is None:
+                continue
+            if half.is_cpu:
+                source = self._current.data_ptr() + piece.start
+                values.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
+            else:
+                part = self._current.view(-1).view(torch.uint8)[piece.start : piece.start + piece.nbytes]
+                half[piece.offset : piece.offset + piece.nbytes].copy_(part)
+                words.append(word_fingerprint(part))
         if bucket == len(self.layout.buckets) - 1:
             self._current = torch.empty(0)
-        return self._packed(bucket, started, self._gather_s, fingerprints)
-
-    def _gather(self, piece: Piece) -> None:
-        """Gather the tensor of `piece`, unless an earlier piece has done so."""
-        if piece.start > 0:
-            return
-        before = time.perf_counter()
-        self._current = self._weights[piece.tensor].gather(self._dtypes[piece.tensor])
-        self._gather_s += time.perf_counter() - before
-        assert self._current.shape == self.layout.tensors[piece.tensor].shape
-
-    def _fill(self, bucket: int, buffer: TransferBuffer) -> list[int]:
-        """Wait until the bucket's half is free, fill it and send it. Returns the fingerprints."""
-        half, pieces, begin = bucket % NUM_HALVES, self.layout.buckets[bucket], self.layout.half_offset(bucket)
-        fingerprints: list[int] = []
-        try:
-            buffer.await_free(half)
-            if buffer.bytes.is_cpu:
-                address = buffer.bytes.data_ptr() + begin
-                for piece in pieces:
-                    self._gather(piece)
-                    source = self._current.data_ptr() + piece.start
-                    fingerprints.append(hash_and_copy(source, address + piece.offset, piece.nbytes))
-            else:
-                words = [self._copy_on_device(piece, buffer.bytes, begin) for piece in pieces]
-                fingerprints = word_values(words)  # waits for the copies, which precede them in the stream
-            buffer.filled(half, self.layout.used_bytes(bucket))
-        except ConnectionError as error:
-            raise RefitError(f"{self._transport}, {self.layout.describe(bucket)}: {error}") from error
-        return fingerprints
-
-    def _copy_on_device(self, piece: Piece, buffer: torch.Tensor, begin: int) -> torch.Tensor:
-        self._gather(piece)
-        itemsize = self._dtypes[piece.tensor].itemsize
-        first, count = piece.start // itemsize, piece.nbytes // itemsize
-        source = self._current.view(-1)[first : first + count].view(torch.uint8)
-        buffer[begin + piece.offset : begin + piece.offset + piece.nbytes].copy_(source)
-        return word_fingerprint(source)
+        return gather_s, torch.stack(words) if words else torch.from_numpy(np.array(values, np.uint64).view(np.int64))
 
 
 # -- receiver
@@ -200,9 +181,9 @@ class WeightSender(Sender):
 LoadFn = Callable[[list[tuple[str, torch.Tensor]]], None]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """A piece to receive: its bytes in the buffer and the flat copies (source byte, byte count, target) to perform.
+    """A piece to receive: its bytes in the buffer, and the flat copies (from, to) to perform.
 
     `copies` is None if the whole tensor is needed first. `target` is the host address that the whole piece is copied
     to; 0 if there is no such address.
@@ -210,24 +191,14 @@ class _Job:
 
     piece: Piece
     data: torch.Tensor
-    copies: list[tuple[int, int, torch.Tensor]] | None
-    source: int = field(init=False)
-    target: int = field(init=False)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    target: int = 0
 
-    def __post_init__(self) -> None:
-        self.source, self.target = self.data.data_ptr(), 0
-        if self.data.is_cpu and self.copies is not None and len(self.copies) == 1:
-            first, nbytes, target = self.copies[0]
-            if (first, nbytes) == (0, self.piece.nbytes):
-                self.target = target.data_ptr()
-
-    def copy(self) -> None:
-        """Perform `copies`."""
-        for first, nbytes, target in self.copies or []:
-            if self.data.is_cpu:
-                ctypes.memmove(target.data_ptr(), self.source + first, nbytes)
-            else:
-                target.copy_(self.data[first : first + nbytes])
+    def take_on_host(self) -> int:
+        """Fingerprint of the piece, which is copied in the same pass if it has a `target`."""
+        if self.target:
+            return hash_and_copy(self.data.data_ptr(), self.target, self.piece.nbytes)
+        return host_fingerprint(self.data.data_ptr(), self.piece.nbytes)
 
 
 class WeightReceiver:
@@ -249,7 +220,7 @@ class WeightReceiver:
         self._load: LoadFn | None = None
         self._jobs: dict[int, list[_Job]] = {}
         self._received: set[int] = set()
-        self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes so far, how many are missing)
+        self._assembly: dict[int, tuple[torch.Tensor, int]] = {}  # tensor -> (its bytes, how many have arrived)
         self._version = -1
         self._base: dict[int, list[torch.Tensor]] = {}  # adapted weight -> values without adapter, in host memory
         self._half_adapters: dict[int, tuple[int, torch.Tensor]] = {}  # weight -> (tensor, values) of A or B alone
@@ -268,7 +239,7 @@ class WeightReceiver:
         self._half_adapters.clear()
         self._expected.clear()
 
-    def receive(self, bucket: int, fingerprints: bytes) -> None:
+    def receive(self, bucket: int, fingerprints_sent: bytes) -> None:
         """Take one bucket: in any order, each once, but weights before adapters.
 
         RefitError with the name of the first tensor whose bytes differ, or if the policy has left the collective.
@@ -279,21 +250,27 @@ class WeightReceiver:
             self._base.clear()
         if bucket not in self._jobs:
             self._jobs[bucket] = [self._job(bucket, piece) for piece in self.layout.buckets[bucket]]
-        jobs, expected = self._jobs[bucket], unpack_fingerprints(fingerprints)
+        jobs, expected = self._jobs[bucket], np.frombuffer(fingerprints_sent, dtype=np.uint64).tolist()
         if len(expected) != len(jobs):
             raise RefitError(f"{self._where(bucket)}: {len(expected)} fingerprints for {len(jobs)} pieces")
         whole: list[tuple[str, torch.Tensor]] = []
         if self._buffer.bytes.is_cpu:
-            found: Iterable[int] = map(self._take_on_host, jobs)  # lazy: each piece is verified before the next
+            found: Iterable[int] = map(_Job.take_on_host, jobs)  # lazy: each piece is verified before the next
         else:
-            found = word_values([word_fingerprint(job.data) for job in jobs])
+            found = fingerprints([job.data for job in jobs]).cpu().numpy().view(np.uint64).tolist()
         for job, digest, value in zip(jobs, found, expected, strict=True):
             if digest != value:
-                self._refuse(digest, value, job, bucket)
-            if not job.target:
-                job.copy()
-                if job.copies is None:
-                    self._collect(job, whole)
+                meta, piece = self.layout.tensors[job.piece.tensor], job.piece
+                part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
+                raise RefitError(
+                    f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
+                    f"fingerprint {digest:016x}, expected {value:016x}"
+                )
+            if job.copies is None:
+                self._collect(job, whole)
+            elif not job.target:
+                for source, target in job.copies:
+                    target.copy_(source)
         if self._load is not None and whole:
             self._load(whole)
         self._received.add(bucket)
@@ -336,57 +313,40 @@ class WeightReceiver:
         meta = self.layout.tensors[piece.tensor]
         dtype = meta.torch_dtype
         if self._targets is None or meta.adapts or not all(s.is_flat(dtype) for s in self._targets[piece.tensor]):
-            return _Job(piece, source, None)
+            return _Job(piece, source)
         copies = []
         for segment in self._targets[piece.tensor]:
             start = segment.offset * dtype.itemsize
             first, last = max(start, piece.start), min(start + segment.target.nbytes, piece.start + piece.nbytes)
             if first < last:
                 target = segment.target.view(-1).view(torch.uint8)[first - start : last - start]
-                copies.append((first - piece.start, last - first, target))
-        return _Job(piece, source, copies)
-
-    @staticmethod
-    def _take_on_host(job: _Job) -> int:
-        """Fingerprint of a piece, which is copied in the same pass if it has a `target`."""
-        if job.target:
-            return hash_and_copy(job.source, job.target, job.piece.nbytes)
-        return host_fingerprint(job.source, job.piece.nbytes)
-
-    def _refuse(self, found: int, expected: int, job: _Job, bucket: int) -> None:
-        meta, piece = self.layout.tensors[job.piece.tensor], job.piece
-        part = "" if piece.nbytes == meta.nbytes else f" (bytes {piece.start} to {piece.start + piece.nbytes})"
-        raise RefitError(
-            f"{self._where(bucket)}: tensor {meta.name!r}{part} is not what the policy sent: "
-            f"fingerprint {found:016x}, expected {expected:016x}"
-        )
+                copies.append((source[first - piece.start : last - piece.start], target))
+        at_once = source.is_cpu and len(copies) == 1 and copies[0][0].numel() == piece.nbytes
+        return _Job(piece, source, copies, copies[0][1].data_ptr() if at_once else 0)
 
     def _collect(self, job: _Job, whole: list[tuple[str, torch.Tensor]]) -> None:
         """Assemble a tensor that is needed whole; with its last piece, add it to `whole` or copy it to its targets."""
-        piece = job.piece
+        piece, data = job.piece, job.data
         meta = self.layout.tensors[piece.tensor]
-        data, must_copy = job.data, self._load is not None
         if piece.nbytes < meta.nbytes:
             if piece.tensor not in self._assembly:
-                fresh = torch.empty(meta.nbytes, dtype=torch.uint8, device=job.data.device)
-                self._assembly[piece.tensor] = (fresh, meta.nbytes)
-            data, missing = self._assembly[piece.tensor]
+                self._assembly[piece.tensor] = (torch.empty(meta.nbytes, dtype=torch.uint8, device=data.device), 0)
+            data, arrived = self._assembly.pop(piece.tensor)
             data[piece.start : piece.start + piece.nbytes].copy_(job.data)
-            self._assembly[piece.tensor] = (data, missing - piece.nbytes)
-            if missing > piece.nbytes:
+            if arrived + piece.nbytes < meta.nbytes:
+                self._assembly[piece.tensor] = (data, arrived + piece.nbytes)
                 return
-            del self._assembly[piece.tensor]
-            must_copy = False
-        tensor = (data.clone() if must_copy else data).view(meta.torch_dtype)
+        elif self._load is not None:
+            data = data.clone()  # the model may keep it, and the half is filled again
+        tensor = data.view(meta.torch_dtype)
         if self._targets is None:
             whole.append((meta.name, tensor.view(meta.shape)))
-            return
-        if meta.adapts is not None:
+        elif meta.adapts is not None:
             self._add_adapter(self._weights[meta.adapts], piece.tensor, tensor.view(meta.shape))
-            return
-        for segment in self._targets[piece.tensor]:
-            offset = tensor.storage_offset() + segment.offset
-            segment.target.copy_(tensor.as_strided(segment.size, segment.stride, offset))
+        else:
+            for segment in self._targets[piece.tensor]:
+                offset = tensor.storage_offset() + segment.offset
+                segment.target.copy_(tensor.as_strided(segment.size, segment.stride, offset))
 
     @torch.no_grad()
     def _add_adapter(self, weight: int, tensor: int, values: torch.Tensor) -> None:

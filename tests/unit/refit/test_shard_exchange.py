@@ -76,11 +76,11 @@ def fill_all(rank: int, world_size: int, seed: int, bucket_bytes: int) -> int:
     held = case.shards(rank)
     exchange = ShardExchange(case.plan(bucket_bytes, 4096).for_rank(rank), held.__getitem__, torch.device("cpu"))
     layout, checked = exchange.plan.layout, 0
-    buffer = torch.full((layout.buffer_bytes,), 255, dtype=torch.uint8)
+    buffer = torch.full((2 * layout.bucket_bytes,), 255, dtype=torch.uint8)
     for case.version in (1, 2):
         held.update(case.shards(rank))
         wanted = case.wanted_bytes(rank)
-        for bucket in range(exchange.num_buckets):
+        for bucket in range(len(exchange.plan.rounds)):
             half = buffer[layout.half_offset(bucket) :][: layout.bucket_bytes]
             exchange.fill(bucket, half)
             checked += assert_bucket(wanted, exchange, bucket, half)
@@ -103,7 +103,7 @@ def in_a_group(rank: int, world_size: int) -> list[int]:
         case.plan(512).for_rank(member), case.shards(member).__getitem__, torch.device("cpu"), group
     )
     counts, wanted = [], case.wanted_bytes(member)
-    for bucket in range(exchange.num_buckets):
+    for bucket in range(len(exchange.plan.rounds)):
         half = torch.zeros(exchange.plan.layout.bucket_bytes, dtype=torch.uint8)
         exchange.fill(bucket, half)
         counts.append(assert_bucket(wanted, exchange, bucket, half))
