@@ -14,7 +14,7 @@ import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt, step_each
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.registry import new_environment
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.types import LLMMessageLogType
@@ -37,12 +37,8 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
     """
 
     def __init__(self, cfg: CompositeEnvironmentConfig | Mapping[str, Any]) -> None:
-        """The sections that parts name are in `cfg.sections`.
-
-        Raises:
-            ValueError: a section is missing or a composite itself, a function does not exist or takes other arguments.
-        """
-        self.cfg = cfg if isinstance(cfg, CompositeEnvironmentConfig) else CompositeEnvironmentConfig(**cfg)
+        """The sections that parts name are in `cfg.sections`. ValueError for a part that does not exist."""
+        self.cfg = CompositeEnvironmentConfig.model_validate(cfg)
         self.parts = self.cfg.reward_functions
         self.functions: dict[str, Any] = {}
         self.environments: dict[str, EnvironmentInterface[Any]] = {}
@@ -54,71 +50,54 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
                 self.environments[part.name] = new_environment(part.env, self.cfg.sections[part.env])
             else:
                 raise ValueError(f"reward_functions: {part.name!r} names env.{part.env}, and there is no such section")
-        self._functions_pool = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="reward")
-        self._environment_thread = ThreadPoolExecutor(1, thread_name_prefix="environment")  # as in an actor
+        self._threads = ThreadPoolExecutor(self.cfg.num_workers, thread_name_prefix="reward")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="environment")  # of all environments, as in an actor
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """One turn, then the episode is over. Errors of the parts are in `failures`."""
         calls = {
-            part.name: [self._call(part, log, known) for log, known in zip(message_log_batch, metadata, strict=True)]
+            part.name: [
+                self._threads.submit(self.functions[part.name], *copy.deepcopy((log, known)), **part.kwargs)
+                for log, known in zip(message_log_batch, metadata, strict=True)
+            ]
             for part in self.parts
             if part.env is None
         }
         steps = {
             part.name: step_each(
-                self.environments[part.name],
-                message_log_batch,
-                metadata,
-                name=part.env,
-                executor=self._environment_thread,
+                self.environments[part.name], message_log_batch, metadata, name=part.env, executor=self._thread
             )
             for part in self.parts
             if part.env is not None
         }
-        rewards: list[float] = []
-        failures: list[str | None] = []
-        answers: list[str | None] = []
-        metrics: list[Mapping[str, float]] = []
-        texts: list[str] = []
+        texts, rewards, answers, failures, metrics = [], [], [], [], []
         for i, log in enumerate(message_log_batch):
-            values: dict[str, float] = {}
-            problems: list[str] = []
-            answer, own_metrics = None, {}
-            for part in self.parts:
-                if part.env is None:
-                    value = _result(part.name, calls[part.name][i], log)
-                else:
-                    step = steps[part.name][i]
-                    value = _reward(part, step, log)
-                    if isinstance(step, EnvironmentStep) and step.terminated:
-                        answer = step.answer if answer is None else answer
-                        own_metrics |= {f"{part.name}/{name}": number for name, number in step.metrics.items()}
-                if isinstance(value, str):
-                    problems.append(value)
-                else:
-                    values[part.name] = value
-            reward = 0.0 if problems else combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
+            found = {
+                part.name: _result(part.name, calls[part.name][i], log)
+                if part.env is None
+                else _reward(part, steps[part.name][i], log)
+                for part in self.parts
+            }
+            values = {name: value for name, value in found.items() if not isinstance(value, str)}
+            problems = [value for value in found.values() if isinstance(value, str)]
+            ended = {
+                name: step
+                for name, of_part in steps.items()
+                if isinstance(step := of_part[i], EnvironmentStep) and step.terminated
+            }
+            own = {f"{name}/{key}": value for name, step in ended.items() for key, value in step.metrics.items()}
             texts.append(", ".join(f"{name} {value:.4g}" for name, value in values.items()))
-            rewards.append(reward)  # of a failed conversation 0.0, a placeholder
+            # The reward of a failed conversation is a placeholder.
+            rewards.append(
+                0.0 if problems else combine(values, self.parts, normalize_weights=self.cfg.normalize_weights)
+            )
+            answers.append(next((step.answer for step in ended.values() if step.answer is not None), None))
             failures.append("; ".join(problems) or None)
-            answers.append(answer)
-            metrics.append({**values, **own_metrics})
-        return one_turn(
-            texts,
-            metadata,
-            torch.tensor(rewards, dtype=torch.float64),
-            answers=answers,
-            failures=failures,
-            metrics=metrics,
-        )
+            metrics.append(values | own)
+        scores = torch.tensor(rewards, dtype=torch.float64)
+        return one_turn(texts, metadata, scores, answers=answers, failures=failures, metrics=metrics)
 
-    def _call(self, part: RewardFunctionConfig, log: LLMMessageLogType, metadata: Any) -> Future[Any]:
-        messages = [dict(message) for message in log]
-        return self._functions_pool.submit(self.functions[part.name], messages, copy.deepcopy(metadata), **part.kwargs)
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """`<part>/<metric>` of the environments among the parts, over a batch with the samples' `metrics` (list of B).
 
         Each environment sees its own rewards and metrics.
@@ -127,29 +106,27 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         for name, environment in self.environments.items():
             if not all(name in sample for sample in batch["metrics"]):  # samples of a checkpoint without metrics
                 continue
-            rewards = torch.tensor([sample[name] for sample in batch["metrics"]])
             prefix = f"{name}/"
-            own_metrics = [
-                {key.removeprefix(prefix): value for key, value in sample.items() if key.startswith(prefix)}
-                for sample in batch["metrics"]
-            ]
-            own = BatchedDataDict({**batch, "rewards": rewards, "metrics": own_metrics})
-            _, metrics = environment.global_post_process_and_metrics(own)
-            found.update({f"{name}/{metric}": value for metric, value in metrics.items()})
+            own = {
+                "rewards": torch.tensor([sample[name] for sample in batch["metrics"]]),
+                "metrics": [
+                    {key.removeprefix(prefix): value for key, value in sample.items() if key.startswith(prefix)}
+                    for sample in batch["metrics"]
+                ],
+            }
+            _, metrics = environment.global_post_process_and_metrics(BatchedDataDict({**batch, **own}))
+            found |= {f"{prefix}{metric}": value for metric, value in metrics.items()}
         return batch, found
 
 
 def _result(part: str, future: Future[Any], log: LLMMessageLogType) -> float | str:
     """The value of a reward function, or the reason why there is none."""
-    error = future.exception()
-    if error is not None:
+    if error := future.exception():
         return f"reward {part!r} raised {error!r} {excerpt(log)}"
     value = future.result()
     if not isinstance(value, Real):
         return f"reward {part!r} returned a {type(value).__name__}, not a number, {excerpt(log)}"
-    if not math.isfinite(value):
-        return f"reward {part!r} returned {float(value)} {excerpt(log)}"
-    return float(value)
+    return float(value) if math.isfinite(value) else f"reward {part!r} returned {float(value)} {excerpt(log)}"
 
 
 def _reward(part: RewardFunctionConfig, step: Outcome, log: LLMMessageLogType) -> float | str:

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import random
-from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+
+from nemo_rl.environments.config import LLMJudgeEnvironmentConfig, RemoteEnvironmentConfig
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_BACKOFF_S = 30.0
@@ -30,44 +31,33 @@ class _TryAgain(Exception):
     """(problem, seconds that the server wants to wait)"""
 
 
-def bearer(variable: str | None, key: str) -> dict[str, str]:
-    """The header with the token of an environment variable; no header without a variable.
-
-    Raises:
-        ValueError: when the variable, which `key` of the configuration names, is empty or not set.
-    """
-    if variable is None:
-        return {}
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise ValueError(f"{key}: the environment variable {variable} is not set; export it before the run starts")
-    return {"Authorization": f"Bearer {token}"}
-
-
-@dataclass(kw_only=True)
 class JsonClient:
-    """How requests are sent: the token, the time limit of an attempt, the number of retries, the pause between them."""
+    """Sends requests with the token, the time limit of an attempt, and the retries of a section.
 
-    token_variable: str | None  # environment variable
-    token_key: str  # of the configuration, for error messages
-    timeout_s: float
-    max_retries: int
-    backoff_s: float  # before the second attempt; doubled each time up to MAX_BACKOFF_S, with 50% of jitter
-    retry_statuses: frozenset[int] = BUSY
-    headers: dict[str, str] = field(init=False)
+    The pause before the second attempt is `backoff_s`; it doubles each time up to MAX_BACKOFF_S, with 50% of jitter.
+    """
 
-    def __post_init__(self) -> None:
-        self.headers = bearer(self.token_variable, self.token_key)
+    def __init__(
+        self,
+        cfg: LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig,
+        token_key: str,
+        retry_statuses: frozenset[int] = BUSY,
+    ) -> None:
+        """`token_key` is the key of the environment variable with the token. ValueError when the variable is empty."""
+        variable = getattr(cfg, token_key)
+        self.token = "" if variable is None else os.environ.get(variable, "").strip()
+        if variable is not None and not self.token:
+            raise ValueError(
+                f"{token_key}: the environment variable {variable} is not set; export it before the run starts"
+            )
+        self.cfg, self.retry_statuses = cfg, retry_statuses
 
     async def request(self, session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> tuple[Any, int]:
         """The server's answer, and the number of retries. `body` is JSON; None sends none.
 
         The request is sent again if there is no connection, it breaks, no answer comes in time, the answer is not JSON,
         or its status is one of `retry_statuses`. Any other status than 200 fails immediately. Redirects are not
-        followed: they would carry the token elsewhere.
-
-        Raises:
-            HttpFailure: naming the URL and the last problem.
+        followed: they would carry the token elsewhere. HttpFailure names the URL and the last problem.
         """
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
         attempt = 0
@@ -75,16 +65,18 @@ class JsonClient:
             try:
                 return await self._attempt(session, method, url, data), attempt
             except _TryAgain as error:
-                if attempt == self.max_retries:
+                if attempt == self.cfg.max_retries:
                     times = "once" if attempt == 0 else f"{attempt + 1} times"
                     raise HttpFailure(f"{method} {url}: {error.args[0]} (tried {times})") from error
-                pause = min(MAX_BACKOFF_S, self.backoff_s * 2**attempt) * random.uniform(0.5, 1.5)
+                pause = min(MAX_BACKOFF_S, self.cfg.backoff_s * 2**attempt) * random.uniform(0.5, 1.5)
                 await asyncio.sleep(max(pause, min(MAX_BACKOFF_S, error.args[1])))
             attempt += 1
 
     async def _attempt(self, session: aiohttp.ClientSession, method: str, url: str, data: bytes | None) -> Any:
-        headers = self.headers | ({"Content-Type": "application/json"} if data is not None else {})
-        limit = aiohttp.ClientTimeout(total=self.timeout_s)
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        limit = aiohttp.ClientTimeout(total=self.cfg.timeout_s)
         raw = bytearray()
         try:
             async with session.request(
@@ -96,7 +88,7 @@ class JsonClient:
                         raise FinalHttpFailure(f"{url}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
                 status, wait = response.status, response.headers.get("Retry-After", "")
         except TimeoutError:
-            raise _TryAgain(f"no answer within {self.timeout_s:g} s", 0.0) from None
+            raise _TryAgain(f"no answer within {self.cfg.timeout_s:g} s", 0.0) from None
         except aiohttp.InvalidURL as error:
             raise FinalHttpFailure(f"{method} {url}: this is no URL") from error
         except aiohttp.ClientError as error:
@@ -114,5 +106,4 @@ class JsonClient:
     def _quoted(self, raw: bytearray) -> str:
         """The beginning of an answer for an error message, without the token, which some servers repeat."""
         text = raw.decode(errors="replace")
-        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        return repr((text.replace(token, "***") if token else text)[:MAX_QUOTED])
+        return repr((text.replace(self.token, "***") if self.token else text)[:MAX_QUOTED])

@@ -12,6 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.types import LLMMessageLogType
 
 MetadataT = TypeVar("MetadataT")
+FinishedSamples = BatchedDataDict[Any]
 
 
 class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
@@ -44,9 +45,7 @@ class EnvironmentInterface(ABC, Generic[MetadataT]):
         """
 
     @abstractmethod
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Corrections and metrics over the finished samples of a step, beside the means of `metrics` of `step`."""
 
 

@@ -20,11 +20,10 @@ import xxhash
 from jinja2.exceptions import TemplateError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import excerpt
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
 from nemo_rl.environments.http_client import BUSY, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns, response_text
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fill, find_score
@@ -33,15 +32,6 @@ logger = logging.getLogger(__name__)
 
 SERVER_ERRORS = BUSY | {500, 529}  # a question has no side effects: it may be sent again after any of them
 COUNTS = ("num_replies_without_score", "num_request_retries", "num_failed")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """One prompt for the judge."""
-
-    prompt: str
-    temperature: float
-    seed: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +44,24 @@ class Reply:
     num_retries: int = 0
 
 
-@dataclass(frozen=True)
-class JudgeFailure:
-    """Why there is no reply to a question."""
+@dataclass
+class Vote:
+    """One score of one answer. The judge is asked until there is one."""
 
-    reason: str
+    prompt: str
+    number: int = 0
+    seed: int | None = None  # of the next reply
+    score: float | None = None
+    failure: str | None = None
+    replies: list[Reply] = field(default_factory=list)
 
 
 class Judge(Protocol):
     """A model that replies to questions."""
 
-    def ask(self, questions: Sequence[Question], time_limit_s: float) -> list[Reply | JudgeFailure]:
-        """The replies in the order of the questions. Questions without a reply after `time_limit_s` have failed."""
+    def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
+        """A reply to the prompt of each vote, or the reason why there is none, e.g. that `time_limit_s` is over."""
         ...
-
-
-@dataclass
-class _Vote:
-    """One score of one answer. The question is repeated until there is one."""
-
-    prompt: str
-    number: int
-    score: float | None = None
-    failure: str | None = None
-    replies: list[Reply] = field(default_factory=list)
 
 
 class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
@@ -92,7 +76,7 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
 
     def __init__(self, cfg: LLMJudgeEnvironmentConfig | Mapping[str, Any], judge: Judge | None = None) -> None:
         """ValueError when the judge's model cannot be loaded, or the key of its server is not set."""
-        self.cfg = cfg if isinstance(cfg, LLMJudgeEnvironmentConfig) else LLMJudgeEnvironmentConfig(**cfg)
+        self.cfg = LLMJudgeEnvironmentConfig.model_validate(cfg)
         file = self.cfg.prompt_file
         self.template = DEFAULT_TEMPLATE if file is None else Path(file).read_text(encoding="utf-8")
         if judge is None:
@@ -105,14 +89,14 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
     ) -> EnvironmentReturn[dict[str, Any]]:
         """One turn, then the episode is over."""
         failures: list[str | None] = [None] * len(metadata)
-        votes: list[list[_Vote]] = [[] for _ in metadata]
+        votes: list[list[Vote]] = [[] for _ in metadata]
         for i, (log, known) in enumerate(zip(message_log_batch, metadata, strict=True)):
             try:
                 prompt = self._prompt(log, known)
             except ValueError as error:
                 failures[i] = str(error)
             else:
-                votes[i] = [_Vote(prompt, number) for number in range(self.cfg.num_votes)]
+                votes[i] = [Vote(prompt, number) for number in range(self.cfg.num_votes)]
         self._score([vote for of_sample in votes for vote in of_sample])
         rewards = [0.0] * len(metadata)  # of a failed answer 0.0 is a placeholder
         metrics: list[Mapping[str, float] | None] = [None] * len(metadata)
@@ -121,8 +105,15 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
             if failed is not None:
                 failures[i] = f"{failed} ({excerpt(message_log_batch[i])})"
             elif of_sample:
-                metrics[i] = found = _metrics(of_sample)
-                rewards[i] = found["score"]
+                scores = [vote.score for vote in of_sample if vote.score is not None]
+                replies = [reply for vote in of_sample for reply in vote.replies]
+                rewards[i] = sum(scores) / len(scores)
+                metrics[i] = {
+                    "score": rewards[i],
+                    "seconds_per_reply": sum(reply.seconds for reply in replies) / len(replies),
+                    "tokens": float(sum(reply.tokens for reply in replies)),
+                    **({"spread_of_votes": max(scores) - min(scores)} if len(scores) > 1 else {}),
+                }
         self.counts["num_failed"] += sum(failure is not None for failure in failures)
         texts = [f"score {reward:.4f}" for reward in rewards]
         return one_turn(texts, metadata, torch.tensor(rewards, dtype=torch.float64), failures=failures, metrics=metrics)
@@ -135,28 +126,23 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
             question = said[0]["content"]
         else:
             question = "\n".join(f"{message['role']}: {message['content']}" for message in said)
-        return fill(
-            self.template,
-            question=question,
-            answer=response_text(turns),
-            reference=None if reference is None else str(reference),
-        )
+        reference = None if reference is None else str(reference)
+        return fill(self.template, question=question, answer=response_text(turns), reference=reference)
 
-    def _score(self, votes: Sequence[_Vote]) -> None:
+    def _score(self, waiting: list[Vote]) -> None:
         """Ask until every vote has a score or has failed."""
         deadline = time.monotonic() + self.cfg.time_limit_s
         temperature = self.cfg.temperature
-        waiting = list(votes)
         for attempt in range(self.cfg.max_score_retries + 1):
             if not waiting:
                 return
-            questions = [
-                Question(prompt=vote.prompt, temperature=temperature, seed=self._seed(vote, attempt))
-                for vote in waiting
-            ]
-            for vote, reply in zip(waiting, self.judge.ask(questions, deadline - time.monotonic()), strict=True):
-                if isinstance(reply, JudgeFailure):
-                    vote.failure = reply.reason
+            for vote in waiting:
+                text = f"{self.cfg.seed}/{vote.number}/{attempt}/{vote.prompt}".encode(errors="surrogatepass")
+                vote.seed = None if self.cfg.seed is None else xxhash.xxh32_intdigest(text) >> 1
+            replies = self.judge.ask(waiting, temperature, deadline - time.monotonic())
+            for vote, reply in zip(waiting, replies, strict=True):
+                if isinstance(reply, str):
+                    vote.failure = reply
                     continue
                 vote.replies.append(reply)
                 self.counts["num_request_retries"] += reply.num_retries
@@ -173,30 +159,11 @@ class LLMJudgeEnvironment(EnvironmentInterface[dict[str, Any]]):
                 f"the judge, the last of them {vote.replies[-1].text[-200:]!r}"
             )
 
-    def _seed(self, vote: _Vote, attempt: int) -> int | None:
-        if self.cfg.seed is None:
-            return None
-        text = f"{self.cfg.seed}/{vote.number}/{attempt}/{vote.prompt}"
-        return xxhash.xxh32_intdigest(text.encode(errors="surrogatepass")) >> 1
-
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Counts since the last call; `num_failed` are answers without a reward."""
         counts = {name: float(self.counts[name]) for name in COUNTS}
         self.counts.clear()
         return batch, counts
-
-
-def _metrics(votes: Sequence[_Vote]) -> dict[str, float]:
-    scores = [vote.score for vote in votes if vote.score is not None]
-    replies = [reply for vote in votes for reply in vote.replies]
-    found = {
-        "score": sum(scores) / len(scores),
-        "seconds_per_reply": sum(reply.seconds for reply in replies) / len(replies),
-        "tokens": float(sum(reply.tokens for reply in replies)),
-    }
-    return found | ({"spread_of_votes": max(scores) - min(scores)} if len(votes) > 1 else {})
 
 
 class ServerJudge:
@@ -211,61 +178,50 @@ class ServerJudge:
         assert cfg.base_url is not None
         self.cfg = cfg
         self.url = f"{cfg.base_url.rstrip('/')}/chat/completions"
-        self.client = JsonClient(
-            token_variable=cfg.api_key_env,
-            token_key="api_key_env",
-            timeout_s=cfg.timeout_s,
-            max_retries=cfg.max_retries,
-            backoff_s=cfg.backoff_s,
-            retry_statuses=SERVER_ERRORS,
-        )
+        self.client = JsonClient(cfg, "api_key_env", SERVER_ERRORS)
 
-    def ask(self, questions: Sequence[Question], time_limit_s: float) -> list[Reply | JudgeFailure]:
-        return asyncio.run(self._ask(questions, time_limit_s))
+    def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
+        async def replies() -> list[Reply | str]:
+            slots = asyncio.Semaphore(self.cfg.concurrency)
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.cfg.concurrency)) as session:
+                tasks = [asyncio.create_task(self._reply(session, slots, vote, temperature)) for vote in votes]
+                _, late = await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
+                for task in late:
+                    task.cancel()
+                await asyncio.wait(tasks)
+            no_time = f"{self.url}: no reply in the time left for this step (time_limit_s)"
+            return [no_time if task.cancelled() else task.result() for task in tasks]
 
-    async def _ask(self, questions: Sequence[Question], time_limit_s: float) -> list[Reply | JudgeFailure]:
-        slots = asyncio.Semaphore(self.cfg.concurrency)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=self.cfg.concurrency)) as session:
-            tasks = [asyncio.create_task(self._reply(session, slots, question)) for question in questions]
-            _, late = await asyncio.wait(tasks, timeout=max(0.0, time_limit_s))
-            for task in late:
-                task.cancel()
-            await asyncio.wait(tasks)
-        no_time = JudgeFailure(f"{self.url}: no reply in the time left for this step (time_limit_s)")
-        return [no_time if task.cancelled() else task.result() for task in tasks]
+        return asyncio.run(replies())
 
     async def _reply(
-        self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, question: Question
-    ) -> Reply | JudgeFailure:
+        self, session: aiohttp.ClientSession, slots: asyncio.Semaphore, vote: Vote, temperature: float
+    ) -> Reply | str:
         body: dict[str, Any] = {
             "model": self.cfg.model,
-            "messages": [{"role": "user", "content": question.prompt}],
-            "temperature": question.temperature,
+            "messages": [{"role": "user", "content": vote.prompt}],
+            "temperature": temperature,
             "max_tokens": self.cfg.max_new_tokens,
-            **({"seed": question.seed} if question.seed is not None else {}),
+            **({"seed": vote.seed} if vote.seed is not None else {}),
             **self.cfg.extra_body,
         }
         async with slots:
             begin = time.monotonic()
             try:
                 answer, retries = await self.client.request(session, "POST", self.url, body)
-                text, tokens = _read_completion(answer)
-            except (HttpFailure, ValueError) as error:
-                return JudgeFailure(f"the judge gave no reply: {error}")
-            return Reply(text=text, seconds=time.monotonic() - begin, tokens=tokens, num_retries=retries)
-
-
-def _read_completion(answer: Any) -> tuple[str, int]:
-    """Text and tokens of a chat completion. ValueError when it is none."""
-    try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"no chat completion but {answer!r:.200}") from error
-    if not isinstance(content, str | None):
-        raise ValueError(f"the content of a chat completion must be text, got {content!r:.200}")
-    usage = answer.get("usage")
-    tokens = usage.get("total_tokens") if isinstance(usage, Mapping) else None
-    return content or "", tokens if isinstance(tokens, int) else 0
+            except HttpFailure as error:
+                return f"the judge gave no reply: {error}"
+            seconds = time.monotonic() - begin
+        try:
+            content = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            return f"the judge gave no reply: no chat completion but {answer!r:.200}"
+        if not isinstance(content, str | None):
+            return f"the judge gave no reply: the content of a chat completion must be text, got {content!r:.200}"
+        usage = answer.get("usage")
+        tokens = usage.get("total_tokens") if isinstance(usage, Mapping) else None
+        tokens = tokens if isinstance(tokens, int) else 0
+        return Reply(text=content or "", seconds=seconds, tokens=tokens, num_retries=retries)
 
 
 class ModelJudge:
@@ -294,61 +250,49 @@ class ModelJudge:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.max_length: int | None = self.model.config.get_text_config().to_dict().get("max_position_embeddings")
 
-    def ask(self, questions: Sequence[Question], time_limit_s: float) -> list[Reply | JudgeFailure]:
-        """Batches of prompts of similar lengths and one temperature."""
+    def ask(self, votes: Sequence[Vote], temperature: float, time_limit_s: float) -> list[Reply | str]:
+        """Batches of prompts of similar lengths."""
         deadline = time.monotonic() + time_limit_s
-        rows = [self._tokenize(question.prompt) for question in questions]
-        replies: dict[int, Reply | JudgeFailure] = {
-            i: row for i, row in enumerate(rows) if isinstance(row, JudgeFailure)
-        }
-        lengths = {i: len(row) for i, row in enumerate(rows) if not isinstance(row, JudgeFailure)}
-        order = sorted(lengths, key=lambda i: (questions[i].temperature, lengths[i]))
-        while order:
-            first = questions[order[0]].temperature
-            batch = [i for i in order[: self.cfg.batch_size] if questions[i].temperature == first]
-            order = order[len(batch) :]
+        rows = [self._tokenize(vote.prompt) for vote in votes]
+        no_time = "no time was left for this answer (time_limit_s)"
+        replies: list[Reply | str] = [row if isinstance(row, str) else no_time for row in rows]
+        lengths = {i: len(row) for i, row in enumerate(rows) if not isinstance(row, str)}
+        order = sorted(lengths, key=lengths.__getitem__)
+        for start in range(0, len(order), self.cfg.batch_size):
             if time.monotonic() > deadline:
-                replies |= dict.fromkeys(batch, JudgeFailure("no time was left for this answer (time_limit_s)"))
-                continue
+                break
+            batch = order[start : start + self.cfg.batch_size]
             begin = time.monotonic()
-            texts = self._generate([questions[i] for i in batch], [rows[i] for i in batch])
+            texts = self._generate([rows[i] for i in batch], temperature, votes[batch[0]].seed)
             for i, (text, new_tokens) in zip(batch, texts, strict=True):
                 replies[i] = Reply(text=text, seconds=time.monotonic() - begin, tokens=lengths[i] + new_tokens)
-        return [replies[i] for i in range(len(questions))]
+        return replies
 
-    def _tokenize(self, prompt: str) -> list[int] | JudgeFailure:
+    def _tokenize(self, prompt: str) -> list[int] | str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
-            return JudgeFailure(f"the chat template of the judge refuses the prompt: {error}")
+            return f"the chat template of the judge refuses the prompt: {error}"
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if self.max_length is not None and len(ids) + self.cfg.max_new_tokens > self.max_length:
-            return JudgeFailure(
+            return (
                 f"a prompt of {len(ids)} tokens and a reply of {self.cfg.max_new_tokens} (max_new_tokens) are more "
                 f"than the {self.max_length} of the judge"
             )
         return ids
 
     @torch.inference_mode()
-    def _generate(self, questions: Sequence[Question], rows: Sequence[Any]) -> list[tuple[str, int]]:
+    def _generate(self, rows: list[Any], temperature: float, seed: int | None) -> list[tuple[str, int]]:
         """Text and number of tokens of each reply."""
-        inputs = self.tokenizer.pad({"input_ids": list(rows)}, return_tensors="pt").to(self.device)
-        temperature = questions[0].temperature
+        inputs = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.device)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            if questions[0].seed is not None:
-                torch.manual_seed(questions[0].seed)
-            output = self.model.generate(
-                **inputs,
-                **sampling,
-                max_new_tokens=self.cfg.max_new_tokens,
-                pad_token_id=self.tokenizer.pad_token_id,
-            )
+            if seed is not None:
+                torch.manual_seed(seed)
+            pad = self.tokenizer.pad_token_id
+            output = self.model.generate(**inputs, **sampling, max_new_tokens=self.cfg.max_new_tokens, pad_token_id=pad)
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         texts = self.tokenizer.batch_decode(new, skip_special_tokens=True)
-        return [
-            (text, sum(token != self.tokenizer.pad_token_id for token in row))
-            for text, row in zip(texts, new, strict=True)
-        ]
+        return [(text, sum(token != pad for token in row)) for text, row in zip(texts, new, strict=True)]

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 import xxhash
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RetrievalEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.files import cache_root, file_lock
 from nemo_rl.utils.registry import import_object
@@ -60,7 +59,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
     """
 
     def __init__(self, cfg: RetrievalEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, RetrievalEnvironmentConfig) else RetrievalEnvironmentConfig(**cfg)
+        self.cfg = RetrievalEnvironmentConfig.model_validate(cfg)
         corpus = load_corpus(
             self.cfg.dataset_name,
             split=self.cfg.dataset_split,
@@ -124,9 +123,7 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
             room -= len(text)
         return shown
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B] and `is_end` [B] (an answer was given)."""
         return batch, {
             "correct_rate": (batch["rewards"] >= 1).float().mean().item(),

@@ -16,9 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.rewards import conversation_and_turns
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.checkpoint.tensors import holds_tensors, load_tensors, saved_tensors
@@ -180,7 +179,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
     """Scores `metadata["messages"]` and the turns that follow."""
 
     def __init__(self, cfg: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, RewardModelEnvironmentConfig) else RewardModelEnvironmentConfig(**cfg)
+        self.cfg = RewardModelEnvironmentConfig.model_validate(cfg)
         self.scorer = RewardScorer(self.cfg, torch.device("cuda" if self.cfg.resources.gpus_per_node else "cpu"))
 
     def step(
@@ -194,9 +193,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
         scores = self.scorer.score(conversations)
         return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B]."""
         rewards = batch["rewards"].float()
         return batch, {

@@ -7,9 +7,8 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import SlidingPuzzleEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.sliding_puzzle import ACTION_END, Board, describe, is_solved, parse_grid, play, rows_and_columns
 
@@ -31,7 +30,7 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
     """
 
     def __init__(self, cfg: SlidingPuzzleEnvironmentConfig | Mapping[str, Any]) -> None:
-        config = cfg if isinstance(cfg, SlidingPuzzleEnvironmentConfig) else SlidingPuzzleEnvironmentConfig(**cfg)
+        config = SlidingPuzzleEnvironmentConfig.model_validate(cfg)
         self.size = rows_and_columns(config.cfg.game_config.size)
         self.max_moves = config.cfg.max_moves
 
@@ -82,9 +81,7 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
             )
         return board
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (not cut off) and `message_log`, a list of games."""
         counts = [sum(message["role"] == "assistant" for message in log) for log in batch["message_log"]]
         moves = torch.tensor(counts, dtype=torch.float32)

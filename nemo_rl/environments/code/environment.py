@@ -11,11 +11,10 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxLimits, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import CodeEnvironmentConfig, ProgramsConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.types import LLMMessageLogType
 
 NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
@@ -53,7 +52,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
     """
 
     def __init__(self, cfg: CodeEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, CodeEnvironmentConfig) else CodeEnvironmentConfig(**cfg)
+        self.cfg = CodeEnvironmentConfig.model_validate(cfg)
         self.pool = sandbox_pool(self.cfg)
         self.num_programs = 0
         self.limits_hit: Counter[LimitHit] = Counter()
@@ -109,9 +108,7 @@ class CodeEnvironment(EnvironmentInterface[CodeMetadata]):
         only = results[0] if len(results) == 1 and tests[0].expected is not None else None
         return score, text, only.stdout.strip() if only else None
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of the programs since the last."""
         rates = {f"programs_that_hit/{limit}": self.limits_hit[limit] / max(1, self.num_programs) for limit in LimitHit}
         metrics = {

@@ -17,12 +17,11 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.code.environment import describe, sandbox_pool, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import MathEnvironmentConfig, PythonToolsEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.math.environment import MathEnvironment, MathMetadata
 from nemo_rl.types import LLMMessageLogType
 from nemo_rl.utils.registry import import_object
@@ -50,7 +49,7 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
     """
 
     def __init__(self, cfg: PythonToolsEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, PythonToolsEnvironmentConfig) else PythonToolsEnvironmentConfig(**cfg)
+        self.cfg = PythonToolsEnvironmentConfig.model_validate(cfg)
         self.sandbox = sandbox_pool(self.cfg) if "python" in self.cfg.tools else None
         tools = [self._tool(name) for name in self.cfg.tools]
         self.tools = {tool.name: tool for tool in tools}
@@ -120,9 +119,7 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         self.num_refused += 1
         return shorten(f"error: {problem}", self.cfg.max_result_characters)
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of the calls since the last."""
         metrics = {
             "accuracy": (batch["rewards"] >= 1).float().mean().item(),

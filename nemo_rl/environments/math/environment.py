@@ -8,9 +8,8 @@ from typing import Any, TypedDict
 
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import MathEnvironmentConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, one_turn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.math.verification import Verification, VerifierPool, died
 from nemo_rl.environments.rewards import response_text
 from nemo_rl.types import LLMMessageLogType
@@ -26,7 +25,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     """Verifies the assistant's turns, joined, against `metadata["ground_truth"]`."""
 
     def __init__(self, cfg: MathEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = cfg if isinstance(cfg, MathEnvironmentConfig) else MathEnvironmentConfig(**cfg)
+        self.cfg = MathEnvironmentConfig.model_validate(cfg)
         is_math = self.cfg.verifier_type == "math"
         self.verifier: str = self.cfg.math_verify_impl if is_math else self.cfg.verifier_type
         self.pool = VerifierPool(self.cfg.num_workers, self.cfg.verify_timeout_s)
@@ -52,9 +51,7 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
             ],
         )
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B], `is_end` [B] (ended by itself), `generation_lengths` [B],
         `prompt_lengths` [B] and `group_id` (or, in its absence, the prompt's `text`), a list.
 

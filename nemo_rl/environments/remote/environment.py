@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import torch
 
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome, excerpt
 from nemo_rl.environments.config import RemoteEnvironmentConfig
 from nemo_rl.environments.http_client import FinalHttpFailure, HttpFailure, JsonClient
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
 from nemo_rl.environments.remote import protocol
 from nemo_rl.types import LLMMessageLogType
 
@@ -29,18 +28,13 @@ class _Connection:
     def __init__(self, cfg: RemoteEnvironmentConfig) -> None:
         self.cfg = cfg
         self.url = cfg.base_url.rstrip("/")
-        self.client = JsonClient(
-            token_variable=cfg.token_env,
-            token_key="token_env",
-            timeout_s=cfg.timeout_s,
-            max_retries=cfg.max_retries,
-            backoff_s=cfg.backoff_s,
-        )
+        self.client = JsonClient(cfg, "token_env")
 
     async def check_server(self) -> None:
         """Wait until the server answers. ValueError if it does not in time, or refuses this client."""
-        once = replace(self.client, timeout_s=min(HEALTH_TIMEOUT_S, self.cfg.start_timeout_s), max_retries=0)
-        deadline = asyncio.get_running_loop().time() + self.cfg.start_timeout_s
+        limits = {"timeout_s": min(HEALTH_TIMEOUT_S, self.cfg.start_timeout_s), "max_retries": 0}
+        once = JsonClient(self.cfg.model_copy(update=limits), "token_env")
+        deadline = time.monotonic() + self.cfg.start_timeout_s
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
@@ -49,7 +43,7 @@ class _Connection:
                     return
                 except (HttpFailure, protocol.ProtocolError) as error:
                     is_final = isinstance(error, protocol.ProtocolError | FinalHttpFailure)
-                    if is_final or asyncio.get_running_loop().time() > deadline:
+                    if is_final or time.monotonic() > deadline:
                         raise ValueError(
                             f"base_url: no environment server answers at {self.url}: {error}. Start one with "
                             "examples/environment_server.py, or correct base_url or token_env"
@@ -118,12 +112,8 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
     """Sends steps and finished samples to a server. Conversations that it cannot answer are in `failures`."""
 
     def __init__(self, cfg: RemoteEnvironmentConfig | Mapping[str, Any]) -> None:
-        """Waits for the server.
-
-        Raises:
-            ValueError: it does not start in time, refuses the token or speaks another protocol; the token is not set.
-        """
-        self.cfg = cfg if isinstance(cfg, RemoteEnvironmentConfig) else RemoteEnvironmentConfig(**cfg)
+        """Waits for the server. ValueError if it does not start in time, or refuses the token; if there is no token."""
+        self.cfg = RemoteEnvironmentConfig.model_validate(cfg)
         self.connection = _Connection(self.cfg)
         asyncio.run(self.connection.check_server())
 
@@ -138,7 +128,6 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
             next_stop_strings=None,
         )
         steps = [placeholder if isinstance(outcome, EnvironmentFailure) else outcome for outcome in outcomes]
-        failures = [str(outcome) if isinstance(outcome, EnvironmentFailure) else None for outcome in outcomes]
         return EnvironmentReturn(
             observations=[step.observation for step in steps],
             metadata=[step.metadata for step in steps],
@@ -146,16 +135,13 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
             rewards=torch.tensor([step.reward for step in steps], dtype=torch.float64),
             terminateds=torch.tensor([step.terminated for step in steps]),
             answers=[step.answer for step in steps],
-            failures=failures,
+            failures=[str(outcome) if isinstance(outcome, EnvironmentFailure) else None for outcome in outcomes],
             metrics=[step.metrics for step in steps],
         )
 
-    def global_post_process_and_metrics(
-        self, batch: BatchedDataDict[Any]
-    ) -> tuple[BatchedDataDict[Any], dict[str, float]]:
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """The server's metrics of a batch of finished samples. Its corrections of the batch stay there.
 
-        Raises:
-            RuntimeError: naming the URL, when it does not answer.
+        HttpFailure or RuntimeError, which name the URL, without an answer.
         """
         return batch, asyncio.run(self.connection.metrics(protocol.write_batch(batch)))

@@ -20,7 +20,7 @@ from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, build_untrained_model, resolve_model
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig
-from nemo_rl.environments.judge import JudgeFailure, LLMJudgeEnvironment, ModelJudge, Question, Reply
+from nemo_rl.environments.judge import LLMJudgeEnvironment, ModelJudge, Reply, Vote
 from nemo_rl.utils.task_formats import DEFAULT_TEMPLATE, fence, fill, find_score
 from tests.unit.environments.http_servers import Scripted, served
 
@@ -175,9 +175,9 @@ class Recorded:
         self.text = text
         self.prompts: list[str] = []
 
-    def ask(self, questions: Any, time_limit_s: float) -> list[Reply | JudgeFailure]:
-        self.prompts += [question.prompt for question in questions]
-        return [Reply(text=self.text, seconds=0.1, tokens=3) for _ in questions]
+    def ask(self, votes: Any, temperature: float, time_limit_s: float) -> list[Reply | str]:
+        self.prompts += [vote.prompt for vote in votes]
+        return [Reply(text=self.text, seconds=0.1, tokens=3) for _ in votes]
 
 
 def test_what_the_row_lacks_fails_its_sample_with_what_to_change(tmp_path):
@@ -276,18 +276,17 @@ def test_replies_of_a_model_do_not_depend_on_what_they_are_batched_with(tmp_path
     build_untrained_model(recipe, tokenizer).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     cfg = {"model_name": str(tmp_path), "precision": "float32", "max_new_tokens": 8}
-    questions = [Question(prompt="x" * size, temperature=0.0, seed=0) for size in (3, 20, 1, 7)]
-    together = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=4)).ask(questions, 60.0)
+    votes = [Vote("x" * size, seed=0) for size in (3, 20, 1, 7)]
+    together = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=4)).ask(votes, 0.0, 60.0)
     judge = ModelJudge(LLMJudgeEnvironmentConfig(**cfg, batch_size=1))
-    alone = judge.ask(questions, 60.0)
+    alone = judge.ask(votes, 0.0, 60.0)
     assert [reply.text for reply in together] == [reply.text for reply in alone]
     assert all(isinstance(reply, Reply) and reply.tokens > 0 for reply in together)
-    [long, fits] = judge.ask([Question(prompt="x" * 96, temperature=0.0, seed=0), questions[0]], 60.0)
-    assert isinstance(long, JudgeFailure) and "more than the 96 of the judge" in long.reason
+    [long, fits] = judge.ask([Vote("x" * 96, seed=0), votes[0]], 0.0, 60.0)
+    assert isinstance(long, str) and "more than the 96 of the judge" in long
     assert isinstance(fits, Reply)
-    sampled = [Question(prompt="abc", temperature=5.0, seed=seed) for seed in (1, 1, 2)]
     state = torch.get_rng_state()
-    first, same, other = (judge.ask([question], 60.0)[0].text for question in sampled)
+    first, same, other = (judge.ask([Vote("abc", seed=seed)], 5.0, 60.0)[0].text for seed in (1, 1, 2))
     assert first == same != other
     assert torch.equal(torch.get_rng_state(), state), "the seeds of others are left alone"
 
