@@ -103,7 +103,7 @@ def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> N
             f"{KEY}.target_modules takes in {name}, which Transformer Engine does not shard and which has no "
             f"adapter here; add it to {KEY}.exclude_modules, or set policy.megatron_cfg.transformer_impl=local"
         )
-    largest = min(sum(rows for rows, _ in weight.shapes), weight.shapes[0][1])
+    largest = min(sum(source.shape[0] for source in weight.sources), weight.sources[0].shape[1])
     if peft.dim > largest:
         raise ValueError(
             f"{KEY}.dim={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or less, or add "

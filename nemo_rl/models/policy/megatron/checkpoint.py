@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
 from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, shapes_of
-from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, MappedTensor, ParallelRanks, Shape, WeightMap
+from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, Shape, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits, holds_tensors, saved_tensors
@@ -46,9 +46,8 @@ class MegatronPolicy:
 
     def entries(self, names: Iterable[str], *, with_tied_output: bool) -> dict[str, MappedTensor]:
         """The mapping of the parameters `names`. The last stage's copy of a tied embedding is read, never saved."""
-        entries = self.weights.on_rank(self.ranks)
-        is_left_out = self.weights.is_tied and not with_tied_output
-        return {name: entries[name] for name in names if not (name == OUTPUT_LAYER and is_left_out)}
+        entries = self.weights.on_rank(self.ranks, with_tied_output=with_tied_output)
+        return {name: entries[name] for name in names if name in entries}
 
     def states(self) -> dict[str, ParameterState]:
         """The optimizer's state by parameter name."""

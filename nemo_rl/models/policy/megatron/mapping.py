@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -72,12 +72,6 @@ class HFTensor:
     shape: Shape
     elsewhere: CheckpointTensor | None = None
 
-    def candidates(self, prefix: str) -> Iterator[CheckpointTensor]:
-        """Where it may be in a checkpoint whose names lack `prefix`, the most likely first."""
-        yield CheckpointTensor(self.name.removeprefix(prefix), self.shape)
-        if self.elsewhere is not None:
-            yield replace(self.elsewhere, name=self.elsewhere.name.removeprefix(prefix))
-
 
 @dataclass(frozen=True, kw_only=True)
 class MappedTensor:
@@ -93,21 +87,15 @@ class MappedTensor:
     num_experts: int = 0
     is_buffer: bool = False
 
-    def name(self, ep_size: int = 1) -> str:
-        """Its name in the modules of the ranks that hold it, with the layer number of the whole model."""
+    def place(self, ep_size: int) -> tuple[str, int | None]:
+        """Its name in the modules of a rank, with the layer number of the whole model, and the expert-parallel rank
+        that holds it (None: all of them). ValueError if the experts do not divide evenly."""
         if self.expert is None:
-            return self.template
-        return self.template.format(expert=self.expert % self.experts_per_rank(ep_size))
-
-    def experts_per_rank(self, ep_size: int) -> int:
-        """Number of experts on a rank. ValueError if they do not divide evenly."""
+            return self.template, None
         if self.num_experts % ep_size:
             raise ValueError(f"{self.num_experts} experts cannot be shared by {ep_size} expert parallel ranks evenly")
-        return self.num_experts // ep_size
-
-    def ep_owner(self, ep_size: int) -> int | None:
-        """The expert-parallel rank that holds it; None: all of them."""
-        return None if self.expert is None else self.expert // self.experts_per_rank(ep_size)
+        owner, number = divmod(self.expert, self.num_experts // ep_size)
+        return self.template.format(expert=number), owner
 
     def rank_and_size(self, ranks: ParallelRanks) -> tuple[int, int]:
         """Rank and size in the tensor parallelism that splits it, which experts have their own of."""
@@ -115,19 +103,17 @@ class MappedTensor:
 
     def slices(self, rank: int, size: int) -> list[ShardSlice]:
         """The slices in shard `rank` of `size`. ValueError if the tensor does not divide evenly."""
-        return self.layout.slices(self.shapes, rank, size)
-
-    def shard_shape(self, size: int) -> Shape:
-        """Shape of a shard. ValueError if the tensor does not divide evenly."""
         try:
-            return self.layout.shard_shape(self.shapes, size)
+            return self.layout.slices([source.shape for source in self.sources], rank, size)
         except ValueError as error:
             raise ValueError(f"{self.sources[0].name}: {error}") from None
 
-    @property
-    def shapes(self) -> list[Shape]:
-        """Of `sources`."""
-        return [source.shape for source in self.sources]
+    def shard_shape(self, size: int) -> Shape:
+        """Shape of a shard. ValueError as `slices`."""
+        # The first rank has no padding rows, so its slices fill its shard.
+        length = sum(part.length for part in self.slices(0, size))
+        whole, dim = self.sources[0].shape, self.layout.dim
+        return (*whole[:dim], length, *whole[dim + 1 :])
 
     def shard(self, sources: Sequence[torch.Tensor], rank: int, size: int) -> torch.Tensor:
         """Shard `rank` of `size`, copied from the whole Hugging Face tensors. Padding rows are zeros."""
@@ -136,15 +122,6 @@ class MappedTensor:
             source = sources[part.source].narrow(part.dim, part.start, part.length)
             shard.narrow(part.dim, part.at, part.length).copy_(source)
         return shard
-
-    def unshard(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The whole Hugging Face tensors, contiguous, from the shards of all ranks."""
-        whole = [shards[0].new_empty(shape) for shape in self.shapes]
-        for rank, shard in enumerate(shards):
-            for part in self.slices(rank, len(shards)):
-                target = whole[part.source].narrow(part.dim, part.start, part.length)
-                target.copy_(shard.narrow(part.dim, part.at, part.length))
-        return whole
 
 
 @dataclass(frozen=True)
@@ -159,14 +136,14 @@ class WeightMap:
     is_tied: bool
     extra: re.Pattern[str] = field(repr=False)  # other names that checkpoints may hold
 
-    def on_rank(self, ranks: ParallelRanks) -> dict[str, MappedTensor]:
+    def on_rank(self, ranks: ParallelRanks, *, with_tied_output: bool = True) -> dict[str, MappedTensor]:
         """Megatron name -> tensor, over all pipeline stages, with the experts of `ranks` and a tied output layer."""
-        named = {
-            entry.name(ranks.ep_size): entry
-            for entry in self.entries
-            if entry.ep_owner(ranks.ep_size) in (None, ranks.ep_rank)
-        }
-        if self.is_tied:
+        named: dict[str, MappedTensor] = {}
+        for entry in self.entries:
+            name, owner = entry.place(ranks.ep_size)
+            if owner in (None, ranks.ep_rank):
+                named[name] = entry
+        if self.is_tied and with_tied_output:
             named[OUTPUT_LAYER] = named[EMBEDDING]
         return named
 
@@ -191,17 +168,18 @@ class WeightMap:
         prefix = "" if any(name.startswith("model.") for name in stored) else "model."  # the base model saved alone
         located, missing = {}, []
         for tensor in self.hf_tensors:
-            found = next((candidate for candidate in tensor.candidates(prefix) if candidate.name in stored), None)
-            if found is None:
-                missing.append(tensor.name)
+            places = (CheckpointTensor(tensor.name, tensor.shape), tensor.elsewhere)
+            found = [place for place in places if place is not None and place.name.removeprefix(prefix) in stored]
+            if found:
+                located[tensor.name] = replace(found[0], name=found[0].name.removeprefix(prefix))
             else:
-                located[tensor.name] = found
+                missing.append(tensor.name)
         used = {found.name for found in located.values()}
         unknown = sorted(name for name in stored - used if not self.extra.search(name))
         if missing or unknown:
             raise ValueError(
                 f"the checkpoint's tensors are not those of a {self.model_type} model of this config.json: "
-                f"missing are {_some(missing)}; unknown are {_some(unknown)}"
+                f"missing are {some_of(missing)}; unknown are {some_of(unknown)}"
             )
         return located
 
@@ -220,10 +198,15 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
     if family is None:
         raise ValueError(
             f"model_type {hf_config.model_type!r} has no mapping to Megatron Core; known are "
-            f"{', '.join(sorted(_FAMILIES))}. Add one in models/policy/megatron/mapping.py "
+            f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py "
             "(docs/adding-a-model.md), or train it with policy.dtensor_cfg"
         )
-    family.refuse(hf_config)
+    for setting, needed in family.needs.items():
+        if bool(given := getattr(hf_config, setting)) is not needed:
+            raise ValueError(
+                f"config.json: {setting}: {given} of a {hf_config.model_type} model has no mapping to Megatron Core, "
+                f"which needs {needed}; train it with policy.dtensor_cfg"
+            )
     tables = _Tables(hf_config, family, fuses_norms=implementation == "transformer_engine", is_grouped=grouped_experts)
     extra = r"rotary_emb\.inv_freq$"
     if hf_config.tie_word_embeddings:
@@ -241,7 +224,7 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
 
 def scalar_map(language: WeightMap, hidden_size: int) -> WeightMap:
     """The mapping of the reward or value model on top of a language model with mapping `language`."""
-    score = _mapped(OUTPUT_LAYER, Replicated(), HFTensor(HEAD_WEIGHT, (1, hidden_size)))
+    score = _mapped(OUTPUT_LAYER, Replicated(), (HEAD_WEIGHT, (1, hidden_size)))
     body = language.body()
     return replace(body, entries=(*body.entries, score))
 
@@ -272,28 +255,17 @@ class _Experts:
     block: str = "mlp"
     gate_up_down: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     has_choice_bias: bool = False
-    has_shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
-    """How an architecture differs from Llama. `plain`: settings that must be false or absent, `needs`: true."""
+    """How an architecture differs from Llama. `needs`: the only value of a setting that has a mapping."""
 
     qkv_bias: bool = False
     qk_norm: bool = False
     is_latent: bool = False
     experts: _Experts | None = None
-    plain: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-
-    def refuse(self, hf_config: Any) -> None:
-        for wanted, settings in ((False, self.plain), (True, self.needs)):
-            for setting in settings:
-                if bool(getattr(hf_config, setting)) is not wanted:
-                    raise ValueError(
-                        f"config.json: {setting}: {getattr(hf_config, setting)} of a {hf_config.model_type} model has "
-                        f"no mapping to Megatron Core, which needs {wanted}; train it with policy.dtensor_cfg"
-                    )
+    needs: Mapping[str, bool] = field(default_factory=dict)
 
 
 def _qwen_moe_layer(hf_config: Any, layer: int) -> bool:
@@ -305,11 +277,11 @@ def _deepseek_moe_layer(hf_config: Any, layer: int) -> bool:
 
 
 _FAMILIES = {
-    "llama": _Family(plain=("attention_bias", "mlp_bias")),
+    "llama": _Family(needs={"attention_bias": False, "mlp_bias": False}),
     "mistral": _Family(),
     "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(qk_norm=True, plain=("attention_bias",)),
-    "qwen3_moe": _Family(qk_norm=True, plain=("attention_bias",), experts=_Experts(in_layer=_qwen_moe_layer)),
+    "qwen3": _Family(qk_norm=True, needs={"attention_bias": False}),
+    "qwen3_moe": _Family(qk_norm=True, needs={"attention_bias": False}, experts=_Experts(in_layer=_qwen_moe_layer)),
     "mixtral": _Family(
         experts=_Experts(
             in_layer=lambda hf_config, layer: True,
@@ -321,145 +293,117 @@ _FAMILIES = {
     ),
     "deepseek_v2": _Family(
         is_latent=True,
-        plain=("attention_bias", "mlp_bias"),
-        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_shared=True),
+        needs={"attention_bias": False, "mlp_bias": False},
+        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts"),
     ),
     "deepseek_v3": _Family(
         is_latent=True,
-        plain=("attention_bias",),
-        needs=("rope_interleave",),
-        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_shared=True, has_choice_bias=True),
+        needs={"attention_bias": False, "rope_interleave": True},
+        experts=_Experts(in_layer=_deepseek_moe_layer, count="n_routed_experts", has_choice_bias=True),
     ),
 }
 
 
+@dataclass(frozen=True)
 class _Tables:
-    """The entries of one model."""
+    """The entries of one model. `fuses_norms`: Transformer Engine keeps a norm in the linear layer behind it."""
 
-    def __init__(self, hf_config: Any, family: _Family, *, fuses_norms: bool, is_grouped: bool) -> None:
-        self.config = hf_config
-        self.family = family
-        self.fuses_norms = fuses_norms
-        self.is_grouped = is_grouped
+    config: Any
+    family: _Family
+    fuses_norms: bool
+    is_grouped: bool
 
     def all(self) -> Iterator[MappedTensor]:
         vocabulary = (self.config.vocab_size, self.config.hidden_size)
-        yield _mapped(EMBEDDING, Vocabulary(), HFTensor("model.embed_tokens.weight", vocabulary))
+        yield _mapped(EMBEDDING, Vocabulary(), ("model.embed_tokens.weight", vocabulary))
         for layer in range(self.config.num_hidden_layers):
-            yield from self.layer(layer)
-        yield _mapped("decoder.final_layernorm.weight", Replicated(), self.norm("model.norm.weight"))
+            yield from self.layer(f"decoder.layers.{layer}.", f"model.layers.{layer}.", layer)
+        yield self.norm("decoder.final_layernorm.weight", "model.norm.weight")
         if not self.config.tie_word_embeddings:
-            yield _mapped(OUTPUT_LAYER, Vocabulary(), HFTensor("lm_head.weight", vocabulary))
+            yield _mapped(OUTPUT_LAYER, Vocabulary(), ("lm_head.weight", vocabulary))
 
-    def norm(self, name: str, width: int | None = None) -> HFTensor:
-        return HFTensor(name, (self.config.hidden_size if width is None else width,))
+    def norm(self, ours: str, theirs: str, width: int | None = None) -> MappedTensor:
+        return _mapped(ours, Replicated(), (theirs, (self.config.hidden_size if width is None else width,)))
 
-    def layer(self, layer: int) -> Iterator[MappedTensor]:
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        latent = self.family.is_latent
-        norm = "self_attention.linear_qkv.layer_norm_weight" if self.fuses_norms else "input_layernorm.weight"
-        norm = "input_layernorm.weight" if latent else norm  # two layers follow this norm: it is not fused
-        yield _mapped(ours + norm, Replicated(), self.norm(theirs + "input_layernorm.weight"))
-        attention = self.latent_attention if latent else self.attention
+    def layer(self, ours: str, theirs: str, number: int) -> Iterator[MappedTensor]:
+        # Two layers follow the norm of latent attention, so it is in neither of them.
+        fused = self.fuses_norms and not self.family.is_latent
+        norm = "self_attention.linear_qkv.layer_norm_weight" if fused else "input_layernorm.weight"
+        yield self.norm(ours + norm, theirs + "input_layernorm.weight")
+        attention = self.latent_attention if self.family.is_latent else self.attention
         yield from attention(ours + "self_attention.", theirs + "self_attn.")
-        has_experts = is_moe_layer(self.config, layer)
-        fused = self.fuses_norms and not has_experts
+        has_experts = is_moe_layer(self.config, number)
+        fused = self.fuses_norms and not has_experts  # the router and the experts read the norm's output
         norm = "mlp.linear_fc1.layer_norm_weight" if fused else "pre_mlp_layernorm.weight"
-        yield _mapped(ours + norm, Replicated(), self.norm(theirs + "post_attention_layernorm.weight"))
+        yield self.norm(ours + norm, theirs + "post_attention_layernorm.weight")
         if has_experts:
-            assert self.family.experts is not None
-            yield from self.moe(ours + "mlp.", theirs, self.family.experts)
+            yield from self.experts(ours + "mlp.", theirs)
         else:
             yield from self.mlp(ours + "mlp.", theirs + "mlp.", self.config.intermediate_size)
 
     def attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
-        config = self.config
-        heads, groups, head_dim = heads_of(config)
-        layout = QueryGroups(heads, groups, head_dim)
+        heads, groups, head_dim = heads_of(self.config)
+        layout, hidden = QueryGroups(heads, groups, head_dim), self.config.hidden_size
         rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
-        weights = [HFTensor(f"{theirs}{x}_proj.weight", (rows[x], config.hidden_size)) for x in "qkv"]
+        weights = [(f"{theirs}{x}_proj.weight", (rows[x], hidden)) for x in "qkv"]
         yield _mapped(ours + "linear_qkv.weight", layout, *weights)
         if self.family.qkv_bias:
-            biases = [HFTensor(f"{theirs}{x}_proj.bias", (rows[x],)) for x in "qkv"]
-            yield _mapped(ours + "linear_qkv.bias", layout, *biases)
-        if self.family.qk_norm:
-            for x in "qk":
-                norm = self.norm(f"{theirs}{x}_norm.weight", head_dim)
-                yield _mapped(f"{ours}{x}_layernorm.weight", Replicated(), norm)
-        output = HFTensor(theirs + "o_proj.weight", (config.hidden_size, rows["q"]))
-        yield _mapped(ours + "linear_proj.weight", Row(), output)
+            yield _mapped(ours + "linear_qkv.bias", layout, *((f"{theirs}{x}_proj.bias", (rows[x],)) for x in "qkv"))
+        for x in "qk" if self.family.qk_norm else ():
+            yield self.norm(f"{ours}{x}_layernorm.weight", f"{theirs}{x}_norm.weight", head_dim)
+        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, rows["q"])))
 
     def latent_attention(self, ours: str, theirs: str) -> Iterator[MappedTensor]:
         """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
         Both sides rotate adjacent features of the rotary part, so rows keep their order.
         """
-        config = self.config
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        queries = heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
+        config, hidden, heads = self.config, self.config.hidden_size, self.config.num_attention_heads
+        plain, rotary, values = config.qk_nope_head_dim, config.qk_rope_head_dim, heads * config.v_head_dim
+        queries = heads * (plain + rotary)
+        # One rotary key serves all heads, so it leaves the down projection beside the latent.
+        latents = [("kv", "kv_a_proj_with_mqa", config.kv_lora_rank, rotary, heads * plain + values)]
+        if config.q_lora_rank is None:
+            yield _mapped(ours + "linear_q_proj.weight", Column(), (theirs + "q_proj.weight", (queries, hidden)))
+        else:
+            latents.insert(0, ("q", "q_a_proj", config.q_lora_rank, 0, queries))
         down = Replicated() if self.fuses_norms else Column()  # Transformer Engine has no parallel layer for it
         norm = "linear_{}_up_proj.layer_norm_weight" if self.fuses_norms else "{}_layernorm.weight"
-        if config.q_lora_rank is None:
-            query = HFTensor(theirs + "q_proj.weight", (queries, hidden))
-            yield _mapped(ours + "linear_q_proj.weight", Column(), query)
-        else:
-            rank = config.q_lora_rank
-            compress = HFTensor(theirs + "q_a_proj.weight", (rank, hidden))
-            yield _mapped(ours + "linear_q_down_proj.weight", down, compress)
-            yield _mapped(ours + norm.format("q"), Replicated(), self.norm(theirs + "q_a_layernorm.weight", rank))
-            expand = HFTensor(theirs + "q_b_proj.weight", (queries, rank))
-            yield _mapped(ours + "linear_q_up_proj.weight", Column(), expand)
-        rank, values = config.kv_lora_rank, heads * config.v_head_dim
-        compress = HFTensor(theirs + "kv_a_proj_with_mqa.weight", (rank + config.qk_rope_head_dim, hidden))
-        yield _mapped(ours + "linear_kv_down_proj.weight", down, compress)
-        yield _mapped(ours + norm.format("kv"), Replicated(), self.norm(theirs + "kv_a_layernorm.weight", rank))
-        expand = HFTensor(theirs + "kv_b_proj.weight", (heads * config.qk_nope_head_dim + values, rank))
-        yield _mapped(ours + "linear_kv_up_proj.weight", Column(), expand)
-        yield _mapped(ours + "linear_proj.weight", Row(), HFTensor(theirs + "o_proj.weight", (hidden, values)))
+        for x, compress, rank, beside, expanded in latents:
+            narrow = (f"{theirs}{compress}.weight", (rank + beside, hidden))
+            wide = (f"{theirs}{x}_b_proj.weight", (expanded, rank))
+            yield _mapped(f"{ours}linear_{x}_down_proj.weight", down, narrow)
+            yield self.norm(ours + norm.format(x), f"{theirs}{x}_a_layernorm.weight", rank)
+            yield _mapped(f"{ours}linear_{x}_up_proj.weight", Column(), wide)
+        yield _mapped(ours + "linear_proj.weight", Row(), (theirs + "o_proj.weight", (hidden, values)))
 
     def mlp(self, ours: str, theirs: str, width: int) -> Iterator[MappedTensor]:
         hidden = self.config.hidden_size
-        gate_up = [HFTensor(f"{theirs}{x}_proj.weight", (width, hidden)) for x in ("gate", "up")]
+        gate_up = [(f"{theirs}{x}_proj.weight", (width, hidden)) for x in ("gate", "up")]
         yield _mapped(ours + "linear_fc1.weight", Column(), *gate_up)
-        yield _mapped(ours + "linear_fc2.weight", Row(), HFTensor(theirs + "down_proj.weight", (hidden, width)))
+        yield _mapped(ours + "linear_fc2.weight", Row(), (theirs + "down_proj.weight", (hidden, width)))
 
-    def moe(self, ours: str, layer: str, names: _Experts) -> Iterator[MappedTensor]:
-        config = self.config
-        count, width = getattr(config, names.count), getattr(config, names.width)
+    def experts(self, ours: str, layer: str) -> Iterator[MappedTensor]:
+        config, names = self.config, self.family.experts
+        assert names is not None
+        count, width, hidden = getattr(config, names.count), getattr(config, names.width), config.hidden_size
         theirs, fused = f"{layer}{names.block}.", f"{layer}mlp."
-        shape = (count, config.hidden_size)
-        router = HFTensor(theirs + "gate.weight", shape, CheckpointTensor(fused + "gate.weight", shape))
+        router = (theirs + "gate.weight", (count, hidden), CheckpointTensor(fused + "gate.weight", (count, hidden)))
         yield _mapped(ours + "router.weight", Replicated(), router)
         if names.has_choice_bias:
-            bias = HFTensor(theirs + "gate.e_score_correction_bias", (count,))
-            yield MappedTensor(
-                template=ours + "router.expert_bias", sources=(bias,), layout=Replicated(), is_buffer=True
-            )
-        for expert in range(count):
-            yield from self.expert(ours + "experts.", f"{theirs}experts.{expert}.", fused + "experts.", expert, names)
-        if names.has_shared and config.n_shared_experts:
-            shared = width * config.n_shared_experts
-            yield from self.mlp(ours + "shared_experts.", theirs + "shared_experts.", shared)
-
-    def expert(self, ours: str, theirs: str, fused: str, expert: int, names: _Experts) -> Iterator[MappedTensor]:
-        hidden = self.config.hidden_size
-        count, width = getattr(self.config, names.count), getattr(self.config, names.width)
-        gate, up, down = (f"{theirs}{part}.weight" for part in names.gate_up_down)
+            bias = (theirs + "gate.e_score_correction_bias", (count,))
+            yield _mapped(ours + "router.expert_bias", Replicated(), bias, is_buffer=True)
         template = "linear_fc{}.weight{{expert}}" if self.is_grouped else "local_experts.{{expert}}.linear_fc{}.weight"
-        both = CheckpointTensor(fused + "gate_up_proj", (count, 2 * width, hidden), expert)
-        shape = (width, hidden)
-        first = (HFTensor(gate, shape, both), HFTensor(up, shape, replace(both, first_row=width)))
-        second = (
-            HFTensor(down, (hidden, width), CheckpointTensor(fused + "down_proj", (count, hidden, width), expert)),
-        )
-        for number, layout, sources in ((1, Column(), first), (2, Row(), second)):
-            yield MappedTensor(
-                template=ours + template.format(number),
-                sources=sources,
-                layout=layout,
-                expert=expert,
-                num_experts=count,
-            )
+        template = f"{ours}experts.{template}"
+        for expert in range(count):
+            gate, up, down = (f"{theirs}experts.{expert}.{part}.weight" for part in names.gate_up_down)
+            first = CheckpointTensor(fused + "experts.gate_up_proj", (count, 2 * width, hidden), expert)
+            both = (gate, (width, hidden), first), (up, (width, hidden), replace(first, first_row=width))
+            last = down, (hidden, width), CheckpointTensor(fused + "experts.down_proj", (count, hidden, width), expert)
+            yield _mapped(template.format(1), Column(), *both, expert=expert, num_experts=count)
+            yield _mapped(template.format(2), Row(), last, expert=expert, num_experts=count)
+        if shared := config.to_dict().get("n_shared_experts"):
+            yield from self.mlp(ours + "shared_experts.", theirs + "shared_experts.", width * shared)
 
 
 def heads_of(hf_config: Any) -> tuple[int, int, int]:
@@ -469,11 +413,12 @@ def heads_of(hf_config: Any) -> tuple[int, int, int]:
     return heads, hf_config.num_key_value_heads, head_dim or hf_config.hidden_size // heads
 
 
-def _mapped(name: str, layout: Layout, *sources: HFTensor) -> MappedTensor:
-    return MappedTensor(template=name, sources=sources, layout=layout)
+def _mapped(name: str, layout: Layout, *sources: tuple[Any, ...], **others: Any) -> MappedTensor:
+    return MappedTensor(template=name, sources=tuple(HFTensor(*source) for source in sources), layout=layout, **others)
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first eight of `names`, and how many more there are."""
     shown = ", ".join(names[:8])
     return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown or "none"
 
@@ -482,8 +427,7 @@ def _some(names: Sequence[str]) -> str:
 #
 #     linear_fc1.weight of rank 1 of 2  =  rows I/2..I of gate_proj.weight, then rows I/2..I of up_proj.weight
 #
-# A layout lists such slices. `MappedTensor.shard` copies them one way and `unshard` the other way, so each undoes the
-# other to the bit.
+# A layout lists such slices, from which loading, saving and refits copy.
 
 
 @dataclass(frozen=True)
@@ -509,12 +453,7 @@ class Layout(ABC):
 
     @abstractmethod
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
-        """What rank `rank` holds, in the order of its shard."""
-
-    def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
-        """Shape of every rank's shard. ValueError if the tensor does not divide evenly."""
-        whole = sum(shape[self.dim] for shape in shapes)
-        return _with_dim(shapes[0], self.dim, _even_share(whole, size))
+        """What rank `rank` holds, in the order of its shard. ValueError if the tensor does not divide evenly."""
 
 
 class Replicated(Layout):
@@ -522,9 +461,6 @@ class Replicated(Layout):
 
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
         return [ShardSlice(0, 0, 0, shapes[0][0], 0)]
-
-    def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
-        return shapes[0]
 
 
 class Column(Layout):
@@ -536,20 +472,16 @@ class Column(Layout):
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
         slices, at = [], 0
         for source, shape in enumerate(shapes):
-            rows = _even_share(shape[0], size)
-            slices.append(ShardSlice(source, 0, rank * rows, (rank + 1) * rows, at))
-            at += rows
+            length = _even_share(shape[self.dim], size)
+            slices.append(ShardSlice(source, self.dim, rank * length, (rank + 1) * length, at))
+            at += length
         return slices
 
 
-class Row(Layout):
+class Row(Column):
     """A row-parallel linear layer: ranks share its input features, which are columns of the weight."""
 
     dim = 1
-
-    def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
-        columns = _even_share(shapes[0][1], size)
-        return [ShardSlice(0, 1, rank * columns, (rank + 1) * columns, 0)]
 
 
 class Vocabulary(Layout):
@@ -559,9 +491,6 @@ class Vocabulary(Layout):
         vocabulary = shapes[0][0]
         rows = padded_vocabulary(vocabulary, size) // size
         return [ShardSlice(0, 0, rank * rows, min((rank + 1) * rows, vocabulary), 0)]
-
-    def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
-        return _with_dim(shapes[0], 0, padded_vocabulary(shapes[0][0], size) // size)
 
 
 @dataclass(frozen=True)
@@ -577,7 +506,7 @@ class QueryGroups(Layout):
     head_dim: int
 
     def slices(self, shapes: Sequence[Shape], rank: int, size: int) -> list[ShardSlice]:
-        rows = self.shard_shape(shapes, size)[0]
+        rows = _even_share(sum(shape[0] for shape in shapes), size)
         first, last = rank * rows, (rank + 1) * rows
         slices, offset = [], 0
         queries = self.heads // self.groups * self.head_dim
@@ -609,7 +538,3 @@ def _even_share(length: int, size: int) -> int:
     if length % size:
         raise ValueError(f"{length} rows or columns cannot be shared by {size} ranks evenly")
     return length // size
-
-
-def _with_dim(shape: Shape, dim: int, length: int) -> Shape:
-    return (*shape[:dim], length, *shape[dim + 1 :])

@@ -11,29 +11,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.megatron.mapping import (
-    HFTensor,
-    ParallelRanks,
-    ShardSlice,
-    Vocabulary,
-    WeightMap,
-)
+from nemo_rl.models.policy.megatron.mapping import HFTensor, ParallelRanks, ShardSlice, Vocabulary, WeightMap
 from nemo_rl.models.policy.weight_loading import StoredModel
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard
-
-
-class _Target(NamedTuple):
-    """A slice of a Hugging Face tensor and the view of a parameter that it fills."""
-
-    source: HFTensor
-    part: ShardSlice
-    view: torch.Tensor
 
 
 @torch.no_grad()
@@ -49,36 +35,27 @@ def load_weights(
     Raises:
         ValueError: names or shapes on disk differ from config.json, or a tensor does not divide evenly.
     """
-    targets = _targets(parameters, weight_map, ranks)
+    entries = weight_map.on_rank(ranks)
+    assert parameters.keys() <= entries.keys(), f"not mapped: {sorted(parameters.keys() - entries.keys())}"
     with StoredModel(model_path) as stored:
         assert stored.names is not None, "checkpoints in other formats are converted first (`readable_model`)"
         located = weight_map.locate(stored.names)
-        for target in targets:
-            location = located[target.source.name]
-            tensor = stored.tensor(location.name)
-            if tuple(tensor.get_shape()) != location.shape:
-                raise ValueError(
-                    f"{stored.model_path}: tensor {location.name} has shape {tuple(tensor.get_shape())}, the model's "
-                    f"config.json says {location.shape}; the weights and config.json do not belong together"
-                )
-            target.view.copy_(tensor[location.index(target.part)])
-
-
-def _targets(parameters: Mapping[str, torch.Tensor], weight_map: WeightMap, ranks: ParallelRanks) -> list[_Target]:
-    entries = weight_map.on_rank(ranks)
-    assert parameters.keys() <= entries.keys(), f"not mapped: {sorted(parameters.keys() - entries.keys())}"
-    targets = []
-    for name, parameter in parameters.items():
-        entry = entries[name]
-        rank, size = entry.rank_and_size(ranks)
-        shape = entry.shard_shape(size)
-        assert tuple(parameter.shape) == shape, f"{name} is {tuple(parameter.shape)}, not {shape}"
-        if isinstance(entry.layout, Vocabulary):
-            parameter.zero_()
-        for part in entry.slices(rank, size):
-            view = parameter.narrow(part.dim, part.at, part.length)
-            targets.append(_Target(entry.sources[part.source], part, view))
-    return targets
+        for name, parameter in parameters.items():
+            entry = entries[name]
+            rank, size = entry.rank_and_size(ranks)
+            shape = entry.shard_shape(size)
+            assert tuple(parameter.shape) == shape, f"{name} is {tuple(parameter.shape)}, not {shape}"
+            if isinstance(entry.layout, Vocabulary):
+                parameter.zero_()  # padding rows are in no file, and a head with other values there would predict them
+            for part in entry.slices(rank, size):
+                location = located[entry.sources[part.source].name]
+                tensor = stored.tensor(location.name)
+                if tuple(tensor.get_shape()) != location.shape:
+                    raise ValueError(
+                        f"{stored.model_path}: tensor {location.name} has shape {tuple(tensor.get_shape())}, the "
+                        f"model's config.json says {location.shape}; the weights and config.json do not belong together"
+                    )
+                parameter.narrow(part.dim, part.at, part.length).copy_(tensor[location.index(part)])
 
 
 # -- this rank's shards, and whole tensors gathered from the shards of all ranks
@@ -103,13 +80,11 @@ def local_shards(
     """
     value = value or parameters.__getitem__
     shards = []
-    for entry in weight_map.entries:
-        name = entry.name(ranks.ep_size)
-        if name not in parameters or entry.ep_owner(ranks.ep_size) not in (None, ranks.ep_rank):
-            continue
-        by_source: dict[int, list[ShardSlice]] = {}
+    held = weight_map.on_rank(ranks, with_tied_output=False)
+    for name, entry in ((name, entry) for name, entry in held.items() if name in parameters):
+        by_source: dict[int, list[ShardSlice]] = defaultdict(list)
         for part in entry.slices(*entry.rank_and_size(ranks)):
-            by_source.setdefault(part.source, []).append(part)
+            by_source[part.source].append(part)
         for number, parts in by_source.items():
             parts.sort(key=lambda part: part.start)
             source = entry.sources[number]
@@ -142,15 +117,15 @@ def export_weights(
     `shards` are this rank's `local_shards`. Each gather broadcasts every distinct shard from the first rank that holds
     it, and holds one tensor at a time.
     """
-    own = [(shard.name, shard.dtype, shard.keeps_dtype, shard.dim, shard.start, shard.stop) for shard in shards]
+    own = [(shard.name, shard.dtype, shard.keeps_dtype, (shard.dim, shard.start, shard.stop)) for shard in shards]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     dtypes: dict[str, tuple[torch.dtype, bool]] = {}
     holders: dict[str, dict[tuple[int, int, int], int]] = defaultdict(dict)  # name -> (dim, start, stop) -> rank
     for rank, held in enumerate(of_ranks):
-        for name, dtype, keeps_dtype, *extent in held:
+        for name, dtype, keeps_dtype, extent in held:
             dtypes[name] = (dtype, keeps_dtype)
-            holders[name].setdefault(tuple(extent), rank)
+            holders[name].setdefault(extent, rank)  # replicas of a shard are equal: the first of them sends
     local = {shard.name: shard.local for shard in shards}
 
     def gather(source: HFTensor, wanted: torch.dtype | None) -> torch.Tensor:

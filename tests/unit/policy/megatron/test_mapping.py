@@ -53,8 +53,12 @@ def test_what_is_cut_joins_to_the_same_bits(stored, name, size, implementation):
         sources = [stored[name][source.name] for source in entry.sources]
         shards = [entry.shard(sources, rank, size) for rank in range(size)]
         assert all(tuple(shard.shape) == entry.shard_shape(size) for shard in shards)
-        for source, joined in zip(sources, entry.unshard(shards), strict=True):
-            assert torch.equal(source, joined), entry.template
+        joined = [torch.empty_like(source) for source in sources]
+        for rank, shard in enumerate(shards):
+            for part in entry.slices(rank, size):
+                held = shard.narrow(part.dim, part.at, part.length)
+                joined[part.source].narrow(part.dim, part.start, part.length).copy_(held)
+        assert all(map(torch.equal, sources, joined)), entry.template
 
 
 @pytest.mark.parametrize(
