@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from nemo_rl.models.policy.megatron.mapping import (
     is_latent,
     is_moe_layer,
     known_model_types,
+    some_of,
     weight_map,
 )
 from nemo_rl.models.policy.weight_loading import StoredModel
@@ -52,29 +53,24 @@ FOR_EXPERTS = {
 }
 """Keys that a dense model has to leave at these values. Not `moe_permute_fusion`: NeMo RL 0.7 always sets it."""
 
-_NUM_LISTED = 8
-
 
 def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
     """Raises ValueError naming the key of the section `key` to change and what would work."""
     settings = policy.megatron_cfg
-    check_installed(is_installed=_is_installed("megatron") and _is_installed("megatron.core"), key=key)
+    installed = {name for name in ("megatron", "transformer_engine") if importlib.util.find_spec(name) is not None}
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
-    check_engine(settings, is_installed=_is_installed("transformer_engine"), capability=capability, key=key)
-    check_mapping(policy, model, model_path, key)
+    check_packages(settings, installed=installed, capability=capability, key=key)
+    check_megatron_layout(policy, model, key, model_path)
     if Path(model_path).is_dir():
         check_conversion(policy.model_name, model_path, model, force=settings.force_reconvert_from_hf)
-    _check_model(policy, model, key)
 
 
-def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, key: str = "policy") -> None:
+def check_megatron_layout(
+    policy: PolicyConfig, model: PretrainedConfig, key: str = "policy", model_path: str | None = None
+) -> None:
     """The part of `check_megatron` that needs neither weights nor installed packages, for `--dry-run`."""
-    check_mapping(policy, model, None, key)
-    _check_model(policy, model, key)
-
-
-def _check_model(policy: PolicyConfig, model: PretrainedConfig, key: str) -> None:
     settings, text = policy.megatron_cfg, model.get_text_config()
+    check_mapping(policy, model, model_path, key)
     check_rope(text, key)
     check_tensor_parallel(settings, text, key)
     check_experts(policy, text, key)
@@ -83,32 +79,25 @@ def _check_model(policy: PolicyConfig, model: PretrainedConfig, key: str) -> Non
     check_adapters(policy, model)
 
 
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def check_installed(*, is_installed: bool, key: str = "policy") -> None:
-    """Megatron Core is an extra of the project."""
-    if not is_installed:
-        raise ValueError(
-            f"{key}.megatron_cfg.enabled=true: Megatron Core is not installed; start the run with `uv run --extra "
-            f"mcore ...`, or set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true"
-        )
-
-
-def check_engine(
-    settings: MegatronConfig, *, is_installed: bool, capability: tuple[int, int] | None, key: str = "policy"
+def check_packages(
+    settings: MegatronConfig, *, installed: Collection[str], capability: tuple[int, int] | None, key: str = "policy"
 ) -> None:
-    """Whether Transformer Engine and the GPUs can do what is configured.
+    """Whether Megatron Core is `installed`, and Transformer Engine and the GPUs can do what is configured.
 
     `capability` is the compute capability of this machine's GPUs, or None without one: a driver may have none although
     its workers, which check again, have some.
     """
-    for name, value, neutral in () if is_installed else switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
+    if "megatron" not in installed:
         raise ValueError(
-            f"{key}.megatron_cfg.{name}={value} needs Transformer Engine, which is not installed; start the run with "
-            f"`uv run --extra mcore --extra te ...`, or set it to {neutral}"
+            f"{key}.megatron_cfg.enabled=true: Megatron Core is not installed; start the run with `uv run --extra "
+            f"mcore ...`, or set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true"
         )
+    for name, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
+        if "transformer_engine" not in installed:
+            raise ValueError(
+                f"{key}.megatron_cfg.{name}={value} needs Transformer Engine, which is not installed; start the run "
+                f"with `uv run --extra mcore --extra te ...`, or set it to {neutral}"
+            )
     recipe = settings.fp8_cfg.fp8_recipe
     needed = FP8_CAPABILITY[recipe]
     if settings.fp8_cfg.enabled and capability is not None and capability < needed:
@@ -157,11 +146,9 @@ def _foreign_names(names: Iterable[str]) -> str:
     models: list[PretrainedConfig] = [kind(**small) for kind in (LlamaConfig, Qwen2Config, Qwen3Config)]
     models.append(Qwen3MoeConfig(**small, num_experts=1))
     known = {pattern(t.name) for model in models for t in weight_map(model, implementation="local").hf_tensors}
-    foreign = sorted({pattern(name) for name in names} - known)
-    if not foreign:
-        return "; all names of its tensors are known from other architectures"
-    more = f" and {len(foreign) - _NUM_LISTED} more" if foreign[_NUM_LISTED:] else ""
-    return f"; no mapping knows its tensors {', '.join(foreign[:_NUM_LISTED])}{more}"
+    if foreign := sorted({pattern(name) for name in names} - known):
+        return f"; no mapping knows its tensors {some_of(foreign)}"
+    return "; all names of its tensors are known from other architectures"
 
 
 def check_rope(text: PretrainedConfig, key: str = "policy") -> None:
@@ -178,32 +165,10 @@ def check_rope(text: PretrainedConfig, key: str = "policy") -> None:
 
 def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig, key: str = "policy") -> None:
     """Whether heads and matrices can be cut over the tensor-parallel ranks."""
-    size = settings.tensor_model_parallel_size
-    widths = _widths(settings, text)
+    size, what = settings.tensor_model_parallel_size, f"this {text.model_type!r} model"
     heads, groups, _ = heads_of(text)
     groups = heads if is_latent(text) else groups
-
-    def works(ranks: int) -> bool:
-        # More ranks than query groups hold copies of the groups.
-        return all(count % ranks == 0 for count in widths.values()) and (groups % ranks == 0 or ranks % groups == 0)
-
-    if works(size):
-        return
-    problem = (
-        f"neither divides the {groups} key-value heads (query groups) of this {text.model_type!r} model nor is a "
-        "multiple of them"
-    )
-    for what, count in widths.items():
-        if count % size:
-            problem = f"does not divide the {count} {what} of this {text.model_type!r} model"
-            break
-    fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if works(ranks))
-    raise ValueError(f"{key}.megatron_cfg.tensor_model_parallel_size={size} {problem}; these would: {fix}")
-
-
-def _widths(settings: MegatronConfig, text: PretrainedConfig) -> dict[str, int]:
-    """Numbers that tensor-parallel ranks have to share evenly."""
-    widths = {"attention heads": heads_of(text)[0]}
+    widths = {"attention heads": heads}
     has_experts = [is_moe_layer(text, layer) for layer in range(text.num_hidden_layers)]
     if not all(has_experts):
         widths["rows of its feed-forward layers (intermediate_size)"] = text.intermediate_size
@@ -214,7 +179,17 @@ def _widths(settings: MegatronConfig, text: PretrainedConfig) -> dict[str, int]:
         widths["compressed keys and values (kv_lora_rank + qk_rope_head_dim)"] = width
         if text.q_lora_rank is not None:
             widths["compressed queries (q_lora_rank)"] = text.q_lora_rank
-    return widths
+
+    def problems(ranks: int) -> Iterator[str]:
+        for name, count in widths.items():
+            if count % ranks:
+                yield f"does not divide the {count} {name} of {what}"
+        if groups % ranks and ranks % groups:  # more ranks than query groups hold copies of the groups
+            yield f"neither divides the {groups} key-value heads (query groups) of {what} nor is a multiple of them"
+
+    for problem in problems(size):
+        fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if not any(problems(ranks)))
+        raise ValueError(f"{key}.megatron_cfg.tensor_model_parallel_size={size} {problem}; these would: {fix}")
 
 
 def check_experts(policy: PolicyConfig, text: PretrainedConfig, key: str = "policy") -> None:
@@ -256,13 +231,11 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig, key: str = "poli
 
 def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig, key: str) -> None:
     """Whether the model has the modules that selective recomputation names."""
-    if settings.recompute_granularity != "selective":
-        return
     lacking = {"moe", "moe_act", "shared_experts"} if num_experts(text) == 0 else set[str]()
     lacking |= set() if is_latent(text) else {"mla_up_proj"}
-    for name in settings.recompute_modules:
+    left = [name for name in settings.recompute_modules if name not in lacking] or ["core_attn"]
+    for name in settings.recompute_modules if settings.recompute_granularity == "selective" else ():
         if name in lacking:
-            left = [module for module in settings.recompute_modules if module not in lacking] or ["core_attn"]
             raise ValueError(
                 f"{key}.megatron_cfg.recompute_modules: this {text.model_type!r} model has no {name}; use "
                 f"[{', '.join(left)}]"

@@ -249,7 +249,7 @@ class TestCheckpointNames:
 
 def test_megatron_that_is_not_installed() -> None:
     with pytest.raises(ValueError) as error:
-        checks.check_installed(is_installed=False)
+        checks.check_packages(MegatronConfig(enabled=True), installed=(), capability=None)
     assert str(error.value) == (
         f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set "
         f"{KEY}.enabled=false and policy.dtensor_cfg.enabled=true"
@@ -266,7 +266,7 @@ def test_megatron_that_is_not_installed() -> None:
 )
 def test_transformer_engine_that_is_not_installed(settings: dict[str, Any], asked: str, neutral: str) -> None:
     with pytest.raises(ValueError) as error:
-        checks.check_engine(MegatronConfig(enabled=True, **settings), is_installed=False, capability=None)
+        checks.check_packages(MegatronConfig(enabled=True, **settings), installed=("megatron",), capability=None)
     assert str(error.value) == (
         f"{KEY}.{asked} needs Transformer Engine, which is not installed; start the run with "
         f"`uv run --extra mcore --extra te ...`, or set it to {neutral}"
@@ -284,11 +284,11 @@ def test_transformer_engine_that_is_not_installed(settings: dict[str, Any], aske
 def test_fp8_that_the_gpus_cannot_do(recipe: Any, capability: tuple[int, int], works: str) -> None:
     settings = MegatronConfig(enabled=True, fp8_cfg=Fp8Config(enabled=True, fp8_recipe=recipe))
     with pytest.raises(ValueError) as error:
-        checks.check_engine(settings, is_installed=True, capability=capability)
+        checks.check_packages(settings, installed=("megatron", "transformer_engine"), capability=capability)
     assert f"{KEY}.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability" in str(error.value)
     assert str(error.value).endswith(f"have {capability[0]}.{capability[1]}; {works}")
-    checks.check_engine(settings, is_installed=True, capability=(10, 0))
-    checks.check_engine(settings, is_installed=True, capability=None)
+    checks.check_packages(settings, installed=("megatron", "transformer_engine"), capability=(10, 0))
+    checks.check_packages(settings, installed=("megatron", "transformer_engine"), capability=None)
 
 
 def test_what_runs_on_gpus_only_is_refused_without() -> None:
