@@ -27,10 +27,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from nemo_rl.models.policy.config import PolicyConfig
-from nemo_rl.models.policy.megatron.transformer_config import DTYPES
+from nemo_rl.models.policy.pretrained import DTYPES
 
 _MOMENT_DTYPES = {**DTYPES, "uint8": torch.uint8}  # uint8: FP8 with one scale per tensor
-
 
 _SAME_KEYS = {
     "lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "muon_momentum", "muon_num_ns_steps",
