@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -114,30 +115,27 @@ class LocalShardPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Messages:
-    """Messages, ordered by bucket, round, source and receiver. Those within a rank have a row too, and 0 bytes."""
+class ShardPlan:
+    """The whole plan: messages, ordered by bucket, round, source and receiver, and the moves in them.
 
-    bucket: Ints
+    What stays within a rank has a message too, of 0 bytes.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    layouts: tuple[PackLayout, ...]  # of each rank's buckets; empty if it receives nothing
+    num_rounds: Ints  # of each bucket
+    bucket: Ints  # of each message, like the following
     round: Ints
     source: Ints
     receiver: Ints
     nbytes: Ints
     first: Ints  # message m has the moves first[m] to first[m + 1], in the order of the receiver's bucket
-    at: Ints  # of each move: its first byte in the message
-    num_rounds: Ints  # [buckets]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardPlan(_Messages):
-    """The whole plan: messages and the moves in them."""
-
-    tensors: tuple[TensorMeta, ...]
-    layouts: tuple[PackLayout, ...]  # of each rank's buckets; empty if it receives nothing
     tensor: Ints  # of each move, like the following
     local: Ints  # [moves, dimensions]
     size: Ints  # [moves, dimensions]
-    strides: Ints  # [moves, dimensions]
+    at: Ints
     offset: Ints
+    strides: Ints  # [moves, dimensions]
 
     @property
     def world_size(self) -> int:
@@ -209,7 +207,7 @@ def build_plan(
     tensor = units.tensor[pairs.unit]
     strides = table.strides[tensor]
     return ShardPlan(
-        **vars(messages),
+        **messages,
         tensors=tuple(tensors),
         layouts=layouts,
         tensor=tensor,
@@ -239,8 +237,7 @@ class _TensorTable:
         shape = shape.reshape(len(metas), width)
         ones = np.ones((len(metas), 1), dtype=np.int64)
         strides = np.concatenate([np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
-        sizes = {meta.dtype: meta.torch_dtype.itemsize for meta in {m.dtype: m for m in metas}.values()}
-        return cls(metas, shape, strides, np.array([sizes[meta.dtype] for meta in metas], dtype=np.int64))
+        return cls(metas, shape, strides, np.array([meta.torch_dtype.itemsize for meta in metas], dtype=np.int64))
 
     def checked(self, shards: Shards) -> Shards:
         """The rows; those of whole tensors get dimension 0. ValueError for shards outside their tensor."""
@@ -271,44 +268,32 @@ class _HeldShards:
 
     @classmethod
     def of(cls, table: _TensorTable, sources: Shards) -> _HeldShards:
-        _refuse_repeats(table, sources)
-        order = np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor))
-        rows = sources.take(order)
+        keys, counts = np.unique(sources.rank * len(table.metas) + sources.tensor, return_counts=True)
+        for key in keys[counts > 1].tolist():
+            rank, tensor = divmod(key, len(table.metas))
+            raise ValueError(f"rank {rank} holds two shards of {table.metas[tensor].name}; one is possible")
+        rows = sources.take(np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor)))
         starts = _run_starts(rows.tensor, rows.dim, rows.lo, rows.hi)
         parts = rows.take(starts)
-        counts = np.bincount(parts.tensor, minlength=len(table.metas))
-        of_tensor = np.append(0, np.cumsum(counts))
         _check_tiling(table, parts)
-        holders = np.zeros((len(starts), int(rows.rank.max(initial=0)) + 1), dtype=bool)
-        holders[np.repeat(np.arange(len(starts)), np.diff(np.append(starts, len(order)))), rows.rank] = True
-        packed = np.packbits(holders, axis=1)
-        keys = np.ascontiguousarray(packed).view(np.dtype((np.void, packed.shape[1]))).reshape(-1)
-        _, example, set_of = np.unique(keys, return_index=True, return_inverse=True)
-        sets = [np.flatnonzero(holders[index]) for index in example.tolist()]
-        numbers = np.arange(len(starts))
-        origin, end = np.zeros((len(starts), table.shape.shape[1]), dtype=np.int64), table.shape[parts.tensor]
-        origin[numbers, parts.dim], end[numbers, parts.dim] = parts.lo, parts.hi
-        return cls(origin, end, of_tensor, set_of.reshape(-1), sets)
-
-
-def _refuse_repeats(table: _TensorTable, shards: Shards) -> None:
-    """ValueError if a rank has two shards of a tensor."""
-    order = np.lexsort((shards.tensor, shards.rank))
-    rank, tensor = shards.rank[order], shards.tensor[order]
-    twice = np.flatnonzero((rank[1:] == rank[:-1]) & (tensor[1:] == tensor[:-1]))
-    if len(twice):
-        row = int(twice[0])
-        raise ValueError(f"rank {rank[row]} holds two shards of {table.metas[tensor[row]].name}; one is possible")
+        of_tensor = np.append(0, np.cumsum(np.bincount(parts.tensor, minlength=len(table.metas))))
+        holders = np.split(rows.rank, starts[1:])
+        sets = {ranks.tobytes(): ranks for ranks in holders}
+        numbers = {key: number for number, key in enumerate(sets)}
+        set_of = np.array([numbers[ranks.tobytes()] for ranks in holders], dtype=np.int64)
+        each, end = np.arange(len(starts)), table.shape[parts.tensor]
+        origin = np.zeros_like(end)
+        origin[each, parts.dim], end[each, parts.dim] = parts.lo, parts.hi
+        return cls(origin, end, of_tensor, set_of, list(sets.values()))
 
 
 def _check_tiling(table: _TensorTable, parts: Shards) -> None:
     """`parts` are distinct and sorted: the parts of a tensor must cover it from begin to end without gaps."""
-    same = parts.tensor[1:] == parts.tensor[:-1]
-    full = table.shape[parts.tensor, parts.dim]
-    begins, ends = np.append(True, ~same)[: len(parts.tensor)], np.append(~same, True)[: len(parts.tensor)]
-    follows = (parts.dim[1:] == parts.dim[:-1]) & (parts.lo[1:] == parts.hi[:-1])
-    bad = (begins & (parts.lo != 0)) | (ends & (parts.hi != full))
-    bad[1:] |= same & ~follows
+    begins = np.diff(parts.tensor, prepend=-1) != 0
+    ends = np.append(begins[1:], True)[: len(begins)]
+    bad = parts.lo != np.where(begins, 0, np.roll(parts.hi, 1))
+    bad |= ~begins & (parts.dim != np.roll(parts.dim, 1))
+    bad |= ends & (parts.hi != table.shape[parts.tensor, parts.dim])
     if bad.any():
         row = int(np.flatnonzero(bad)[0])
         of_same = np.flatnonzero(parts.tensor == parts.tensor[row])
@@ -339,46 +324,33 @@ class _Units:
 
 def _units(table: _TensorTable, layouts: Sequence[PackLayout], wants: Mapping[int, Sequence[int]]) -> _Units:
     """The units of all receivers, in the order of their buckets."""
-    known: dict[int, tuple[Ints, ...]] = {}  # by layout, which receivers share
-    columns: list[tuple[Ints, ...]] = []
+    shapes, itemsizes, width = table.shape.tolist(), table.itemsize.tolist(), table.shape.shape[1]
+    known: dict[int, list[list[int]]] = {}  # by layout, which receivers share
+    columns: list[Ints] = []
     for receiver, numbers in wants.items():
         layout = layouts[receiver]
         if id(layout) not in known:
-            known[id(layout)] = _units_of(table, layout, np.asarray(numbers, dtype=np.int64))
-        columns.append((np.full(len(known[id(layout)][0]), receiver), *known[id(layout)]))
-    return _Units(*(np.concatenate(column) for column in zip(*columns, strict=True)))
-
-
-def _units_of(table: _TensorTable, layout: PackLayout, numbers: Ints) -> tuple[Ints, ...]:
-    """Tensor, bucket, base, lo and hi of every unit of a layout whose tensors are `numbers`."""
-    pieces = [(p.tensor, at, p.offset - p.start) for at, bucket in enumerate(layout.buckets) for p in bucket]
-    index, bucket, base = np.array(pieces, dtype=np.int64).reshape(len(pieces), 3).T
-    tensor = numbers[index]
-    order = np.arange(len(pieces))
-    lo, hi = np.zeros((len(pieces), table.shape.shape[1]), dtype=np.int64), table.shape[tensor]
-    is_whole = np.bincount(index, minlength=len(numbers))[index] == 1
-    all_orders, all_lo, all_hi = [order[is_whole]], [lo[is_whole]], [hi[is_whole]]
-    flat = [piece for pieces_of in layout.buckets for piece in pieces_of]
-    for row in np.flatnonzero(~is_whole).tolist():
-        piece, itemsize = flat[row], int(table.itemsize[tensor[row]])
-        first, stop = piece.start // itemsize, (piece.start + piece.nbytes) // itemsize
-        slices = np.array(_slices_of_range(hi[row].tolist(), first, stop), dtype=np.int64)  # [slices, 2, D]
-        all_orders.append(np.full(len(slices), row))
-        all_lo.append(slices[:, 0])
-        all_hi.append(slices[:, 1])
-    order = np.concatenate(all_orders)
-    in_order = np.argsort(order, kind="stable")
-    order, lo, hi = order[in_order], np.concatenate(all_lo)[in_order], np.concatenate(all_hi)[in_order]
-    return tensor[order], bucket[order], base[order], lo, hi
+            rows = known[id(layout)] = []
+            for bucket, piece in ((bucket, piece) for bucket, pieces in enumerate(layout.buckets) for piece in pieces):
+                tensor = int(numbers[piece.tensor])
+                first, stop = piece.start // itemsizes[tensor], (piece.start + piece.nbytes) // itemsizes[tensor]
+                for lo, hi in _slices_of_range(shapes[tensor], first, stop):
+                    rows.append([tensor, bucket, piece.offset - piece.start, *lo, *hi])
+        units = np.array(known[id(layout)], dtype=np.int64).reshape(-1, 3 + 2 * width)
+        columns.append(np.insert(units, 0, receiver, axis=1))
+    table_of = np.concatenate(columns)
+    return _Units(*table_of[:, :4].T, lo=table_of[:, 4 : 4 + width], hi=table_of[:, 4 + width :])
 
 
 def _slices_of_range(shape: list[int], start: int, stop: int) -> list[tuple[list[int], list[int]]]:
     """Elements `start` to `stop` of a contiguous tensor as slices (first index, end): at most 2 len(shape) - 1."""
     if start >= stop:
         return []
+    if stop - start == prod(shape):
+        return [([0] * len(shape), shape)]
     if len(shape) == 1:
         return [([start], [stop])]
-    row = int(np.prod(shape[1:]))
+    row = prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # within one row
         return [
@@ -428,10 +400,12 @@ def _choose_sources(held: _HeldShards, pairs: _Pairs, receiver: Ints, nodes: Int
     """The source of each pair. One Python step per receiver and set of replicas, of which a layout has few."""
     num_sets = len(held.sets)
     wanted = receiver * num_sets + held.set_of[pairs.shard]
-    nbytes = _sums_by(wanted, pairs.nbytes, len(nodes) * num_sets)
+    # Sums in float64 are exact up to 2^53 bytes.
+    nbytes = np.bincount(wanted, pairs.nbytes, minlength=len(nodes) * num_sets).astype(np.int64)
     keys = np.flatnonzero(nbytes)
     single = np.array([len(ranks) == 1 for ranks in held.sets], dtype=bool)[keys % num_sets]
     keys = keys[np.lexsort((keys, -nbytes[keys], ~single))]
+    # Replicas share the load: the largest parts first, each to the candidate with least to send, as in list scheduling.
     load, choice = np.zeros(len(nodes), dtype=np.int64), np.full(len(nodes) * num_sets, -1, dtype=np.int64)
     for key in keys.tolist():
         to, ranks = key // num_sets, held.sets[key % num_sets]
@@ -447,8 +421,11 @@ def _choose_sources(held: _HeldShards, pairs: _Pairs, receiver: Ints, nodes: Int
 
 def _group(
     pairs: _Pairs, units: _Units, source: Ints, receiver: Ints, *, world: int, limit: int
-) -> tuple[_Messages, Ints]:
-    """One message for everything that `source[pair]` sends `receiver[pair]` for one bucket; the pairs in its order."""
+) -> tuple[dict[str, Ints], Ints]:
+    """One message for everything that `source[pair]` sends `receiver[pair]` for one bucket.
+
+    Returns the columns of messages in a `ShardPlan`, and the rows of `pairs` in the order of the messages.
+    """
     bucket = units.bucket[pairs.unit]
     order = np.lexsort((pairs.unit, receiver, source, bucket))
     bucket, source, receiver = bucket[order], source[order], receiver[order]
@@ -458,23 +435,15 @@ def _group(
     before = np.cumsum(aligned) - aligned
     at = before - np.repeat(before[starts], np.diff(first))
     bucket, source, receiver = bucket[starts], source[starts], receiver[starts]
-    nbytes = _sums_by(np.repeat(np.arange(len(starts)), np.diff(first)), aligned, len(starts))
-    nbytes = np.where(source != receiver, nbytes + TRAILER_BYTES, 0)
+    nbytes = np.where(source != receiver, np.add.reduceat(aligned, starts) + TRAILER_BYTES, 0)
     num_buckets = int(units.bucket.max(initial=0)) + 1
     number, num_rounds = _rounds(bucket, source, receiver, nbytes, num_buckets, world, limit)
     again = np.lexsort((receiver, source, number, bucket))
     counts = np.diff(first)[again]
     rows = np.repeat(first[:-1][again] - (np.cumsum(counts) - counts), counts) + np.arange(len(order))
-    messages = _Messages(
-        bucket=bucket[again],
-        round=number[again],
-        source=source[again],
-        receiver=receiver[again],
-        nbytes=nbytes[again],
-        first=np.append(0, np.cumsum(counts)),
-        at=at[rows],
-        num_rounds=num_rounds,
-    )
+    by_message = {"bucket": bucket, "round": number, "source": source, "receiver": receiver, "nbytes": nbytes}
+    messages = {name: column[again] for name, column in by_message.items()}
+    messages |= {"first": np.append(0, np.cumsum(counts)), "at": at[rows], "num_rounds": num_rounds}
     return messages, order[rows]
 
 
@@ -493,7 +462,7 @@ def _rounds(
             current = int(bucket[rows[0]])
             loads = np.zeros((1, world), dtype=np.int64)
         after = loads[:, source[rows]] + nbytes[rows]
-        # The first round with room, else a new one. A single bucket is sent even if the limit is below it.
+        # The first round with room, else a new one. An empty round takes a bucket even if the limit is below it.
         free = np.flatnonzero((after <= limit).all(axis=1) | ~loads.any(axis=1))
         if len(free) == 0:
             loads = np.concatenate([loads, np.zeros((1, world), dtype=np.int64)])
@@ -508,16 +477,5 @@ def _rounds(
 
 def _run_starts(*columns: Ints) -> Ints:
     """First rows of runs of equal rows."""
-    if len(columns[0]) == 0:
-        return np.empty(0, dtype=np.int64)
-    changes = np.zeros(len(columns[0]) - 1, dtype=bool)
-    for column in columns:
-        changes |= column[1:] != column[:-1]
-    return np.append(0, np.flatnonzero(changes) + 1)
-
-
-def _sums_by(key: Ints, values: Ints, size: int) -> Ints:
-    """Sum of `values` by `key`, in integers."""
-    sums = np.zeros(size, dtype=np.int64)
-    np.add.at(sums, key, values)
-    return sums
+    changes = (np.diff(np.stack(columns), axis=1) != 0).any(axis=0)
+    return np.flatnonzero(np.append(True, changes)[: len(columns[0])])
