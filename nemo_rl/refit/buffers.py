@@ -19,7 +19,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,13 +31,13 @@ from nemo_rl.distributed.errors import first_line
 from nemo_rl.refit.layout import NUM_HALVES, RefitError, Rendezvous, Transport
 
 if TYPE_CHECKING:
-    from torch.distributed import Store, Work
+    from torch.distributed import Work
 
 _TOKEN_BYTES = 16
 COLLECTIVE_KEY = "collective"
 _BACKLOG = 4096
 _POLL_S = 0.01
-_COMPLETE = "complete"
+_JOINED, _COMPLETE = "engine rank {}", "other engines"  # keys of the store, which name who has not joined
 _CONNECT_S = 120.0  # to connect members that have all just announced themselves
 
 
@@ -242,13 +242,24 @@ class CollectiveBuffer(TransferBuffer):
     group.
     """
 
-    def __init__(self, member: int, endpoint: dict[str, Any], store: Store, device: torch.device) -> None:
+    def __init__(
+        self, member: int, endpoint: dict[str, Any], device: torch.device, listener: socket.socket | None = None
+    ) -> None:
+        from torch.distributed import TCPStore
+
         self.bytes = torch.zeros(endpoint["nbytes"], dtype=torch.uint8, device=device)
         self.key = COLLECTIVE_KEY
         self._member = member
         self._endpoint = endpoint
-        self._store: Any = store  # None after the group was left
         self._timeout_s: float = endpoint["timeout_s"]
+        self._store: Any = TCPStore(  # None after the group was left
+            endpoint["host"],
+            endpoint["port"],
+            is_master=listener is not None,
+            timeout=timedelta(seconds=self._timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose stubs are incomplete
         self._listeners: set[tuple[str, int]] = set()  # addresses at which gloo's members accept connections
         self._works: dict[int, Work] = {}  # half -> its broadcast in flight
@@ -259,8 +270,6 @@ class CollectiveBuffer(TransferBuffer):
     @classmethod
     def create(cls, nbytes: int, device: torch.device, rendezvous: Rendezvous) -> CollectiveBuffer:
         """The sender's buffer. Returns at once and waits for the receivers in the background."""
-        from torch.distributed import TCPStore
-
         family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.bind((rendezvous.address, 0))
@@ -272,15 +281,7 @@ class CollectiveBuffer(TransferBuffer):
             "nbytes": nbytes,
             "timeout_s": rendezvous.timeout_s,
         }
-        store = TCPStore(
-            endpoint["host"],
-            endpoint["port"],
-            is_master=True,
-            timeout=timedelta(seconds=rendezvous.timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        self = cls(0, endpoint, store, device)
+        self = cls(0, endpoint, device, listener)
         self._joining = threading.Thread(target=self._join_as_sender, daemon=True)
         self._joining.start()
         return self
@@ -288,20 +289,13 @@ class CollectiveBuffer(TransferBuffer):
     @classmethod
     def attach(cls, endpoint: dict[str, Any], device: torch.device, receiver: int) -> CollectiveBuffer:
         """The buffer of receiver number `receiver`. Returns when all members have joined, else ConnectionError."""
-        from torch.distributed import DistError, TCPStore
+        from torch.distributed import DistError
 
         started = time.monotonic()
         try:
-            store = TCPStore(
-                endpoint["host"],
-                endpoint["port"],
-                is_master=False,
-                timeout=timedelta(seconds=endpoint["timeout_s"]),
-                wait_for_workers=False,
-            )
-            self = cls(1 + receiver, endpoint, store, device)
-            store.set(_joined(receiver), "")
-            self._wait_for([_COMPLETE], started, lambda: "other engines")
+            self = cls(1 + receiver, endpoint, device)
+            self._store.set(_JOINED.format(receiver), "")
+            self._wait_for([_COMPLETE], started)
             self._group = self._connect()
         except DistError as error:
             raise ConnectionError(f"the policy's rank 0 has left the group: {first_line(error)}") from error
@@ -363,24 +357,20 @@ class CollectiveBuffer(TransferBuffer):
         from torch.distributed import DistError
 
         receivers = range(self._endpoint["size"] - 1)
-
-        def missing() -> str:
-            late = [str(number) for number in receivers if not self._store.check([_joined(number)])]
-            return f"the engines' {'ranks' if len(late) > 1 else 'rank'} {', '.join(late)}"
-
         try:
-            self._wait_for([_joined(number) for number in receivers], time.monotonic(), missing)
+            self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
             self._store.set(_COMPLETE, "")
             self._group = self._connect()
         except (ConnectionError, DistError) as error:  # raised by the next use
             self._failure = error
 
-    def _wait_for(self, keys: list[str], started: float, missing: Callable[[], str]) -> None:
+    def _wait_for(self, keys: list[str], started: float) -> None:
         while not self._store.check(keys):
             if self._leaving.wait(_POLL_S):
                 raise ConnectionError("the group was given up before it was complete")
             if time.monotonic() - started > self._timeout_s:
-                raise ConnectionError(f"after {self._timeout_s:.3g} s {missing()} had not joined")
+                late = ", ".join(key for key in keys if not self._store.check([key]))
+                raise ConnectionError(f"after {self._timeout_s:.3g} s {late} had not joined")
 
     def _connect(self) -> Any:
         size = self._endpoint["size"]
@@ -441,7 +431,3 @@ def _shutdown_connections(listeners: set[tuple[str, int]]) -> None:
         with suppress(OSError):  # not connected any more
             if found.getpeername()[:2] in listeners or found.getsockname()[:2] in listeners:
                 found.shutdown(socket.SHUT_RDWR)
-
-
-def _joined(receiver: int) -> str:
-    return f"joined/{receiver}"

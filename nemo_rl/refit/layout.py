@@ -122,7 +122,11 @@ class PackLayout:
         tensors = tuple(metas)
         if repeated := sorted(name for name, count in Counter(meta.name for meta in tensors).items() if count > 1):
             raise ValueError(f"tensor names must be unique, these come twice: {repeated}")
-        num_weights = _count_weights(tensors)
+        num_weights = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
+        weights = {meta.name for meta in tensors[:num_weights]}
+        adapted = [meta.adapts for meta in tensors[num_weights:]]
+        if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
+            raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
         capacity = _align(bucket_bytes)
         buckets: list[list[Piece]] = [[]]
         used = 0
@@ -196,16 +200,6 @@ def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None) -
     return chosen if limit is None else min(chosen, limit)
 
 
-def _count_weights(tensors: Sequence[TensorMeta]) -> int:
-    """How many tensors are not adapters. ValueError if the adapters behind them are not in order."""
-    count = next((i for i, meta in enumerate(tensors) if meta.adapts is not None), len(tensors))
-    weights = {meta.name for meta in tensors[:count]}
-    adapted = [meta.adapts for meta in tensors[count:]]
-    if adapted[::2] != adapted[1::2] or len(set(adapted)) != len(adapted[::2]) or not weights.issuperset(adapted):
-        raise ValueError("adapters must be pairs, one for each adapted weight, behind all weights")
-    return count
-
-
 def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -262,12 +256,12 @@ class GatheredParts:
 def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:
     """The tensor or DTensor that `tensor()` returns at each gather, because parameters move with their module."""
     first = tensor()
-
-    def gather(dtype: torch.dtype | None) -> torch.Tensor:
-        return gathered(tensor().detach(), dtype)
-
     return ExportedTensor(
-        name=name, shape=tuple(first.shape), dtype=first.dtype, gather=gather, keeps_dtype=keeps_dtype
+        name=name,
+        shape=tuple(first.shape),
+        dtype=first.dtype,
+        gather=lambda dtype: gathered(tensor().detach(), dtype),
+        keeps_dtype=keeps_dtype,
     )
 
 

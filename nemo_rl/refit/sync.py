@@ -81,24 +81,15 @@ class Refit(WeightSync):
         RefitError if the policy's ranks describe different tensors or an engine cannot reach a buffer.
         """
         self.layout = None
-        settings = {
-            "transport": self.transport,
-            "wire_dtype": self.wire_dtype,
-            "bucket_bytes": self.bucket_bytes,
-            "rendezvous": self.rendezvous,
-        }
-        descriptions = self.policy.prepare_refit(settings)
+        settings = {"transport": self.transport, "wire_dtype": self.wire_dtype, "rendezvous": self.rendezvous}
+        descriptions = self.policy.prepare_refit(settings | {"bucket_bytes": self.bucket_bytes})
         layouts = [description["layout"] for description in descriptions if "layout" in description]
         assert len(layouts) == 1, "only rank 0 sends the layout"
         if len({description["layout_digest"] for description in descriptions}) != 1:
             raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
-        endpoints: dict[str, dict[str, Any]] = {}
-        for description in descriptions:
-            for key, endpoint in description.get("endpoints", {}).items():
-                if key in endpoints:
-                    raise RefitError(f"{self.transport}: two policy ranks send from the same place {key}")
-                endpoints[key] = endpoint
-        layout = PackLayout.from_dict(layouts[0])
+        offered = [offer for description in descriptions for offer in description.get("endpoints", {}).items()]
+        endpoints = dict(offered)
+        assert len(endpoints) == len(offered), "two policy ranks send from the same place"
         self._hold_base = []
         try:
             self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})
@@ -106,7 +97,8 @@ class Refit(WeightSync):
             if _is_death(error):
                 raise
             raise RefitError(f"{self.transport}: generation cannot attach to the policy's weights: {error}") from error
-        self.layout, self._attached = layout, list(self.generation.workers)
+        self.layout = layout = PackLayout.from_dict(layouts[0])
+        self._attached = list(self.generation.workers)
         logger.info(
             "refit over %s: %d tensors, %.3f GiB in %d buckets of %.0f MiB",
             self.transport,
@@ -157,7 +149,11 @@ class Refit(WeightSync):
                     self.generation.wait(loading[-num_open])
                 results = self.policy.finish_pack(self.policy.start_pack(bucket))
                 packed.append(results)
-                info = {"version": version, "bucket": bucket, "fingerprints": _agreed_fingerprints(results)}
+                digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
+                if different := sorted(rank for rank, digest in digests.items() if digest != digests[0]):
+                    raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
+                fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
+                info = {"version": version, "bucket": bucket, "fingerprints": fingerprints}
                 loading.append(self.generation.receive_bucket_async(info, turn=len(loading)))
             for refs in loading[-num_open:]:
                 self.generation.wait(refs)
@@ -179,33 +175,24 @@ class Refit(WeightSync):
 
         A worker that hangs is not asked a second time.
         """
+        prefix, deadline = self.generation.name_prefix, time.monotonic() + _DEATH_SEEN_S
         if isinstance(error, WorkerHang):
-            if error.worker.startswith(self.generation.name_prefix):
-                return self._dead(error.worker, str(error))
-            return None
-        deadline = time.monotonic() + _DEATH_SEEN_S
-        while True:
-            with suppress(WorkerHang):
-                self.policy.check_health(timeout_s=_DEATH_SEEN_S)
-            if dead := self.generation.dead_workers():
-                name = f"{self.generation.name_prefix}-{dead[0]}"
-                return self._dead(f"{name}-0", f"{self.transport}: {name} died while weights were in flight")
-            if time.monotonic() > deadline:
+            worker, text = error.worker, str(error)
+            if not worker.startswith(prefix):
                 return None
-            time.sleep(_POLL_S)
-
-    def _dead(self, worker: str, text: str) -> WorkerError:
+        else:
+            while True:
+                with suppress(WorkerHang):
+                    self.policy.check_health(timeout_s=_DEATH_SEEN_S)
+                if dead := self.generation.dead_workers():
+                    break
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(_POLL_S)
+            worker = f"{prefix}-{dead[0]}-0"
+            text = f"{self.transport}: {prefix}-{dead[0]} died while weights were in flight"
         return WorkerError(text, worker=worker, rank=0, method="receive_bucket", exception_type="EngineDied")
 
 
 def _is_death(error: Exception) -> bool:
     return isinstance(error, WorkerDied) or (isinstance(error, WorkerError) and error.engine_died)
-
-
-def _agreed_fingerprints(results: Sequence[dict[str, Any]]) -> bytes:
-    """The fingerprints of rank 0. RefitError if a sending rank packed other bytes."""
-    digests = {result["rank"]: result["digest"] for result in results if "digest" in result}
-    different = sorted(rank for rank, digest in digests.items() if digest != digests[0])
-    if different:
-        raise RefitError(f"ranks {different} of the policy packed other bytes than rank 0")
-    return next(result["fingerprints"] for result in results if "fingerprints" in result)

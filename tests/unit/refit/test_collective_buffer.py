@@ -238,7 +238,7 @@ def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
     policy = Policy(3, timeout_s=0.7)
     engine = Engine(policy.sender.describe(), 1)
     try:
-        with pytest.raises(RefitError, match=r"bucket 0 of .*after 0.7 s the engines' ranks 0, 2 had not joined"):
+        with pytest.raises(RefitError, match=r"bucket 0 of .*after 0.7 s engine rank 0, engine rank 2 had not joined"):
             policy.sender.pack(0)
         policy.sender.close()
         answer = engine.answer(SOON_S)
