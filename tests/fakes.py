@@ -11,7 +11,7 @@ from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint.save import SaveRequest, Written
+from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 
 
 def sample_meta(
@@ -93,13 +93,13 @@ class FakePolicy:
     def restart(self) -> None:
         self.note("restart")
 
-    def save_checkpoint(self, directory: Path, request: SaveRequest) -> Written:
+    def save_checkpoint(self, directory: Path, request: SaveRequest) -> AllWritten:
         self.note("save")
         folder = directory / self.name_prefix
         folder.mkdir()
         (folder / "optimizer").mkdir()
         (folder / "weights").write_text("weights")
-        return Written()
+        return AllWritten()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         assert (directory / self.name_prefix / "weights").is_file()

@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
 
 Rules = Mapping[str, str]
 """Rule -> message."""
@@ -50,6 +50,16 @@ class NamedByKey:
     """Marks a mapping whose values take `field` from their own key when they do not state it."""
 
     field: str
+
+
+def accepted_by(function: Callable[[Any], Any]) -> AfterValidator:
+    """Accepts the values for which `function` does not raise a ValueError."""
+
+    def validate(value: Any) -> Any:
+        function(value)
+        return value
+
+    return AfterValidator(validate)
 
 
 class CrossCheckError(ValueError):

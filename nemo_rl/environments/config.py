@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.rules import NamedByKey, NotYet, StrictModel, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import NamedByKey, NotYet, StrictModel, accepted_by, anything, not_yet, one_of, switched_off
 from nemo_rl.environments.code.sandbox.program import SandboxLimits
 from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
@@ -37,16 +37,6 @@ LANGUAGES = (
     *("tr", "turkish", "zh", "chinese"),
 )
 """Languages whose stop words the package bm25s has, under either name."""
-
-
-def accepted_by(function: Callable[[Any], Any]) -> AfterValidator:
-    """Accepts the values for which `function` does not raise a ValueError."""
-
-    def validate(value: Any) -> Any:
-        function(value)
-        return value
-
-    return AfterValidator(validate)
 
 
 def _http_address(address: str) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from nemo_rl.config.rules import NotYet, StrictModel, anything, not_yet, one_of
+from nemo_rl.config.rules import NotYet, StrictModel, accepted_by, anything, not_yet, one_of
+from nemo_rl.utils.timer import parse_duration_s
 
 
 class MachinesConfig(StrictModel):
@@ -100,28 +100,12 @@ class LoggerConfig(StrictModel):
     )
 
 
-METRIC_PREFIXES = {"val": "validation/", "train": "train/"}
-"""First part of a metric's name in the configuration -> prefix of its name in the logs."""
-
-
 def logged_metric(name: str) -> str:
     """The name in the logs of `val:<metric>` or `train:<metric>`. ValueError for another name."""
     prefix, _, metric = name.partition(":")
-    if prefix not in METRIC_PREFIXES or not metric:
+    if prefix not in ("val", "train") or not metric:
         raise ValueError(f'must be "val:<metric>", "train:<metric>" or null, e.g. "val:accuracy" (got {name!r})')
-    return METRIC_PREFIXES[prefix] + metric
-
-
-def _metric_name(name: str | None) -> str | None:
-    if name is not None:
-        logged_metric(name)
-    return name
-
-
-def _duration(limit: str | None) -> str | None:
-    if limit is not None and not re.fullmatch(r"\d+:\d{2}:\d{2}:\d{2}", limit):
-        raise ValueError(f'must be days:hours:minutes:seconds such as "00:03:45:00" (got {limit!r})')
-    return limit
+    return f"{'validation' if prefix == 'val' else 'train'}/{metric}"
 
 
 class CheckpointingConfig(StrictModel):
@@ -133,7 +117,7 @@ class CheckpointingConfig(StrictModel):
     checkpoint_dir: str = "results/grpo"
     """Folder of `step_N`."""
 
-    metric_name: Annotated[str | None, AfterValidator(_metric_name)] = "val:accuracy"
+    metric_name: Annotated[str, accepted_by(logged_metric)] | None = "val:accuracy"
     """Metric that ranks checkpoints: `val:<metric>`, `train:<metric>`, or null to rank by age."""
 
     higher_is_better: bool = True
@@ -145,7 +129,7 @@ class CheckpointingConfig(StrictModel):
     save_period: int = Field(default=10, ge=1)
     """Steps from one checkpoint to the next. The last step is always saved."""
 
-    checkpoint_must_save_by: Annotated[str | None, AfterValidator(_duration)] = None
+    checkpoint_must_save_by: Annotated[str, accepted_by(parse_duration_s)] | None = None
     """Time after the start, as DD:HH:MM:SS, by which the run saves and ends; null: no limit."""
 
     save_optimizer: bool = True

@@ -45,7 +45,7 @@ ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "envir
 
 
 class RunConsole:
-    """The console of one run of steps `start_step + 1` to `num_steps`. Enter it when the first step begins.
+    """The console of one run of `num_steps` steps. Enter it when the first step begins.
 
     with RunConsole(num_steps=100) as console:
         with console.phase("rollout"):
@@ -59,7 +59,6 @@ class RunConsole:
         self,
         *,
         num_steps: int,
-        start_step: int = 0,
         file: TextIO | None = None,
         force_terminal: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -80,7 +79,7 @@ class RunConsole:
             console=self._console,
             refresh_per_second=4,
         )
-        self._task = self._progress.add_task("", total=num_steps, completed=start_step, phase="", speed="", left="")
+        self._task = self._progress.add_task("", total=num_steps, completed=0, phase="", speed="", left="")
 
     def set_num_steps(self, num_steps: int) -> None:
         """Set the number of steps once it is known: the data may end before `max_num_steps`."""
@@ -129,13 +128,12 @@ class RunConsole:
     def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the summary and the alarms of step `step`, and advance the progress. `metrics` are by logged name."""
         self._step_ends.append(self._clock())
-        seconds_left = self.seconds_left(step)
+        left = f"{format_duration(self.seconds_left(step))} left"
         speed = f"{metrics[_TOKENS_PER_S]:,.0f} tok/s" if _TOKENS_PER_S in metrics else ""
-        self._progress.update(self._task, completed=step, speed=speed, left=f"{format_duration(seconds_left)} left")
+        self._progress.update(self._task, completed=step, speed=speed, left=left)
         line = Text(f"step {step}/{self._num_steps}", style="bold")
-        line.append("  ".join(["", summary_line(metrics), *self._remarks]), style="not bold")
+        line.append("  ".join(["", summary_line(metrics), *self._remarks, left]), style="not bold")
         self._remarks.clear()
-        line.append(f"  {format_duration(seconds_left)} left", style="not bold")
         self._line(line)
         for alarm in alarms(metrics):
             self.warn(alarm)
@@ -196,9 +194,10 @@ def message_text(message: Mapping[str, Any]) -> Text:
 
 def summary_line(metrics: Mapping[str, float]) -> str:
     """One line: the main metrics, tokens per second, and the seconds of each phase, longest first."""
+    lag = metrics.get(_LAG, 0.0)
     parts = [
         f"{name} {float(metrics[key]):{spec}}"
-        + (f" (weights up to {metrics[_LAG]:.0f} updates old)" if key == _DISAGREEMENT and is_stale(metrics) else "")
+        + (f" (weights up to {lag:.0f} updates old)" if key == _DISAGREEMENT and lag > 0 else "")
         for key, name, spec in _SUMMARY
         if key in metrics
     ]
@@ -219,18 +218,15 @@ def summary_line(metrics: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def is_stale(metrics: Mapping[str, float]) -> bool:
-    """Whether samples come from older weights than those trained. Their probabilities then differ by design."""
-    return metrics.get(_LAG, 0.0) > 0
-
-
 def alarms(metrics: Mapping[str, float]) -> list[str]:
     """Messages about metrics of one step that need attention; empty if there are none."""
     found = [
         f"{key} is {metrics[key]}" for key in _MUST_BE_FINITE if key in metrics and not math.isfinite(metrics[key])
     ]
     error = metrics.get(_DISAGREEMENT)
-    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR and not (is_stale(metrics) and error < math.inf):
+    # Samples of older weights than those trained have other probabilities by design.
+    is_stale = metrics.get(_LAG, 0.0) > 0
+    if error is not None and not error <= MAX_TOKEN_MULT_PROB_ERROR and not (is_stale and error < math.inf):
         found.append(
             f"train/token_mult_prob_error is {error:.4f}, above {MAX_TOKEN_MULT_PROB_ERROR}: training and generation "
             "disagree on the probabilities of the sampled tokens (stale weights, other dtype, temperature or mask)"

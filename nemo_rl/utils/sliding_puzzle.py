@@ -9,6 +9,7 @@ nothing. `slide 3` is `left`.
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from collections import deque
@@ -59,7 +60,7 @@ def is_solved(board: Board) -> bool:
 
 def parse_grid(grid: Sequence[Sequence[int]]) -> Board:
     """A board from lists of rows. ValueError when it is no board, or no moves solve it."""
-    board = tuple(tuple(row) for row in grid)
+    board: Board = tuple(tuple(row) for row in grid)
     squares = [tile for row in board for tile in row]
     is_rectangle = len(board) >= 2 and len(board[0]) >= 2 and len({len(row) for row in board}) == 1
     if not is_rectangle or sorted(squares) != list(range(len(squares))):
@@ -67,42 +68,28 @@ def parse_grid(grid: Sequence[Sequence[int]]) -> Board:
             f"no board of a sliding puzzle: {[list(row) for row in board]}. It has at least two rows and two columns, "
             "rows of one length, the tiles from 1 on each once, and 0 for the empty square"
         )
-    if not is_solvable(board):
+    # A move exchanges the empty square with a neighbour: one transposition, and one step of the empty square. So on
+    # every reachable board the parity of the permutation equals the parity of the empty square's distance to its
+    # corner. The converse holds as well (Johnson and Story, 1879).
+    order = [tile - 1 if tile else len(squares) - 1 for tile in squares]
+    inversions = sum(first > second for first, second in itertools.combinations(order, 2))
+    row, column = _empty(board)
+    if (inversions - (len(board) - 1 - row) - (len(squares) // len(board) - 1 - column)) % 2:
         raise ValueError(f"no moves solve the sliding puzzle {[list(row) for row in board]}: exchange two of its tiles")
     return board
 
 
-def is_solvable(board: Board) -> bool:
-    """Whether some moves lead to the solved board.
-
-    A move exchanges the empty square with a neighbour: one transposition, and one step of the empty square. So on every
-    reachable board the parity of the permutation equals the parity of the empty square's distance to its corner. The
-    converse holds as well (Johnson and Story, 1879).
-    """
-    squares = [tile for row in board for tile in row]
-    order = [tile - 1 if tile else len(squares) - 1 for tile in squares]
-    inversions = sum(order[i] > order[j] for i in range(len(order)) for j in range(i + 1, len(order)))
-    row, column = _empty(board)
-    steps = len(board) - 1 - row + len(board[0]) - 1 - column
-    return inversions % 2 == steps % 2
-
-
-def move(board: Board, direction: str) -> Board | None:
-    """The board after a tile moved `up`, `down`, `left` or `right` into the empty square; None when none can."""
-    by_rows, by_columns = TILE_MOVES[direction]
-    row, column = _empty(board)
-    from_row, from_column = row - by_rows, column - by_columns
-    if not (0 <= from_row < len(board) and 0 <= from_column < len(board[0])):
-        return None
-    squares = [list(line) for line in board]
-    squares[row][column], squares[from_row][from_column] = squares[from_row][from_column], 0
-    return tuple(tuple(line) for line in squares)
-
-
 def moves(board: Board) -> dict[str, Board]:
-    """Every direction in which a tile can move -> the board it makes."""
-    after = {direction: move(board, direction) for direction in TILE_MOVES}
-    return {direction: made for direction, made in after.items() if made is not None}
+    """Every direction in which a tile can move into the empty square -> the board it makes."""
+    made = {}
+    row, column = _empty(board)
+    for direction, (by_rows, by_columns) in TILE_MOVES.items():
+        from_row, from_column = row - by_rows, column - by_columns
+        if 0 <= from_row < len(board) and 0 <= from_column < len(board[0]):
+            squares = [list(line) for line in board]
+            squares[row][column], squares[from_row][from_column] = squares[from_row][from_column], 0
+            made[direction] = tuple(tuple(line) for line in squares)
+    return made
 
 
 def shuffled(rows: int, columns: int, num_moves: int, rng: random.Random) -> Board:

@@ -123,5 +123,3 @@ PYTHON = function_spec(
     "Runs Python code and returns what it prints, and the value of its last line when that is an expression.",
     {"code": "the source"},
 )
-TOOL_SPECS: dict[str, dict[str, Any]] = {"calculator": CALCULATOR, "python": PYTHON}
-"""Name -> specification of each built-in tool."""

@@ -72,18 +72,14 @@ class Timer:
 
     def get_timing_metrics(self, reduction_op: str | Mapping[str, str] = "mean") -> dict[str, float]:
         """The reduced value of each label. A mapping gives the reduction of each label; the default is the mean."""
-        if isinstance(reduction_op, str):
-            return {label: self.reduce(label, reduction_op) for label in self._elapsed_s}
-        return {label: self.reduce(label, reduction_op.get(label, "mean")) for label in self._elapsed_s}
+        ops = dict.fromkeys(self._elapsed_s, reduction_op) if isinstance(reduction_op, str) else reduction_op
+        return {label: self.reduce(label, ops.get(label, "mean")) for label in self._elapsed_s}
 
     def reset(self, label: str | None = None) -> None:
         """Drop the measurements of `label`, or of all labels, including those that are running."""
-        if label is None:
-            self._started.clear()
-            self._elapsed_s.clear()
-        else:
-            self._started.pop(label, None)
-            self._elapsed_s.pop(label, None)
+        for name in [*self._started, *self._elapsed_s] if label is None else [label]:
+            self._started.pop(name, None)
+            self._elapsed_s.pop(name, None)
 
 
 class TimeoutChecker:
@@ -127,8 +123,8 @@ class TimeoutChecker:
 
 def parse_duration_s(text: str) -> float:
     """Seconds of "DD:HH:MM:SS". Raises ValueError."""
-    match = re.fullmatch(r"(\d+):(\d{1,2}):(\d{1,2}):(\d{1,2})", text)
-    days, hours, minutes, seconds = (int(part) for part in match.groups()) if match else (0, 24, 0, 0)
-    if hours > 23 or minutes > 59 or seconds > 59:
-        raise ValueError(f'"{text}" is no duration; write "DD:HH:MM:SS", e.g. "00:03:45:00" for 3 hours 45 minutes')
+    match = re.fullmatch(r"(\d+):([01]\d|2[0-3]):([0-5]\d):([0-5]\d)", text)
+    if match is None:
+        raise ValueError(f'must be DD:HH:MM:SS, e.g. "00:03:45:00" for 3 hours 45 minutes (got {text!r})')
+    days, hours, minutes, seconds = map(int, match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

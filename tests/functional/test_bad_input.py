@@ -331,7 +331,9 @@ def test_a_checkpoint_of_another_architecture(saved, overrides, told):
             directory / "policy" / "weights" / "model.safetensors",
         )
 
-    CheckpointManager(config.checkpointing).save(10, write, {"identity": prepare(config).identity}, "", {})
+    CheckpointManager(config.checkpointing).start_save(
+        10, write, {"identity": prepare(config).identity}, "", {}
+    ).finish()
     with pytest.raises(CheckpointError, match=told):
         prepared(*overrides)
 
@@ -344,7 +346,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
         (directory / "policy" / "optimizer").mkdir(parents=True)
         shutil.copytree(resolve_model("tiny:arithmetic"), directory / "policy" / "weights")
 
-    written = CheckpointManager(config.checkpointing).save(10, write, info, "", {})
+    written = CheckpointManager(config.checkpointing).start_save(10, write, info, "", {}).finish()
     prepared()
     with pytest.raises(
         CheckpointIdentityError, match=r"(?s)data\.train.*grpo\.seed: the checkpoint has 42, this run 7"
@@ -356,7 +358,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
 def test_a_checkpoint_without_its_optimizer_is_not_continued_in_silence(tmp_path):
     config = load_config(GRPOMasterConfig, CPU_CONFIG, [])
     info = {"identity": prepare(config).identity}
-    CheckpointManager(config.checkpointing).save(10, lambda directory: None, info, "", {})
+    CheckpointManager(config.checkpointing).start_save(10, lambda directory: None, info, "", {}).finish()
     with pytest.raises(
         CheckpointError, match=r"step_10 was saved without the optimizer \(checkpointing\.save_optimizer"
     ):

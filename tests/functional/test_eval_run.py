@@ -173,7 +173,7 @@ def test_the_model_and_tokenizer_of_a_checkpoint(tmp_path, capsys):
             (policy / "weights" / "consolidated" / name).unlink()
 
     config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "run"), metric_name=None)
-    step = CheckpointManager(config).save(3, write, {}, "", {})
+    step = CheckpointManager(config).start_save(3, write, {}, "", {}).finish()
     inputs = prepare(load_config(EvalMasterConfig, CPU_CONFIG, ["generation.model_name=run"]))
     assert inputs.model.name == str(Path("run") / "step_3")
     linked = Path(inputs.model.tokenizer_path) / "tokenizer.json"

@@ -360,7 +360,7 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path, 
             tensors = load_file(weights / "model.safetensors")
             save_file({**tensors, "score.weight": torch.zeros(1, 128)}, weights / "model.safetensors")
 
-    CheckpointManager(mine.checkpointing).save(20, write, {"identity": prepare(mine).identity}, "", {})
+    CheckpointManager(mine.checkpointing).start_save(20, write, {"identity": prepare(mine).identity}, "", {}).finish()
     prepared(kind)
     prepared(kind, f"{kind}.max_num_steps=500", "policy.optimizer.kwargs.lr=0.5")
     dataset = "arithmetic" if kind == "sft" else "arithmetic_preference"

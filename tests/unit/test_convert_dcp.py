@@ -182,7 +182,7 @@ def test_a_damaged_step_is_refused_by_file(tmp_path):
         save(directory, "llama", "torch_save")
 
     config = CheckpointingConfig(checkpoint_dir=str(tmp_path / "c"), metric_name=None)
-    step = CheckpointManager(config).save(1, write, {}, "", {})
+    step = CheckpointManager(config).start_save(1, write, {}, "", {}).finish()
     shard = next((step / "policy" / "weights").glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

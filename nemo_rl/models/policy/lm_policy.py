@@ -20,7 +20,7 @@ from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
-from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite, Written
+from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 
 WORKERS = {
     "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
@@ -215,7 +215,7 @@ class Policy(PolicyInterface):
         self.tokenizer.save_pretrained(directory / self._folder / "tokenizer")
         if request.save_consolidated:
             self.tokenizer.save_pretrained(directory / self._folder / "weights" / "consolidated")
-        return WorkersWrite(self.group) if request.in_background else Written()
+        return WorkersWrite(self.group) if request.in_background else AllWritten()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         with self.accelerator.hold(self._name_prefix):

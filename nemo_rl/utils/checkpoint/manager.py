@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
-from nemo_rl.utils.checkpoint.save import StateWrite, Written
+from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, logged_metric
 from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
+from nemo_rl.utils.logger import flatten_dict
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,7 @@ class CheckpointManager:
     ) -> None:
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
         self.metric_name = cfg.metric_name
+        self._logged_metric = None if cfg.metric_name is None else logged_metric(cfg.metric_name)
         self.higher_is_better = cfg.higher_is_better
         self.keep_top_k = cfg.keep_top_k
         self._free_bytes = free_bytes
@@ -72,35 +75,20 @@ class CheckpointManager:
 
     # -- saving
 
-    def save(
-        self,
-        step: int,
-        write: Callable[[Path], None],
-        training_info: Mapping[str, Any],
-        resolved_config_yaml: str,
-        metrics: Mapping[str, float],
-    ) -> Path:
-        """`start_save` and finish: `write(directory)` returns once all processes have closed their files."""
-
-        def start_write(directory: Path) -> StateWrite:
-            write(directory)
-            return Written()
-
-        return self.start_save(step, start_write, training_info, resolved_config_yaml, metrics).finish()
-
     def start_save(
         self,
         step: int,
-        start_write: Callable[[Path], StateWrite],
+        start_write: Callable[[Path], StateWrite | None],
         training_info: Mapping[str, Any],
         resolved_config_yaml: str,
         metrics: Mapping[str, float],
     ) -> PendingSave:
         """Begin to save step `step`. One save at a time.
 
-        `start_write(directory)` begins to write every state file under `directory`; processes may still be writing when
-        it returns. Until the returned `PendingSave` has finished, the checkpoint is `tmp_step_N`, from which no run
-        resumes. `metrics` are by logged name ("train/reward", "validation/accuracy"); training_info.json keeps them.
+        `start_write(directory)` begins to write every state file under `directory`. It returns the writes that other
+        processes have not finished, or None. Until the returned `PendingSave` has finished, the checkpoint is
+        `tmp_step_N`, from which no run resumes. `metrics` are by logged name ("train/reward", "validation/accuracy");
+        training_info.json keeps them.
 
         Raises:
             DiskFullError: less space is free than the newest checkpoint takes, or the disk became full.
@@ -108,9 +96,13 @@ class CheckpointManager:
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         started = time.monotonic()
         with self.discarded_on_failure(step):
-            self._check_free_space(step)
+            latest = self.get_latest_checkpoint_path()
+            needed = sealed_bytes(latest) if latest else None
+            if needed is not None and (free := self._free_bytes(self.checkpoint_dir)) < needed:
+                what = f"{size_text(needed)} are needed and {size_text(free)} are free"
+                raise DiskFullError(self._disk_full_text(step, what))
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
-            return PendingSave(self, step, tmp_path, start_write(tmp_path), metrics, started)
+            return PendingSave(self, step, tmp_path, start_write(tmp_path) or AllWritten(), metrics, started)
 
     def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
         """Create `tmp_step_N` with training_info.json and config.yaml, locked until it is finalized."""
@@ -130,16 +122,13 @@ class CheckpointManager:
         (tmp_path / CONFIG_NAME).write_text(resolved_config_yaml, encoding="utf-8")
         return tmp_path
 
-    def finalize_checkpoint(self, tmp_path: Path) -> Path:
-        """Put `tmp_step_N` on stable storage and rename it to `step_N`."""
-        return self.publish(tmp_path, seal(tmp_path))
-
-    def publish(self, tmp_path: Path, num_bytes: int) -> Path:
-        """Rename `tmp_step_N`, sealed with `num_bytes`, to `step_N`.
+    def finalize_checkpoint(self, tmp_path: Path, num_bytes: int | None = None) -> Path:
+        """Put `tmp_step_N` on stable storage, unless it is sealed with `num_bytes`, and rename it to `step_N`.
 
         An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
         in between.
         """
+        num_bytes = seal(tmp_path) if num_bytes is None else num_bytes
         step = _step_of(tmp_path.name.removeprefix("tmp_"))
         path = self.checkpoint_dir / f"step_{step}"
         old_path = self.checkpoint_dir / f"old_step_{step}"
@@ -149,7 +138,7 @@ class CheckpointManager:
             sync_directory(self.checkpoint_dir)
         tmp_path.rename(path)
         sync_directory(self.checkpoint_dir)
-        self._unlock(tmp_path)
+        os.close(self._tmp_lock_fds.pop(tmp_path))
         self._damaged_steps.discard(step)
         remove_tree(old_path)
         logger.info("saved %s (%s)", path, size_text(num_bytes))
@@ -250,11 +239,12 @@ class CheckpointManager:
     def _best_first(self) -> list[int]:
         steps = self._steps()
         values = {step: self._value(step) for step in steps}
-        return sorted((step for step in steps if step not in self._damaged_steps), key=lambda s: (-values[s], -s))
+        # A checkpoint whose training_info.json cannot be read has been found damaged meanwhile.
+        return sorted(set(steps) - self._damaged_steps, key=lambda step: (-values[step], -step))
 
     def _value(self, step: int) -> float:
         """Higher is better for every metric. A checkpoint without it is worst; without a metric all are equal."""
-        if self.metric_name is None:
+        if self._logged_metric is None:
             return 0.0
         path = self.checkpoint_dir / f"step_{step}"
         try:
@@ -264,35 +254,23 @@ class CheckpointManager:
             self._damaged_steps.add(step)
             return -math.inf
         assert info is not None
-        value = info["metrics"].get(self._logged_metric_name(), "NaN")
-        value = float("nan") if value is None else float(value)
+        value = float(info["metrics"].get(self._logged_metric, "NaN"))
         if math.isnan(value):
             return -math.inf
         return value if self.higher_is_better else -value
 
-    def _logged_metric_name(self) -> str:
-        assert self.metric_name is not None
-        return logged_metric(self.metric_name)
-
     def check_metric_is_there(self, metrics: Mapping[str, float]) -> None:
         """ValueError if `metric_name` is missing among others of its prefix (validation may not run at a step)."""
-        if self.metric_name is None or (name := self._logged_metric_name()) in metrics:
+        name = self._logged_metric
+        if name is None or name in metrics:
             return
         prefix = name.partition("/")[0] + "/"
-        others = sorted(other for other in metrics if other.startswith(prefix))
-        if others:
+        if others := sorted(other for other in metrics if other.startswith(prefix)):
             raise ValueError(
                 f'checkpointing.metric_name is "{self.metric_name}" and no metric is called {name}; there are: '
                 + ", ".join(others)
             )
         logger.warning("no %s metrics at this step: its checkpoint counts as the worst by %s", prefix, self.metric_name)
-
-    def _check_free_space(self, step: int) -> None:
-        latest = self.get_latest_checkpoint_path()
-        needed = sealed_bytes(latest) if latest else None
-        if needed is not None and (free := self._free_bytes(self.checkpoint_dir)) < needed:
-            what = f"{size_text(needed)} are needed and {size_text(free)} are free"
-            raise DiskFullError(self._disk_full_text(step, what))
 
     def _disk_full_text(self, step: int, what: str) -> str:
         latest = self.get_latest_checkpoint_path()
@@ -322,9 +300,6 @@ class CheckpointManager:
     def remove_tmp_checkpoint(self, tmp_path: Path) -> None:
         """Remove an unfinished checkpoint of this process."""
         remove_tree(tmp_path)
-        self._unlock(tmp_path)
-
-    def _unlock(self, tmp_path: Path) -> None:
         os.close(self._tmp_lock_fds.pop(tmp_path))
 
     def _recover_from_dead_runs(self) -> None:
@@ -351,6 +326,7 @@ class CheckpointManager:
             os.close(fd)
 
 
+@dataclass(eq=False)
 class PendingSave:
     """A checkpoint between `start_save` and its rename: its files are written, then sealed with a manifest.
 
@@ -359,60 +335,48 @@ class PendingSave:
     checkpoint has been saved.
     """
 
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        step: int,
-        tmp_path: Path,
-        write: StateWrite,
-        metrics: Mapping[str, float],
-        started: float,
-    ) -> None:
-        self.step = step
-        self.seconds = 0.0  # from the start to the rename, once it has finished
-        self._manager = manager
-        self._tmp_path = tmp_path
-        self._write = write
-        self._metrics = metrics
-        self._started = started
-        self._sealing: Future[int] | None = None
+    manager: CheckpointManager
+    step: int
+    tmp_path: Path
+    write: StateWrite
+    metrics: Mapping[str, float]
+    started: float  # by time.monotonic()
+    seconds: float = 0.0  # from the start to the rename, once it has finished
+    sealing: Future[int] | None = None
 
     @property
     def is_written(self) -> bool:
         """Whether `finish` waits for no other process: the files are complete, or their writers have failed."""
-        return self._sealing is not None or self._write.is_done()
+        return self.sealing is not None or self.write.is_done()
 
     def advance(self) -> Path | None:
         """Continue as far as possible without waiting. Returns `.../step_N` once it has finished."""
-        if self._sealing is None:
-            with self._manager.discarded_on_failure(self.step):
-                if not self._write.is_done():
+        if self.sealing is None:
+            with self.manager.discarded_on_failure(self.step):
+                if not self.write.is_done():
                     return None
-                self._write.finish()
+                self.write.finish()
             # In a thread, because sealing reads every byte again.
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
-            self._sealing = thread.submit(seal, self._tmp_path)
+            self.sealing = thread.submit(seal, self.tmp_path)
             thread.shutdown(wait=False)
-        return self.finish() if self._sealing.done() else None
+        return self.finish() if self.sealing.done() else None
 
     def finish(self) -> Path:
         """Wait until it has finished. Returns `.../step_N`."""
-        manager = self._manager
-        with manager.discarded_on_failure(self.step):
-            if self._sealing is None:
-                self._write.finish()
-                num_bytes = seal(self._tmp_path)
-            else:
-                num_bytes = self._sealing.result()
-            path = manager.publish(self._tmp_path, num_bytes)
-        self.seconds = time.monotonic() - self._started
-        manager.check_metric_is_there(self._metrics)
-        manager.remove_old_checkpoints()
+        with self.manager.discarded_on_failure(self.step):
+            if self.sealing is None:
+                self.write.finish()
+            num_bytes = None if self.sealing is None else self.sealing.result()
+            path = self.manager.finalize_checkpoint(self.tmp_path, num_bytes)
+        self.seconds = time.monotonic() - self.started
+        self.manager.check_metric_is_there(self.metrics)
+        self.manager.remove_old_checkpoints()
         return path
 
     def discard(self) -> None:
         """Give up: remove the files. Processes that are still writing must have ended, or fail."""
-        self._manager.remove_tmp_checkpoint(self._tmp_path)
+        self.manager.remove_tmp_checkpoint(self.tmp_path)
 
 
 def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
@@ -432,12 +396,13 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 
 def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
     """A line for each leaf in which two nested identities differ; `theirs` names the owner of the saved one."""
-    saved_flat, current_flat = _flatten(saved), _flatten(current)
+    # Converted as JSON does, so that a saved identity equals a fresh one.
+    saved, current = (flatten_dict(strict_json.to_plain(tree)) for tree in (saved, current))
     absent = "(absent)"
     return [
-        f"  {key}: {theirs} has {saved_flat.get(key, absent)!r}, this run {current_flat.get(key, absent)!r}"
-        for key in sorted(saved_flat.keys() | current_flat.keys())
-        if saved_flat.get(key, absent) != current_flat.get(key, absent)
+        f"  {key}: {theirs} has {saved.get(key, absent)!r}, this run {current.get(key, absent)!r}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key, absent) != current.get(key, absent)
     ]
 
 
@@ -448,17 +413,6 @@ def require_optimizer(path: Path) -> None:
             f"{path} was saved without the optimizer (checkpointing.save_optimizer=false), so the run cannot be "
             f"continued from it; {_START_ANEW}"
         )
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted path, converted as JSON does, so that a saved identity equals a fresh one."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = strict_json.to_plain(value)
-    return flat
 
 
 def _step_of(name: str) -> int:

@@ -6,7 +6,7 @@ A directory without a manifest was never finished; a directory that differs from
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def seal(directory: Path) -> int:
 
     Raises OSError, ENOSPC included: a disk may report only now that it is full.
     """
-    paths = sorted(_files_under(directory))
+    paths = sorted(path for path in directory.rglob("*") if path.is_file() and path != directory / MANIFEST_NAME)
     with ThreadPoolExecutor(_NUM_THREADS) as pool:
         digests = list(pool.map(lambda path: _digest(path, sync=True), paths))
     files = {
@@ -97,13 +97,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _files_under(directory: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            if not (Path(parent) == directory and name == MANIFEST_NAME):
-                yield Path(parent) / name
 
 
 def _digest(path: Path, *, sync: bool) -> tuple[int, str]:

@@ -30,20 +30,10 @@ class StateWrite(Protocol):
         ...
 
 
-class Written:
-    """A write that was finished from the start."""
-
-    def is_done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        pass
-
-
 class AllWritten:
-    """Several writes as one."""
+    """Several writes as one; finished from the start if there are none."""
 
-    def __init__(self, writes: Sequence[StateWrite]) -> None:
+    def __init__(self, writes: Sequence[StateWrite] = ()) -> None:
         self._writes = writes
 
     def is_done(self) -> bool:

@@ -83,13 +83,36 @@ def saved_tensors(directory: Path) -> dict[str, TensorStorageMetadata]:
     return {k: v for k, v in metadata.state_dict_metadata.items() if isinstance(v, TensorStorageMetadata)}
 
 
-def check_checkpoint_fits(directory: Path, names_and_shapes: Mapping[str, Sequence[int]]) -> None:
-    """Check that `directory` has exactly the tensors `names_and_shapes`. Reads headers only.
+def check_checkpoint_fits(
+    directory: Path, names_and_shapes: Mapping[str, Sequence[int]], *, is_all: bool = True
+) -> None:
+    """Check that `directory` has the tensors `names_and_shapes`, and with `is_all` no others. Reads headers only.
 
     Raises:
         CheckpointError: the missing, unexpected and differently shaped tensors; or as `saved_tensors`.
     """
-    _raise_differences(directory, saved_tensors(directory), names_and_shapes, report_unexpected=True)
+    shapes = {name: tuple(tensor.size) for name, tensor in saved_tensors(directory).items()}
+    lists = {
+        "missing there": [name for name in names_and_shapes if name not in shapes],
+        "unknown to the model": [name for name in shapes if name not in names_and_shapes] if is_all else [],
+        "of another shape": [
+            f"{name} {list(shapes[name])} instead of {list(shape)}"
+            for name, shape in names_and_shapes.items()
+            if name in shapes and shapes[name] != tuple(shape)
+        ],
+    }
+    if not any(lists.values()):
+        return
+    lines = []
+    for what, names in lists.items():
+        more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+        lines += [f"  {len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"] if names else []
+    raise CheckpointError(
+        f"the tensors in {directory} belong to a model of another architecture:\n"
+        + "\n".join(lines)
+        + "\nUse the model they were saved from (policy.model_name, policy.hf_config_overrides, and "
+        "policy.dtensor_cfg.lora_cfg for adapters), or another checkpoint"
+    )
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
@@ -102,7 +125,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
         CheckpointError: tensors are missing or have another shape; all of them are listed.
     """
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    _raise_differences(directory, saved_tensors(directory), shapes, report_unexpected=False)  # one rank's part
+    check_checkpoint_fits(directory, shapes, is_all=False)  # a rank has a part of the tensors
     state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     try:
         if (directory / METADATA_NAME).exists():
@@ -111,35 +134,3 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
             dcp.load(state, storage_reader=HuggingFaceStorageReader(path=str(directory)))
     except CheckpointException as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
-
-
-def _raise_differences(
-    directory: Path,
-    saved: Mapping[str, TensorStorageMetadata],
-    wanted: Mapping[str, Sequence[int]],
-    *,
-    report_unexpected: bool,
-) -> None:
-    shapes = {name: tuple(tensor.size) for name, tensor in saved.items()}
-    lists = {
-        "missing there": [name for name in wanted if name not in shapes],
-        "unknown to the model": [name for name in shapes if name not in wanted] if report_unexpected else [],
-        "of another shape": [
-            f"{name} {list(shapes[name])} instead of {list(shape)}"
-            for name, shape in wanted.items()
-            if name in shapes and shapes[name] != tuple(shape)
-        ],
-    }
-    lines = [f"  {len(names)} {what}: {_some(names)}" for what, names in lists.items() if names]
-    if lines:
-        raise CheckpointError(
-            f"the tensors in {directory} belong to a model of another architecture:\n"
-            + "\n".join(lines)
-            + "\nUse the model they were saved from (policy.model_name, policy.hf_config_overrides, and "
-            "policy.dtensor_cfg.lora_cfg for adapters), or another checkpoint"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl.algorithms.config.loop import EarlyStoppingConfig, LoopConfig
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
-from nemo_rl.utils.checkpoint.save import Written
+from nemo_rl.utils.checkpoint.save import AllWritten
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -52,8 +52,8 @@ class ScriptedTrainer(Trainer):
         value = self.values[self.state.total_steps]
         return {"val_loss": value}
 
-    def write_state(self, directory: Path) -> Written:
-        return Written()
+    def write_state(self, directory: Path) -> AllWritten:
+        return AllWritten()
 
     def read_state(self, directory: Path) -> None:
         pass

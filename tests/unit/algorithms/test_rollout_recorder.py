@@ -16,7 +16,7 @@ from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_rec
 from nemo_rl.rollouts.collector import RecordedRollouts
 from nemo_rl.rollouts.records import StepIndex, read_groups, read_index, recorded_steps, step_folder, write_step
 from nemo_rl.types import GroupHandle, RolloutGroup, Sample
-from nemo_rl.utils.checkpoint.save import SaveRequest, Written
+from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 from tests.fakes import FakeRollouts
 from tests.unit.algorithms.fake_runs import FakeRun, alternate
 from tests.unit.config.run_configs import build
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_not_ahead_of_the_record(tmp_path):
     seen = []
     save = run.policy.save_checkpoint
 
-    def watched(directory: Path, request: SaveRequest) -> Written:
+    def watched(directory: Path, request: SaveRequest) -> AllWritten:
         seen.append(recorded_steps(tmp_path / "record"))
         return save(directory, request)
 

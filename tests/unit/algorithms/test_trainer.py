@@ -18,7 +18,7 @@ from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.algorithms.trainers.trainer import RunTools, Trainer
 from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, DiskFullError
-from nemo_rl.utils.checkpoint.save import StateWrite, Written
+from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, LoggerConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
@@ -92,7 +92,7 @@ class CountingTrainer(Trainer):
         if not self.tools.checkpointing.async_save:
             self.calls.append(f"write {self.state.total_steps}")
             (directory / "weights").write_text("whole")
-            return Written()
+            return AllWritten()
         self.calls.append(f"start {self.state.total_steps}")
         return Write(directory, self.polls, self.failure)
 

@@ -65,7 +65,7 @@ def save(folder: Path, base: Path, step: int, *, consolidated: bool = False, ada
         (policy / "tokenizer" / "tokenizer_config.json").write_text("{}")
 
     config = CheckpointingConfig(checkpoint_dir=str(folder), metric_name=None)
-    return CheckpointManager(config).save(step, write, {}, "", {})
+    return CheckpointManager(config).start_save(step, write, {}, "", {}).finish()
 
 
 def taken(path: Path, tmp_path: Path, dtype: str = "float32") -> CheckpointModel:

@@ -42,7 +42,7 @@ def write_state(content: str) -> Callable[[Path], None]:
 
 def save(manager: CheckpointManager, step: int, content: str = "x", **metrics: float) -> Path:
     logged = {name.replace("__", "/"): value for name, value in metrics.items()}
-    return manager.save(step, write_state(content), {"current_step": step}, "seed: 1\n", logged)
+    return manager.start_save(step, write_state(content), {"current_step": step}, "seed: 1\n", logged).finish()
 
 
 def steps_in(directory: Path) -> list[str]:
@@ -194,7 +194,7 @@ def test_a_write_that_raises_leaves_nothing_behind(tmp_path):
         raise RuntimeError("rank 3 died")
 
     with pytest.raises(RuntimeError, match="rank 3 died"):
-        manager.save(2, write, {}, "", {})
+        manager.start_save(2, write, {}, "", {}).finish()
     assert steps_in(tmp_path) == ["step_1"]
     save(manager, 2)
     assert manager.latest_sound() == tmp_path / "step_2"
@@ -215,7 +215,7 @@ def test_a_full_disk_while_writing_keeps_the_last_one_and_says_so(tmp_path, wrap
     with pytest.raises(
         DiskFullError, match=r"step 2 .*the disk was full after 4\.\d KiB.*step_1 is untouched"
     ) as caught:
-        manager.save(2, write, {}, "", {})
+        manager.start_save(2, write, {}, "", {}).finish()
     assert caught.value.__cause__ is not None
     assert steps_in(tmp_path) == ["step_1"]
     assert manager.latest_sound() == tmp_path / "step_1"
@@ -261,7 +261,7 @@ def test_a_disk_that_is_really_full(small_disk, writer):
             (directory / "weights.bin").write_bytes(tensor.numpy().tobytes())
 
     with pytest.raises(DiskFullError, match="the disk was full after"):
-        manager.save(2, write, {}, "", {})
+        manager.start_save(2, write, {}, "", {}).finish()
     assert steps_in(small_disk) == ["step_1"]
     assert manager_in(small_disk).latest_sound() == small_disk / "step_1"
 
@@ -294,7 +294,7 @@ KILLED_WHILE_SAVING = """
             os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-    manager.save(2, write, {}, "", {})
+    manager.start_save(2, write, {}, "", {}).finish()
 """
 
 

@@ -28,7 +28,7 @@ class FakeClock:
 
 def test_without_a_terminal_a_step_is_one_plain_line():
     file, clock = io.StringIO(), FakeClock()
-    with RunConsole(num_steps=10, start_step=4, file=file, clock=clock) as console:
+    with RunConsole(num_steps=10, file=file, clock=clock) as console:
         clock.now = 60.0
         with console.phase("rollout"):
             pass

@@ -8,9 +8,7 @@ from nemo_rl.utils.sliding_puzzle import (
     OPPOSITE,
     TILE_MOVES,
     Board,
-    is_solvable,
     is_solved,
-    move,
     moves,
     parse_grid,
     play,
@@ -36,7 +34,7 @@ def boards(draw: st.DrawFn) -> Board:
 @given(boards())
 def test_every_move_is_taken_back_by_its_opposite_and_moves_one_tile(board):
     for direction, after in moves(board).items():
-        assert move(after, OPPOSITE[direction]) == board
+        assert moves(after)[OPPOSITE[direction]] == board
         changed = [
             (a, b)
             for row, row_after in zip(board, after, strict=True)
@@ -49,10 +47,9 @@ def test_every_move_is_taken_back_by_its_opposite_and_moves_one_tile(board):
 @settings(max_examples=60, deadline=None)
 @given(boards())
 def test_shuffled_boards_can_be_solved_and_are_not_and_exchanging_two_tiles_makes_them_impossible(board):
-    assert is_solvable(board) and not is_solved(board)
+    assert not is_solved(board)
     assert parse_grid([list(row) for row in board]) == board
     swapped = tuple(tuple({1: 2, 2: 1}.get(tile, tile) for tile in row) for row in board)
-    assert not is_solvable(swapped)
     with pytest.raises(ValueError, match="exchange two"):
         parse_grid(swapped)
 
@@ -73,8 +70,7 @@ def find(board: Board, tile: int) -> tuple[int, int]:
 def test_the_direction_is_that_of_the_tile():
     board = ((1, 2), (0, 3))
     assert moves(board) == {"down": ((0, 2), (1, 3)), "left": ((1, 2), (3, 0))}
-    assert is_solved(move(board, "left") or board)
-    assert move(board, "up") is None
+    assert is_solved(moves(board)["left"])
 
 
 @pytest.mark.parametrize(("rows", "columns", "boards_there", "longest"), [(2, 2, 12, 6), (2, 3, 360, 21)])

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl.data.datasets.arithmetic import demonstrate_tool_arithmetic
 from nemo_rl.environments.code.tools import PythonToolEnvironment, Tool, ToolCall, ToolError, find_calls, problem_of
 from nemo_rl.environments.config import OURS
-from nemo_rl.utils.task_formats import TOOL_SPECS, function_spec
+from nemo_rl.utils.task_formats import CALCULATOR, PYTHON, function_spec
 
 
 def shout(arguments, state) -> str:
@@ -19,6 +19,7 @@ def shout(arguments, state) -> str:
     return arguments["text"].upper() + "!" * state["shouts"]
 
 
+TOOL_SPECS = {"calculator": CALCULATOR, "python": PYTHON}
 SHOUT = Tool(function_spec("shout", "Shouts.", {"text": "what"}), shout)
 
 
