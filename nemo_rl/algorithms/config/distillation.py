@@ -108,10 +108,6 @@ class DistillationMasterConfig(RolloutMasterConfig):
     """Several teachers by name, told apart by `distillation.task_to_teacher`."""
 
     @property
-    def rollout(self) -> DistillationConfig:
-        return self.distillation
-
-    @property
     def train_metrics(self) -> frozenset[str]:
         names = self.rollout_metrics | metric_names.DISTILLATION
         return names if self.distillation.topk_logits_k is None else names | metric_names.TOP_K
@@ -124,9 +120,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
     def teacher_cluster(self) -> ClusterConfig:
         """The machines of the teachers."""
         own = self.distillation.teacher_resources
-        if own is None:
-            return self.training_cluster
-        return ClusterConfig(**own.model_dump(), worker_timeout_s=self.cluster.worker_timeout_s)
+        return self.training_cluster if own is None else self.cluster.model_copy(update=dict(own))
 
     @property
     def further_models(self) -> list[FurtherModel]:
@@ -149,24 +143,14 @@ class DistillationMasterConfig(RolloutMasterConfig):
             if name not in tasks.values():
                 yield f"teachers.{name}.model_name", "teaches nothing; name its task in distillation.task_to_teacher"
 
+        samples = self.distillation.num_samples_per_step
         for model in self.further_models:
-            yield from self._check_teacher(model)
-
-    def _check_teacher(self, model: FurtherModel) -> Problems:
-        longest, samples = self.policy.max_total_sequence_length, self.distillation.num_samples_per_step
-        if model.config.max_total_sequence_length < longest:
-            yield (
-                f"{model.key}.max_total_sequence_length",
-                f"{model.config.max_total_sequence_length} is less than policy.max_total_sequence_length={longest}, "
-                "and the teacher reads the same samples; leave it out",
-            )
-        for problem, message in check_budgets(model.config, key=model.key, is_trained=False):
-            yield f"{model.key}.{problem}", message
-        num_ranks = data_parallel_size(model.config, model.cluster)
-        if num_ranks is not None and samples % (num_ranks * model.config.backend_cfg.micro_batch_multiple):
+            yield from check_budgets(model.config, key=model.key, is_trained=False)
+            num_ranks = data_parallel_size(model.config, model.cluster) or 1
             multiple = num_ranks * model.config.backend_cfg.micro_batch_multiple
-            yield (
-                "distillation.num_prompts_per_step",
-                f"the {samples} samples of a step cannot be shared by the {num_ranks} data ranks of {model.key}; make "
-                f"them a multiple of {multiple}",
-            )
+            if samples % multiple:
+                yield (
+                    "distillation.num_prompts_per_step",
+                    f"the {samples} samples of a step cannot be shared by the {num_ranks} data ranks of {model.key}; "
+                    f"make them a multiple of {multiple}",
+                )

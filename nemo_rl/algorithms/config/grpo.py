@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems
-from nemo_rl.algorithms.config.rollout import REFERENCE_KL, RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
 from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
 
 
@@ -97,9 +97,6 @@ class GRPOConfig(ScoredRolloutConfig):
 
     seq_logprob_error_threshold: float | None = Field(default=None, gt=1)
     """Samples whose mean of exp(|training - generation logprob|) exceeds this get no gradient; null: off."""
-
-    skip_reference_policy_logprobs_calculation: bool = False
-    """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
     use_dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample until the step is full (DAPO)."""
@@ -257,7 +254,7 @@ class GRPOMasterConfig(RolloutMasterConfig):
     section: ClassVar = "grpo"
 
     rules: ClassVar = {
-        **REFERENCE_KL,
+        **reference_kl_rules("grpo"),
         "loss_fn.use_kl_in_reward requires grpo.adv_estimator.name=reinforce_plus_plus": (
             "only reinforce_plus_plus has the KL in the reward; set grpo.adv_estimator.name=reinforce_plus_plus"
         ),
@@ -280,10 +277,6 @@ class GRPOMasterConfig(RolloutMasterConfig):
 
     loss_fn: ClippedPGLossConfig = ClippedPGLossConfig()
     """The clipped policy-gradient loss with its variants."""
-
-    @property
-    def rollout(self) -> GRPOConfig:
-        return self.grpo
 
     @property
     def train_metrics(self) -> frozenset[str]:

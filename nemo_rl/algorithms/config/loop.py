@@ -7,11 +7,10 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import StrictModel, divisors, written
+from nemo_rl.config.rules import StrictModel, accepted_by, divisors, value_of, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
@@ -21,16 +20,15 @@ Problems = Iterator[tuple[str, str]]
 """(dotted key, message); the message says which values would work."""
 
 
-def _validation_metric(name: str | None) -> str | None:
-    if name is not None and not name.startswith("val:"):
+def _validation_metric(name: str) -> None:
+    if not name.startswith("val:"):
         raise ValueError(f'must be "val:<metric>" or null, e.g. "val:val_loss" (got {name!r})')
-    return name
 
 
 class EarlyStoppingConfig(StrictModel):
     """The run ends when a metric of the validations is good enough, or gets no better."""
 
-    metric_name: Annotated[str | None, AfterValidator(_validation_metric)] = None
+    metric_name: Annotated[str, accepted_by(_validation_metric)] | None = None
     """Metric to watch, `val:<metric>`; null: the run is never stopped early."""
 
     higher_is_better: bool = False
@@ -102,9 +100,9 @@ class RunConfig(StrictModel):
         return self.section
 
     @property
-    @abstractmethod
     def loop(self) -> LoopConfig:
         """The algorithm's own section."""
+        return value_of(self, self.section)
 
     @property
     @abstractmethod
@@ -139,37 +137,31 @@ class RunConfig(StrictModel):
 
         Nothing is known before the run about names whose first part (before a slash) is in `free_prefixes`.
         """
-        stopping, checkpointing = self.loop.early_stopping.metric_name, self.checkpointing
-        if stopping is not None:
-            yield from self._check_metric(f"{self.section}.early_stopping.metric_name", stopping, free_prefixes)
-        name = checkpointing.metric_name
-        if not checkpointing.enabled or name is None:
-            return
-        problems = list(self._check_metric("checkpointing.metric_name", name, free_prefixes))
-        yield from problems
-        save_period, val_period = checkpointing.save_period, self.loop.val_period
-        if not problems and name.startswith("val:") and save_period % val_period and checkpointing.keep_top_k:
-            yield (
-                "checkpointing.save_period",
-                f"{save_period} is no multiple of {self.section}.val_period={val_period}: checkpoints between "
-                f"validations have no {name.partition(':')[2]} that could rank them; for val_period use "
-                f"{divisors(save_period, near=val_period)}",
-            )
-
-    def _check_metric(self, key: str, name: str, free_prefixes: Collection[str]) -> Problems:
-        prefix, _, metric = name.partition(":")
-        if prefix == "val" and self.loop.val_period == 0:
-            fix = f"set {self.section}.val_period above 0, or {key.rpartition('.')[2]}=null"
-            yield key, f"{name} needs validation; {fix}"
-            return
-        available = self.val_metrics if prefix == "val" else self.train_metrics
-        if metric in available or metric.partition("/")[0] in free_prefixes:
-            return
-        more = ""
-        if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
-            more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k)"
-        fix = did_you_mean(metric, sorted(available)).replace("you mean ", f"you mean {prefix}:")
-        yield key, f"no run with this configuration produces {name}{more}; {fix}"
+        saves, val_period = self.checkpointing, self.loop.val_period
+        used = {f"{self.section}.early_stopping.metric_name": self.loop.early_stopping.metric_name}
+        used |= {"checkpointing.metric_name": saves.metric_name if saves.enabled else None}
+        for key, name in used.items():
+            if name is None:
+                continue
+            prefix, _, metric = name.partition(":")
+            ranks_saves = key == "checkpointing.metric_name" and saves.keep_top_k is not None
+            available = self.val_metrics if prefix == "val" else self.train_metrics
+            if prefix == "val" and val_period == 0:
+                fix = f"set {self.section}.val_period above 0, or metric_name=null"
+                yield key, f"{name} needs validation; {fix}"
+            elif metric not in available and metric.partition("/")[0] not in free_prefixes:
+                more = ""
+                if prefix == "val" and re.fullmatch(r"(pass_at|best_of)_\d+|pass@\w+", metric):
+                    more = f" ({self.section}.val_num_generations_per_prompt decides on pass_at_k)"
+                fix = did_you_mean(metric, sorted(available)).replace("you mean ", f"you mean {prefix}:")
+                yield key, f"no run with this configuration produces {name}{more}; {fix}"
+            elif prefix == "val" and ranks_saves and saves.save_period % val_period:
+                yield (
+                    "checkpointing.save_period",
+                    f"{saves.save_period} is no multiple of {self.section}.val_period={val_period}: checkpoints "
+                    f"between validations have no {metric} that could rank them; for val_period use "
+                    f"{divisors(saves.save_period, near=val_period)}",
+                )
 
 
 # Checks of one model of a run. `key` is the name of its section: `policy`, `value`, `teacher`.
@@ -203,24 +195,3 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "polic
     if policy.megatron_cfg.enabled:
         for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
             yield f"{key}.megatron_cfg.{problem}", message
-
-
-def check_batch_size(
-    policy: PolicyConfig, cluster: ClusterConfig, *, fix: str, key: str = "policy", sequences_per_sample: int = 1
-) -> Problems:
-    """Whether ranks and micro-batches can share `train_global_batch_size` evenly; `fix` is the remedy."""
-    num_ranks = data_parallel_size(policy, cluster)
-    if num_ranks is None:
-        return
-    if policy.train_global_batch_size % num_ranks:
-        text = f"{policy.train_global_batch_size} cannot be shared by {num_ranks} training ranks; {fix}"
-        yield f"{key}.train_global_batch_size", text
-        return
-    for problem, message in check_batching(
-        policy,
-        num_ranks=num_ranks,
-        micro_batch_multiple=policy.backend_cfg.micro_batch_multiple,
-        sequences_per_sample=sequences_per_sample,
-        key=key,
-    ):
-        yield f"{key}.{problem}", message

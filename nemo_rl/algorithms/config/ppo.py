@@ -9,7 +9,7 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loop import Problems, saving_rules
-from nemo_rl.algorithms.config.rollout import REFERENCE_KL, FurtherModel, RolloutMasterConfig, ScoredRolloutConfig
+from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
 from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
 from nemo_rl.models.policy.config import RewardModelConfig, SecondModelConfig
 
@@ -41,9 +41,6 @@ class PPOConfig(ScoredRolloutConfig):
 
     adv_estimator: GAEConfig = GAEConfig()
     """How rewards and values become advantages."""
-
-    skip_reference_policy_logprobs_calculation: bool = False
-    """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
     not_yet: ClassVar = (
         *not_yet("async_ppo", "async_grpo", neutral=switched_off),
@@ -95,15 +92,11 @@ class PPOMasterConfig(RolloutMasterConfig):
     section: ClassVar = "ppo"
 
     rules: ClassVar = {
-        **REFERENCE_KL,
+        **reference_kl_rules("ppo"),
         **saving_rules("value"),
         "value.reward_model_cfg requires value.reward_model_cfg.enabled and "
         "value.reward_model_cfg.reward_model_type=regression": (
             "a value model has {enabled: true, reward_model_type: regression}: a number for each token; set these"
-        ),
-        "value.max_total_sequence_length < {policy.max_total_sequence_length}": (
-            "{value.max_total_sequence_length} is less than policy.max_total_sequence_length="
-            "{policy.max_total_sequence_length}, and the value model reads the same samples; leave it out"
         ),
         "value.nonfinite_action != {policy.nonfinite_action}": (
             "must equal policy.nonfinite_action={policy.nonfinite_action}; leave it out"
@@ -121,10 +114,6 @@ class PPOMasterConfig(RolloutMasterConfig):
 
     value: ValueConfig
     """The value model: keys as in `policy`, with its own layout, batch sizes and optimizer."""
-
-    @property
-    def rollout(self) -> PPOConfig:
-        return self.ppo
 
     @property
     def train_metrics(self) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from nemo_rl.algorithms.config.loop import (
     LoopConfig,
     Problems,
     RunConfig,
-    check_batch_size,
     check_layout,
     data_parallel_size,
     saving_rules,
@@ -29,6 +27,7 @@ from nemo_rl.algorithms.config.metric_names import (
     rollout_validation,
     turns,
 )
+from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of, switched_off, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
@@ -168,6 +167,9 @@ class ScoredRolloutConfig(RolloutConfig):
 
     overlong_filtering: bool = False
     """Truncated samples get no gradient; their rewards still enter the baseline."""
+
+    skip_reference_policy_logprobs_calculation: bool = False
+    """Do without the reference policy; needs `loss_fn.reference_policy_kl_penalty: 0`."""
 
     reward_shaping: RewardShapingConfig
     """Penalties for long answers."""
@@ -360,21 +362,22 @@ _SAMPLING = {
     ),
 }
 
-REFERENCE_KL = {
-    "loss_fn.reference_policy_kl_penalty > 0 excludes policy.generation.is_filtered": (
-        "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not the "
-        "reference; set it to 0, or top_p=1 and top_k=null"
-    ),
-    "{algorithm}.skip_reference_policy_logprobs_calculation: rollout.skip_reference_policy_logprobs_calculation "
-    "excludes loss_fn.reference_policy_kl_penalty > 0": (
-        "the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 (it is "
-        "{loss_fn.reference_policy_kl_penalty})"
-    ),
-    "loss_fn.use_kl_in_reward requires loss_fn.reference_policy_kl_penalty > 0": (
-        "has no effect without a KL penalty; set loss_fn.reference_policy_kl_penalty above 0"
-    ),
-}
-"""Rules of algorithms with a KL penalty to the reference policy, in the loss or in the reward."""
+
+def reference_kl_rules(section: str) -> dict[str, str]:
+    """Rules of the algorithm `section` with a KL penalty to the reference policy, in the loss or in the reward."""
+    return {
+        "loss_fn.reference_policy_kl_penalty > 0 excludes policy.generation.is_filtered": (
+            "not supported yet: a KL penalty with policy.generation.top_p or top_k, which filter the policy and not "
+            "the reference; set it to 0, or top_p=1 and top_k=null"
+        ),
+        f"{section}.skip_reference_policy_logprobs_calculation excludes loss_fn.reference_policy_kl_penalty > 0": (
+            "the KL penalty needs them; set loss_fn.reference_policy_kl_penalty=0 (it is "
+            "{loss_fn.reference_policy_kl_penalty})"
+        ),
+        "loss_fn.use_kl_in_reward requires loss_fn.reference_policy_kl_penalty > 0": (
+            "has no effect without a KL penalty; set loss_fn.reference_policy_kl_penalty above 0"
+        ),
+    }
 
 
 class RolloutMasterConfig(RunConfig):
@@ -415,13 +418,9 @@ class RolloutMasterConfig(RunConfig):
         return True
 
     @property
-    @abstractmethod
     def rollout(self) -> RolloutConfig:
         """The algorithm's own section."""
-
-    @property
-    def loop(self) -> RolloutConfig:
-        return self.rollout
+        return value_of(self, self.section)
 
     @property
     def further_models(self) -> list[FurtherModel]:
@@ -458,6 +457,12 @@ class RolloutMasterConfig(RunConfig):
             yield from check_layout(model.config, model.cluster, model.key)
             if model.config.router_replay.enabled:
                 yield f"{model.key}.router_replay.enabled", "its experts are not those that generated; set it to false"
+            if (length := model.config.max_total_sequence_length) < self.policy.max_total_sequence_length:
+                yield (
+                    f"{model.key}.max_total_sequence_length",
+                    f"{length} is less than policy.max_total_sequence_length={self.policy.max_total_sequence_length}, "
+                    "and this model reads the same samples; leave it out",
+                )
         yield from self._check_engines()
         yield from self._check_environments()
         yield from self.check_validation(has_data=self.data.has_validation)
@@ -480,13 +485,13 @@ class RolloutMasterConfig(RunConfig):
                 f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
                 f"these would: {divisors(samples, near=global_batch)}",
             )
-        num_ranks = data_parallel_size(policy, self.training_cluster) or 1
-        works = divisors(samples, near=global_batch, multiple_of=num_ranks)
+        num_ranks = data_parallel_size(policy, self.training_cluster)
+        works = divisors(samples, near=global_batch, multiple_of=num_ranks or 1)
         fix = f"these would: {works}"
         if not works:
             prompts = rollout.num_prompts_per_step
             fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-        yield from check_batch_size(policy, self.training_cluster, fix=fix, key=key)
+        yield from check_batching(policy, num_ranks, fix=fix, key=key)
 
     def _check_engines(self) -> Problems:
         """Whether engines fill the machines. An engine spans nodes only by its pipeline stages."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -12,12 +11,12 @@ from nemo_rl.algorithms.config.loop import (
     LoopConfig,
     Problems,
     RunConfig,
-    check_batch_size,
     check_layout,
     data_parallel_size,
     saving_rules,
 )
-from nemo_rl.config.rules import Derived, StrictModel
+from nemo_rl.algorithms.plan.batch import check_batching
+from nemo_rl.config.rules import Derived, StrictModel, value_of
 from nemo_rl.data.config import DEFAULT_VALIDATION_SET, AnyExampleDataConfig, ExampleDataConfig, PreferenceDataConfig
 from nemo_rl.models.policy.config import PolicyConfig
 
@@ -48,20 +47,16 @@ class SupervisedMasterConfig(RunConfig):
 
     sequences_per_row: ClassVar[int] = 1
 
-    @property
-    @abstractmethod
-    def loop(self) -> SupervisedConfig:
-        """The algorithm's own section."""
+    loss_metrics: ClassVar[frozenset[str]]  # names that the loss reports
 
     @property
-    @abstractmethod
+    def loop(self) -> SupervisedConfig:
+        return value_of(self, self.section)
+
+    @property
     def examples(self) -> AnyExampleDataConfig:
         """The section `data`."""
-
-    @property
-    @abstractmethod
-    def loss_metrics(self) -> frozenset[str]:
-        """Names that the loss reports."""
+        return value_of(self, "data")
 
     @property
     def train_metrics(self) -> frozenset[str]:
@@ -85,8 +80,9 @@ class SupervisedMasterConfig(RunConfig):
     }
 
     def cross_checks(self) -> Problems:
-        fix = f"make it a multiple of {data_parallel_size(self.policy, self.cluster)}"
-        yield from check_batch_size(self.policy, self.cluster, fix=fix, sequences_per_sample=self.sequences_per_row)
+        num_ranks = data_parallel_size(self.policy, self.cluster)
+        fix = f"make it a multiple of {num_ranks}"
+        yield from check_batching(self.policy, num_ranks, fix=fix, sequences_per_sample=self.sequences_per_row)
         yield from check_layout(self.policy, self.cluster)
         yield from self.check_validation(has_data=self.examples.has_validation)
         yield from self.check_metric_names()
@@ -109,6 +105,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """A whole SFT run."""
 
     section: ClassVar = "sft"
+    loss_metrics: ClassVar = metric_names.NLL
 
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
 
@@ -117,18 +114,6 @@ class SFTMasterConfig(SupervisedMasterConfig):
 
     data: ExampleDataConfig
     """Conversations: training and validation datasets, and how a row becomes tokens."""
-
-    @property
-    def loop(self) -> SFTConfig:
-        return self.sft
-
-    @property
-    def examples(self) -> ExampleDataConfig:
-        return self.data
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return metric_names.NLL
 
 
 class DPOLossConfig(StrictModel):
@@ -194,28 +179,17 @@ class PreferenceMasterConfig(SupervisedMasterConfig):
     data: PreferenceDataConfig
     """Pairs: training and validation datasets, and how a row becomes tokens."""
 
-    @property
-    def examples(self) -> PreferenceDataConfig:
-        return self.data
-
 
 class DPOMasterConfig(PreferenceMasterConfig):
     """A whole DPO run. All batch sizes count pairs."""
 
     section: ClassVar = "dpo"
+    loss_metrics: ClassVar = metric_names.DPO
 
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
 
     dpo: DPOConfig
     """DPO: the loss and its variants, reference logprobs, validation."""
-
-    @property
-    def loop(self) -> DPOConfig:
-        return self.dpo
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return metric_names.DPO
 
     def cross_checks(self) -> Problems:
         yield from super().cross_checks()
@@ -239,6 +213,7 @@ class RMMasterConfig(PreferenceMasterConfig):
     """A whole reward-model run. All batch sizes count pairs."""
 
     section: ClassVar = "rm"
+    loss_metrics: ClassVar = metric_names.REWARD_MODEL
 
     rules: ClassVar = {
         "policy.reward_model_cfg requires policy.reward_model_cfg.enabled and "
@@ -249,11 +224,3 @@ class RMMasterConfig(PreferenceMasterConfig):
 
     rm: RMConfig = RMConfig()
     """Reward model: the loss, validation."""
-
-    @property
-    def loop(self) -> RMConfig:
-        return self.rm
-
-    @property
-    def loss_metrics(self) -> frozenset[str]:
-        return metric_names.REWARD_MODEL

@@ -365,33 +365,32 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
 
 
 def check_batching(
-    policy: PolicyConfig,
-    *,
-    num_ranks: int,
-    micro_batch_multiple: int = 1,
-    sequences_per_sample: int = 1,
-    key: str = "policy",
+    policy: PolicyConfig, num_ranks: int | None, *, fix: str, sequences_per_sample: int = 1, key: str = "policy"
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key below the model's section `key`, message) of batch sizes that `plan_samples` cannot use.
+    """(dotted key, message) of batch sizes of the section `key` that `plan_samples` cannot use.
 
-    That the `num_ranks` data-parallel ranks divide train_global_batch_size is checked elsewhere.
+    `fix` is the remedy if `num_ranks` data-parallel ranks cannot share a global batch; None: the layout does not fit.
     """
-    takes_fixed_sizes = not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled)
-    per_rank, left_over = divmod(policy.train_global_batch_size, num_ranks)
-    if not left_over and per_rank % micro_batch_multiple:
+    if num_ranks is None:
+        return
+    global_batch, micro_batch = policy.train_global_batch_size, policy.train_micro_batch_size
+    multiple = policy.backend_cfg.micro_batch_multiple
+    per_rank, left_over = divmod(global_batch, num_ranks)
+    if left_over:
+        yield f"{key}.train_global_batch_size", f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
+        return
+    if per_rank % multiple:
         yield (
-            "train_global_batch_size",
+            f"{key}.train_global_batch_size",
             f"the {per_rank} samples of each of {num_ranks} training rank(s) cannot be shared by micro-batches whose "
-            f"number is a multiple of {micro_batch_multiple}, which pipeline parallelism needs; use a multiple of "
-            f"{num_ranks * micro_batch_multiple}",
+            f"number is a multiple of {multiple}, which pipeline parallelism needs; use a multiple of "
+            f"{num_ranks * multiple}",
         )
-    micro_batch = policy.train_micro_batch_size
-    if takes_fixed_sizes and not left_over and per_rank % micro_batch:
+    if per_rank % micro_batch and not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         yield (
-            "train_micro_batch_size",
+            f"{key}.train_micro_batch_size",
             f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
-            f"(train_global_batch_size={policy.train_global_batch_size}); these would: "
-            f"{divisors(per_rank, near=micro_batch)}",
+            f"(train_global_batch_size={global_batch}); these would: {divisors(per_rank, near=micro_batch)}",
         )
     yield from check_budgets(policy, sequences_per_sample=sequences_per_sample, key=key)
 
@@ -399,7 +398,7 @@ def check_batching(
 def check_budgets(
     policy: PolicyConfig, *, sequences_per_sample: int = 1, key: str = "policy", is_trained: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key below the section `key`, message) of token budgets that are too small for the longest sample."""
+    """(dotted key, message) of token budgets of the section `key` that are too small for the longest sample."""
     if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         return
     section, needed = "dynamic_batching", policy.max_total_sequence_length
@@ -412,7 +411,7 @@ def check_budgets(
     for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
         if tokens < needed:
             yield (
-                f"{section}.{name}",
+                f"{key}.{section}.{name}",
                 f"{tokens} is too little for {key}.max_total_sequence_length={policy.max_total_sequence_length}: "
                 f"{what} would fit into no micro-batch; use at least {needed}, or shorten them",
             )

@@ -302,21 +302,23 @@ def test_sequences_cut_over_context_parallel_ranks_take_a_multiple_of_the_chunks
     assert Batching.of(cut, quadratic_weight=0.01) == want
 
 
-def problems(num_ranks: int, multiple: int, **changes: Any) -> dict[str, str]:
-    return dict(check_batching(policy(**changes), num_ranks=num_ranks, micro_batch_multiple=multiple))
+def problems(**changes: Any) -> dict[str, str]:
+    return {key.removeprefix("policy."): text for key, text in check_batching(policy(**changes), 8, fix="use 8")}
 
 
 def test_sizes_that_cannot_work_are_named():
-    assert problems(8, 1) == {}
-    assert "these would: 1, 2, 4, 8" in problems(8, 1, train_micro_batch_size=3)["train_micro_batch_size"]
-    assert "a multiple of 24" in problems(8, 3)["train_global_batch_size"]
+    assert problems() == {}
+    assert problems(train_global_batch_size=12)["train_global_batch_size"].endswith("8 training ranks; use 8")
+    assert "these would: 1, 2, 4, 8" in problems(train_micro_batch_size=3)["train_micro_batch_size"]
+    stages = {"pipeline_parallel_size": 3, "pipeline": {"schedule": "interleaved_1f1b", "stages_per_rank": 2}}
+    assert "a multiple of 24" in problems(dtensor_cfg=stages)["train_global_batch_size"]
 
 
 @pytest.mark.parametrize("section", ["sequence_packing", "dynamic_batching"])
 def test_budgets_that_cannot_hold_the_longest_sequence_are_named(section):
     sizes = {"max_total_sequence_length": 512, "train_micro_batch_size": 3}
-    assert problems(8, 1, **sizes, **{section: {"enabled": True}}) == {}, "micro-batches need not divide"
-    assert problems(8, 1, **{section: {"enabled": False, "train_mb_tokens": 5}}) == {}
-    small = problems(8, 1, **sizes, **{section: {"enabled": True, "logprob_mb_tokens": 500}})
+    assert problems(**sizes, **{section: {"enabled": True}}) == {}, "micro-batches need not divide"
+    assert problems(**{section: {"enabled": False, "train_mb_tokens": 5}}) == {}
+    small = problems(**sizes, **{section: {"enabled": True, "logprob_mb_tokens": 500}})
     assert list(small) == [f"{section}.logprob_mb_tokens"]
     assert "at least 512" in small[f"{section}.logprob_mb_tokens"]
