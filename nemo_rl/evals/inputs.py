@@ -13,8 +13,8 @@ from nemo_rl.algorithms.setup.preflight import tokenizer_identity
 from nemo_rl.config.loader import build_config
 from nemo_rl.data.config import DatasetConfig, dataset_label
 from nemo_rl.data.datasets.files import is_file
-from nemo_rl.data.datasets.hub import load_evaluation_set, load_problem_table
-from nemo_rl.data.datasets.registry import DATASET_REGISTRY, EVALUATION_SETS, all_rows
+from nemo_rl.data.datasets.hub import EVAL_DATASETS, load_problem_table
+from nemo_rl.data.datasets.registry import DATASET_REGISTRY, all_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
@@ -190,8 +190,8 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
         processor="",
         env_name="",
     )
-    if name in EVALUATION_SETS:
-        return load_evaluation_set(cfg)
+    if name in EVAL_DATASETS:
+        return EVAL_DATASETS[name].load(cfg)
     is_path = dataset.file_format is not None or is_file(name) or "/" in name
     if name in DATASET_REGISTRY or ":" in name or not is_path:
         return all_rows(cfg)

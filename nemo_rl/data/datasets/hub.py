@@ -22,8 +22,6 @@ from nemo_rl.data.datasets.examples import (
     columns_row,
     conversations_row,
     helpsteer3_row,
-    load_conversations,
-    load_preferences,
     squad_row,
 )
 from nemo_rl.data.datasets.files import (
@@ -33,42 +31,15 @@ from nemo_rl.data.datasets.files import (
     converted,
     is_file,
     load_file_as,
-    load_response_rows,
     load_table,
     problem_row,
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.datasets.registry import MMLU_LANGUAGES
 from nemo_rl.data.interfaces import Row, Rows, StreamedTable
 
 AnswerKind = Literal["math", "english_multichoice", "multilingual_multichoice"]
 """What an answer is; these are the `verifier_type`s of the math environment."""
-
-
-def load_file(cfg: TableConfig) -> Rows | StreamedTable:
-    """The rows of a file or a Hugging Face path, in the form that their section needs."""
-    if isinstance(cfg, PreferenceDatasetConfig):
-        return load_preferences(cfg)
-    return load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
-
-
-def load_hub_set(cfg: TableConfig) -> Rows | StreamedTable:
-    """A dataset to train on, by `dataset_name`.
-
-    Raises:
-        ValueError: for `kwargs`, a missing column, or a section of another kind; otherwise as `load_table`.
-    """
-    return HUB_SETS[str(cfg.dataset_name)].load(cfg)
-
-
-def load_evaluation_set(cfg: DatasetConfig) -> Rows:
-    """A dataset to evaluate with, by `dataset_name`.
-
-    Raises:
-        ValueError: for `kwargs` or a missing column; otherwise as `load_table`.
-    """
-    return EVAL_DATASETS[str(cfg.dataset_name)].load(cfg)
 
 
 def answer_kind(dataset_name: str | None) -> AnswerKind:
@@ -122,7 +93,11 @@ class HubTable:
     subsets: tuple[str | None, ...] = (None,)
 
     def table(self, cfg: TableConfig, columns: Sequence[str]) -> Any:
-        """All subsets in one table, which has the `columns`. A local copy has neither split nor subsets."""
+        """All subsets in one table. A local copy has neither split nor subsets.
+
+        Raises:
+            ValueError: for `kwargs`, or if one of `columns` is missing; otherwise as `load_table`.
+        """
         import datasets
 
         if cfg.kwargs:
@@ -156,26 +131,17 @@ class HubProblems(HubTable):
         convert = self.convert or partial(
             problem_row, input_key=self.input_key, output_key=self.output_key, extract=self.extract
         )
-        if isinstance(cfg, ExampleDatasetConfig):
-            return converted(table, self._with_conversation(cfg, table, convert))
-        return MappedRows(table, convert, cfg.data_path or self.path)
-
-    def _with_conversation(
-        self, cfg: ExampleDatasetConfig, table: Any, convert: Callable[[Row], Row]
-    ) -> Callable[[Row], Row]:
+        path = cfg.data_path or self.path
+        if not isinstance(cfg, ExampleDatasetConfig):
+            return MappedRows(table, convert, path)
         solution = cfg.output_key or (self.solution_key if self.solution_key in column_names(table) else None)
-        own = "the dataset has columns of its own"
+        used = ("input_key", "output_key") if solution else ()
+        require_used_keys(cfg, used, "the dataset has columns of its own", table)
         if solution is None:  # there is only the answer
-            require_used_keys(cfg, (), own)
-            return convert
-        require_used_keys(cfg, ("input_key", "output_key"), own, table)
+            return converted(table, convert)
         columns = {"input_key": cfg.input_key or self.input_key, "output_key": solution}
-        require_columns(table, columns, cfg.data_path or self.path)
-        return partial(_solved_row, convert=convert, **columns)
-
-
-def _solved_row(row: Row, *, convert: Callable[[Row], Row], input_key: str, output_key: str) -> Row:
-    return {**convert(row), "messages": columns_row(row, input_key=input_key, output_key=output_key)["messages"]}
+        require_columns(table, columns, path)
+        return converted(table, lambda row: {**convert(row), "messages": columns_row(row, **columns)["messages"]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +257,12 @@ def _choices(problem: str, options: Mapping[str, str], letter: str, column: str)
     return {"problem": problem, "options": dict(options), "expected_answer": letter}
 
 
-# -- The datasets. Their names also stand in `registry.py`.
+# -- The datasets.
+
+MMLU_LANGUAGES = (
+    "AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID", "IT-IT", "JA-JP", "KO-KR", "PT-BR", "SW-KE",
+    "YO-NG", "ZH-CN",
+)  # fmt: skip
 
 PROBLEMS: dict[str, HubProblems] = {
     "OpenMathInstruct-2": HubProblems(
@@ -370,19 +341,6 @@ _MATH_SUBJECTS = (
     "precalculus",
 )  # fmt: skip
 
-
-def _gpqa(subset: str) -> EvalDataset:
-    return EvalDataset(
-        path="Idavidrein/gpqa",
-        columns=("Question", *_GPQA_ANSWERS),
-        convert=gpqa_row,
-        split="train",
-        subsets=(subset,),
-        kind="english_multichoice",
-        seeded=True,
-    )
-
-
 EVAL_DATASETS: dict[str, EvalDataset] = {
     "aime2024": _evaluated("AIME2024"),
     "aime2025": _evaluated("AIME2025"),
@@ -394,8 +352,18 @@ EVAL_DATASETS: dict[str, EvalDataset] = {
         subsets=_MATH_SUBJECTS,
     ),
     "gsm8k": _evaluated("gsm8k", split="test"),
-    "gpqa": _gpqa("gpqa_main"),
-    "gpqa_diamond": _gpqa("gpqa_diamond"),
+    **{
+        name: EvalDataset(
+            path="Idavidrein/gpqa",
+            columns=("Question", *_GPQA_ANSWERS),
+            convert=gpqa_row,
+            split="train",
+            subsets=(subset,),
+            kind="english_multichoice",
+            seeded=True,
+        )
+        for name, subset in {"gpqa": "gpqa_main", "gpqa_diamond": "gpqa_diamond"}.items()
+    },
     "mmlu": EvalDataset(
         path="cais/mmlu",
         columns=("question", "choices", "answer"),

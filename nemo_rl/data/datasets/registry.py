@@ -1,7 +1,4 @@
-"""Datasets by name: from a section of the configuration (`data.train.dataset_name`) to its rows.
-
-The registry names implementations by import path, and only the module of the chosen dataset is imported.
-"""
+"""Datasets by name: from a section of the configuration (`data.train.dataset_name`) to its rows."""
 
 from __future__ import annotations
 
@@ -11,47 +8,46 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.config import TableConfig, dataset_label, is_local
+from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label, is_local
+from nemo_rl.data.datasets import arithmetic, examples
+from nemo_rl.data.datasets.files import load_response_rows
+from nemo_rl.data.datasets.hub import EVAL_DATASETS, HUB_SETS
+from nemo_rl.data.datasets.lookup import load_lookup
+from nemo_rl.data.datasets.sliding_puzzle import load_sliding_puzzle
 from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
 from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
 
-_PACKAGE = "nemo_rl.data.datasets"
-_LOAD_FILE = f"{_PACKAGE}.hub:load_file"
-MMLU_LANGUAGES = (
-    "AR-XY", "BN-BD", "DE-DE", "ES-LA", "FR-FR", "HI-IN", "ID-ID", "IT-IT", "JA-JP", "KO-KR", "PT-BR", "SW-KE",
-    "YO-NG", "ZH-CN",
-)  # fmt: skip
+
+def load_file(cfg: TableConfig) -> Rows | StreamedTable:
+    """The rows of a file or a Hugging Face path, in the form that their section needs."""
+    if isinstance(cfg, PreferenceDatasetConfig):
+        return examples.load_preferences(cfg)
+    return examples.load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
+
 
 # Their rows repeat a small set of problems, so rows set aside at random would be problems that are trained on.
-GENERATED = {
-    "arithmetic": f"{_PACKAGE}.arithmetic:load_arithmetic",
-    "arithmetic_preference": f"{_PACKAGE}.arithmetic:load_arithmetic_preference",
-    "lookup": f"{_PACKAGE}.lookup:load_lookup",
-    "code_arithmetic": f"{_PACKAGE}.arithmetic:load_code_arithmetic",
-    "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
-    "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",
+GENERATED: dict[str, DatasetFactory] = {
+    "arithmetic": arithmetic.load_arithmetic,
+    "arithmetic_preference": arithmetic.load_arithmetic_preference,
+    "lookup": load_lookup,
+    "code_arithmetic": arithmetic.load_code_arithmetic,
+    "sliding_puzzle": load_sliding_puzzle,
+    "tool_arithmetic": arithmetic.load_tool_arithmetic,
 }
-# Sets of the Hugging Face hub with columns of their own, which take no `kwargs`.
-EVALUATION_SETS = (
-    "aime2024", "aime2025", "math500", "math", "gsm8k", "gpqa", "gpqa_diamond", "mmlu", "mmlu_pro",
-    *(f"mmlu_{language}" for language in MMLU_LANGUAGES),
-)  # fmt: skip
-PROBLEM_SETS = ("OpenMathInstruct-2", "DeepScaler", "gsm8k", "DAPOMath17K", "AIME2024", "AIME2025", "MATH-500")
-EXAMPLE_SETS = ("squad", "tulu3_sft_mixture", "HelpSteer3", "Tulu3Preference")
-
-DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
+DATASET_REGISTRY: dict[str, DatasetFactory] = {
     **GENERATED,
-    "ResponseDataset": _LOAD_FILE,
-    "openai_format": f"{_PACKAGE}.examples:load_openai_format",
-    "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
-    "PreferenceDataset": f"{_PACKAGE}.examples:load_preferences",
-    "BinaryPreferenceDataset": f"{_PACKAGE}.examples:load_preferences",
-    **dict.fromkeys(EVALUATION_SETS, f"{_PACKAGE}.hub:load_evaluation_set"),
-    **dict.fromkeys((*PROBLEM_SETS, *EXAMPLE_SETS), f"{_PACKAGE}.hub:load_hub_set"),
+    "ResponseDataset": load_file,
+    "openai_format": examples.load_openai_format,
+    "open_assistant": examples.load_open_assistant,
+    "PreferenceDataset": examples.load_preferences,
+    "BinaryPreferenceDataset": examples.load_preferences,
+    **{name: dataset.load for name, dataset in EVAL_DATASETS.items()},
+    **{name: dataset.load for name, dataset in HUB_SETS.items()},
 }
+"""`gsm8k` is the training split here."""
 
 
 def register_dataset(name: str, factory: DatasetFactory) -> None:
@@ -72,16 +68,16 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         ValueError: for a name that is neither registered, nor an import path, a file or a Hugging Face path.
     """
     name = cfg.dataset_name
-    factory = _LOAD_FILE if name is None else DATASET_REGISTRY.get(name, name)
-    if not isinstance(factory, str):
-        return factory
-    if ":" in factory:
-        return import_object(factory, "dataset_name")
-    if "/" in factory or is_local(factory):
-        load_file = import_object(_LOAD_FILE, "dataset_name")
-        return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
+    if name is None:
+        return load_file
+    if name in DATASET_REGISTRY:
+        return DATASET_REGISTRY[name]
+    if ":" in name:
+        return import_object(name, "dataset_name")
+    if "/" in name or is_local(name):
+        return lambda cfg: load_file(cfg.model_copy(update={"data_path": name}))
     raise ValueError(
-        f"unknown dataset {name!r}; {did_you_mean(factory, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a "
+        f"unknown dataset {name!r}; {did_you_mean(name, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a "
         "Hugging Face path (owner/name) and an import path (package.module:function) work too"
     )
 

@@ -12,13 +12,12 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets.hub import (
     EVAL_DATASETS,
     HUB_SETS,
+    MMLU_LANGUAGES,
     answer_kind,
     last_boxed,
-    load_evaluation_set,
-    load_hub_set,
     load_problem_table,
 )
-from nemo_rl.data.datasets.registry import EVALUATION_SETS, EXAMPLE_SETS, MMLU_LANGUAGES, PROBLEM_SETS, find_factory
+from nemo_rl.data.datasets.registry import find_factory
 from nemo_rl.data.interfaces import Rows
 
 GPQA = {
@@ -44,7 +43,7 @@ def rows_of(name: str, rows: list[dict[str, Any]], folder: Path, seed: int = 42)
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = DatasetConfig(dataset_name=name, data_path=str(path), seed=seed, processor="", env_name="")
-    return load_evaluation_set(cfg)
+    return EVAL_DATASETS[name].load(cfg)
 
 
 @pytest.mark.parametrize(
@@ -155,9 +154,8 @@ def test_a_file_of_another_name_and_what_is_wrong_with_files(tmp_path):
 
 def test_names():
     assert len(MMLU_LANGUAGES) == 14
-    assert set(EVAL_DATASETS) == set(EVALUATION_SETS) and set(HUB_SETS) == {*PROBLEM_SETS, *EXAMPLE_SETS}
     cfg = DatasetConfig(dataset_name="gsm8k", processor="", env_name="")
-    assert find_factory(cfg) is load_hub_set, "what is trained on stays the training split"
+    assert find_factory(cfg) == HUB_SETS["gsm8k"].load, "what is trained on stays the training split"
     assert EVAL_DATASETS["gsm8k"].split == "test"
     with pytest.raises(ValueError, match=r"unknown dataset 'gpqa_dimond'.*gpqa_diamond"):
         find_factory(cfg.model_copy(update={"dataset_name": "gpqa_dimond"}))
