@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,25 +29,6 @@ class StreamedTable:
 
     table: Any  # datasets.IterableDataset of the rows as they are stored
     convert: Callable[[Row], Row]  # a stored row to the row of a `Prompt`
-
-
-class IndexedRows(Sequence[Row]):
-    """Some rows of a dataset, by index."""
-
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
-        self.rows = rows
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return IndexedRows(self.rows, self.indices[index])
-        return self.rows[int(self.indices[index])]
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[i] for i in range(len(self)))
 
 
 @dataclass
@@ -88,12 +69,6 @@ class TaskDataSpec:
         if tools is not None:
             self.tools = as_tools(tools, f"tools_file {str(self.tools_file)!r}")
 
-    def copy_defaults(self, other: TaskDataSpec) -> None:
-        """Take every value that is None here from `other`."""
-        for name, value in vars(other).items():
-            if vars(self)[name] is None:
-                setattr(self, name, value)
-
     def fill(self, problem: str) -> str:
         """The user's message for a problem: the template with the problem in it, or the problem alone."""
         return problem if self.prompt is None else self.prompt.format(problem)
@@ -114,10 +89,7 @@ def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
     Keys without a value are removed: a table that holds several kinds of tools gives each the keys of all.
     """
     if isinstance(tools, str):
-        try:
-            tools = json.loads(tools) if tools.strip() else None
-        except ValueError as error:
-            raise ValueError(f"{where} has a text that is no JSON ({error}): {tools[:80]!r}") from error
+        tools = from_json(tools, where) if tools.strip() else None
     if tools is None or len(tools) == 0:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
@@ -126,6 +98,14 @@ def as_tools(tools: Any, where: str) -> list[dict[str, Any]] | None:
             f"not {str(tools)[:80]!r}"
         )
     return [without_none(tool) for tool in tools]
+
+
+def from_json(text: str, where: str) -> Any:
+    """The value of a JSON text. ValueError, naming `where`, if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} has a text that is no JSON ({error}): {text[:80]!r}") from error
 
 
 def without_none(value: Any) -> Any:

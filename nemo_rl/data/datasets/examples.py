@@ -7,7 +7,6 @@ the name of the column that prefers neither answer.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from nemo_rl.data.datasets.files import (
     require_columns,
     require_used_keys,
 )
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, without_none
+from nemo_rl.data.interfaces import Row, Rows, StreamedTable, from_json, without_none
 
 # -- Conversations.
 
@@ -75,60 +74,45 @@ def chat_row(
     """
     if not isinstance(row[chat_key], list):
         raise ValueError(f"column {chat_key!r} must hold a list of messages, not {str(row[chat_key])[:80]!r}")
-    messages = [_chat_message(message, chat_key, fill_ins) for message in row[chat_key]]
+    messages = [_chat_message(message, f"column {chat_key!r}", fill_ins) for message in row[chat_key]]
     system = row.get(system_key) if system_key else None
     if system and (not messages or messages[0].get("role") != "system"):
         messages.insert(0, {"role": "system", "content": str(system)})
     others = {key: value for key, value in row.items() if key not in (chat_key, system_key, tool_key)}
     tools = row.get(tool_key)
     if isinstance(tools, str):
-        tools = _from_json(tools, tool_key) if tools.strip() else None
-    return {
-        **others,
-        "messages": messages,
-        **({"tools": without_none(tools) if fill_ins else tools} if tools else {}),
-    }
+        tools = from_json(tools, f"column {tool_key!r}") if tools.strip() else None
+    if tools:
+        others["tools"] = without_none(tools) if fill_ins else tools
+    return {**others, "messages": messages}
 
 
-def _chat_message(message: Any, chat_key: str, fill_ins: bool) -> dict[str, Any]:
+def _chat_message(message: Any, where: str, fill_ins: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not message.get("role"):
-        raise ValueError(f"column {chat_key!r} has a message without a role: {str(message)[:80]!r}")
+        raise ValueError(f"{where} has a message without a role: {str(message)[:80]!r}")
     given = {key: value for key, value in message.items() if value is not None}
     if isinstance(given.get("content"), list):
-        given["content"] = "".join(_text_part(part, chat_key) for part in given["content"])
-    if given.get("tool_calls"):
-        given["tool_calls"] = [_tool_call(call, chat_key, fill_ins) for call in given["tool_calls"]]
-    else:
-        given.pop("tool_calls", None)
+        parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in given["content"]]
+        for part in parts:
+            if not isinstance(part, Mapping) or part.get("type") != "text":
+                raise ValueError(f"{where} has a content that is no text: {str(part)[:80]!r}; only text can be used")
+        given["content"] = "".join(str(part["text"]) for part in parts)
+    if calls := given.pop("tool_calls", None):
+        given["tool_calls"] = [_tool_call(call, where, fill_ins) for call in calls]
     return given
 
 
-def _text_part(part: Any, column: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        raise ValueError(f"column {column!r} has a content that is no text: {str(part)[:80]!r}; only text can be used")
-    return str(part["text"])
-
-
-def _tool_call(call: Any, column: str, fill_ins: bool) -> dict[str, Any]:
+def _tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-        raise ValueError(f"column {column!r} has a tool call that is no object: {str(call)[:80]!r}")
+        raise ValueError(f"{where} has a tool call that is no object: {str(call)[:80]!r}")
     function = dict(call.get("function") or call)
     if isinstance(function.get("arguments"), str):
-        function["arguments"] = _from_json(function["arguments"] or "{}", column)
+        function["arguments"] = from_json(function["arguments"] or "{}", where)
     elif fill_ins:
         function["arguments"] = without_none(function.get("arguments") or {})
-    return (
-        {**{k: v for k, v in call.items() if v is not None}, "function": function} if "function" in call else function
-    )
-
-
-def _from_json(text: str, column: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"column {column!r} has a text that is no JSON ({error}): {text[:80]!r}") from error
+    if "function" not in call:
+        return function
+    return {**{key: value for key, value in call.items() if value is not None}, "function": function}
 
 
 def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
@@ -193,13 +177,12 @@ def load_open_assistant(cfg: TableConfig) -> list[Row]:
     else:
         require_columns(table, {name: name for name in ("message_id", "parent_id", "text", "role")}, path)
         trees = trees_of_messages(table)
-    rows: list[Row] = []
-    for tree in trees:
-        if options.lang is None or tree.get("lang") == options.lang:
-            rows.extend(
-                {"messages": messages} for messages in tree_conversations(tree, best_only=options.paths == "best")
-            )
-    return rows
+    return [
+        {"messages": messages}
+        for tree in trees
+        if options.lang is None or tree.get("lang") == options.lang
+        for messages in tree_conversations(tree, best_only=options.paths == "best")
+    ]
 
 
 def trees_of_messages(rows: Any) -> Iterator[Mapping[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import mmap
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,6 @@ Options = TypeVar("Options", bound=StrictModel)
 
 
 class _LazyRows(Sequence[Row]):
-    @abstractmethod
-    def _row(self, index: int) -> Row: ...
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._row(int(index))
-
     def __iter__(self) -> Iterator[Row]:
         # By length: the iterator of `Sequence` ends at an IndexError, which a conversion may raise.
         return (self[i] for i in range(len(self)))
@@ -56,14 +49,25 @@ class JsonLines(_LazyRows):
         if not Path(path).is_file():
             raise FileNotFoundError(f"dataset file {path!r} does not exist (looked in {Path.cwd()})")
         self.path = path
-        self._bounds = _line_bounds(path)
-        if len(self._bounds) == 0:
+        bounds: list[tuple[int, int]] = []
+        if Path(path).stat().st_size > 0:  # an empty file cannot be mapped
+            with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                begin = 0
+                while begin < len(data):
+                    end = data.find(b"\n", begin)
+                    end = len(data) if end < 0 else end
+                    # Only short lines are read: a longer line is taken not to be blank.
+                    if end - begin > 16 or data[begin:end].strip():
+                        bounds.append((begin, end))
+                    begin = end + 1
+        if not bounds:
             raise ValueError(f"dataset file {path!r} is empty")
+        self._bounds = np.array(bounds, dtype=np.int64)  # [rows, 2]: where each line begins and ends
 
     def __len__(self) -> int:
         return len(self._bounds)
 
-    def _row(self, index: int) -> Row:
+    def __getitem__(self, index: Any) -> Any:
         begin, end = self._bounds[index]
         with open(self.path, "rb") as file:
             file.seek(int(begin))
@@ -82,21 +86,18 @@ class JsonLines(_LazyRows):
         return list(dict.fromkeys(key for i in range(min(len(self), NUM_ROWS_FOR_COLUMNS)) for key in self[i]))
 
 
-def _line_bounds(path: str) -> np.ndarray:
-    """int64 [rows, 2]: where each line that is not blank begins and ends."""
-    bounds: list[tuple[int, int]] = []
-    if Path(path).stat().st_size == 0:
-        return np.empty((0, 2), dtype=np.int64)
-    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        begin = 0
-        while begin < len(data):
-            end = data.find(b"\n", begin)
-            end = len(data) if end < 0 else end
-            # Only short lines are read: a longer line is taken not to be blank.
-            if end - begin > 16 or data[begin:end].strip():
-                bounds.append((begin, end))
-            begin = end + 1
-    return np.array(bounds, dtype=np.int64).reshape(-1, 2)
+class IndexedRows(_LazyRows):
+    """Some rows of a dataset, by index."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self.rows = rows
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[self.indices[index]]
 
 
 class MappedRows(_LazyRows):
@@ -110,7 +111,7 @@ class MappedRows(_LazyRows):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def _row(self, index: int) -> Row:
+    def __getitem__(self, index: Any) -> Any:
         row = self.rows[index]
         try:
             return self.convert(row)
@@ -125,7 +126,7 @@ class MappedRows(_LazyRows):
 class MarkedRows(MappedRows):
     """Converted rows; a row that cannot be read or converted becomes {BAD_ROW: reason}."""
 
-    def _row(self, index: int) -> Row:
+    def __getitem__(self, index: Any) -> Any:
         try:
             row = self.rows[index]
         except ValueError as error:  # a line that is no JSON
@@ -168,12 +169,29 @@ def load_table(
             damaged or has no rows, or if the hub cannot be reached.
     """
     import datasets
+    from datasets.exceptions import DatasetNotFoundError
 
     if is_file(path):
         _require_whole_file(path, subset, split)
-        table = _load_file(path, cache_dir, streaming)
-    else:
-        table = _load_named(path, subset, split, cache_dir, streaming)
+        if Path(path).suffix not in FORMATS:
+            raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
+        return load_file_as(path, FORMATS[Path(path).suffix], cache_dir, streaming)
+    try:
+        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir, streaming=streaming)
+    except DatasetNotFoundError as error:
+        raise ValueError(
+            f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
+            f"HF_TOKEN): {error}"
+        ) from error
+    except ConnectionError as error:
+        raise ValueError(
+            f"dataset {path!r} is no local path, and the Hugging Face hub cannot be reached: {error}. Without a "
+            "network give data_path: a local file, or take data that is in the Hugging Face cache already"
+        ) from error
+    wanted = split or "train"
+    if wanted not in loaded:
+        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
+    table = loaded[wanted]
     if isinstance(table, datasets.Dataset) and len(table) == 0:
         raise ValueError(f"dataset {path!r} is empty: it has no rows")
     return table
@@ -195,18 +213,11 @@ def _require_whole_file(path: str, subset: str | None, split: str | None) -> Non
         raise ValueError(f"dataset file {path!r} has no subset {subset!r}: a file is read whole; set subset=null")
 
 
-def _load_file(path: str, cache_dir: str | None, streaming: bool) -> Any:
-    suffix = Path(path).suffix
-    if Path(path).is_file() and suffix not in FORMATS:
-        raise ValueError(f"dataset file {path!r}: unknown format; there are {', '.join(FORMATS)}")
-    return load_file_as(path, FORMATS.get(suffix, ""), cache_dir, streaming)
-
-
 def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool = False) -> Any:
     """A table from a file whose format is known: `builder` is the name that `datasets` has for it, a value of FORMATS.
 
     Raises:
-        FileNotFoundError: if the file does not exist. ValueError: if it is empty or damaged.
+        FileNotFoundError: if the file does not exist. ValueError: if it has no rows or is damaged.
     """
     import datasets
     from datasets.exceptions import DatasetGenerationError
@@ -216,34 +227,15 @@ def load_file_as(path: str, builder: str, cache_dir: str | None, streaming: bool
     if Path(path).stat().st_size == 0:
         raise ValueError(f"dataset file {path!r} is empty")
     try:
-        return datasets.load_dataset(builder, data_files=path, cache_dir=cache_dir, streaming=streaming)["train"]
+        table = datasets.load_dataset(builder, data_files=path, cache_dir=cache_dir, streaming=streaming)["train"]
     except (DatasetGenerationError, ValueError) as error:
         cause = error.__cause__ or error  # the message of the format's reader
         if "corresponds to no data" in str(cause):  # a header and nothing below it
             raise ValueError(f"dataset {path!r} is empty: it has no rows") from error
         raise ValueError(f"dataset file {path!r} cannot be read as {builder}: {cause}") from error
-
-
-def _load_named(path: str, subset: str | None, split: str | None, cache_dir: str | None, streaming: bool) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetNotFoundError
-
-    try:
-        loaded = datasets.load_dataset(path, name=subset, cache_dir=cache_dir, streaming=streaming)
-    except DatasetNotFoundError as error:
-        raise ValueError(
-            f"dataset {path!r} is neither a local path nor found on the Hugging Face hub (a private one needs "
-            f"HF_TOKEN): {error}"
-        ) from error
-    except ConnectionError as error:
-        raise ValueError(
-            f"dataset {path!r} is no local path, and the Hugging Face hub cannot be reached: {error}. Without a "
-            "network give data_path: a local file, or take data that is in the Hugging Face cache already"
-        ) from error
-    wanted = split or "train"
-    if wanted not in loaded:
-        raise ValueError(f"dataset {path!r} has no split {wanted!r}; it has {', '.join(map(str, loaded))}")
-    return loaded[wanted]
+    if isinstance(table, datasets.Dataset) and len(table) == 0:
+        raise ValueError(f"dataset {path!r} is empty: it has no rows")
+    return table
 
 
 def load_data_path(cfg: TableConfig) -> Any:

@@ -75,8 +75,6 @@ def load_problem_table(
         table = load_table(path, subset=subset, split=split, cache_dir=cache_dir)
     else:
         table = load_file_as(path, FORMATS[f".{file_format}"], cache_dir)
-        if len(table) == 0:
-            raise ValueError(f"dataset {path!r} is empty: it has no rows")
     require_columns(table, {"data.problem_key": problem_key, "data.solution_key": solution_key}, path)
     return MappedRows(table, lambda row: {**row, **answered_row(row, problem=problem_key, answer=solution_key)}, path)
 

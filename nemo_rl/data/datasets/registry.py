@@ -10,11 +10,11 @@ import numpy as np
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label, is_local
 from nemo_rl.data.datasets import arithmetic, examples
-from nemo_rl.data.datasets.files import load_response_rows
+from nemo_rl.data.datasets.files import IndexedRows, load_response_rows
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, HUB_SETS
 from nemo_rl.data.datasets.lookup import load_lookup
 from nemo_rl.data.datasets.sliding_puzzle import load_sliding_puzzle
-from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
+from nemo_rl.data.interfaces import Rows, StreamedTable
 from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
