@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,14 @@ class PromptSource(ABC):
     """
 
     def __init__(
-        self, num_prompts_per_step: int, *, shuffle: bool, seed: int, drop_last: bool, size_key: str, **order: Any
+        self,
+        num_prompts_per_step: int,
+        *,
+        shuffle: bool = True,
+        seed: int = 42,
+        drop_last: bool = True,
+        size_key: str = "policy.train_global_batch_size",
+        **order: Any,
     ) -> None:
         self.num_prompts_per_step = num_prompts_per_step
         self.shuffle = shuffle
@@ -50,9 +57,9 @@ class PromptSource(ABC):
         self._settings = {**order, **size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
 
     @property
-    @abstractmethod
     def num_batches(self) -> int | None:
         """Batches in an epoch; None for a stream, whose length is not known."""
+        return None
 
     @abstractmethod
     def __iter__(self) -> Iterator[list[Prompt]]: ...
@@ -115,13 +122,6 @@ class PromptDataset:
         return int(self._ends[-1]) if self.parts else 0
 
     @property
-    def weights(self) -> list[float] | None:
-        """One per part; None if each part has as many prompts as rows."""
-        weights = [part.weight for part in self.parts if part.weight is not None]
-        assert len(weights) in (0, len(self.parts)), "weights for all parts or for none"
-        return weights or None
-
-    @property
     def task_names(self) -> list[str]:
         """The tasks of the parts, each once."""
         return list(dict.fromkeys(part.task_name for part in self.parts))
@@ -159,44 +159,28 @@ class PromptDataLoader(PromptSource):
 
     If parts of the dataset have weights, every batch is divided by them (`MixedOrder`). An epoch has as many prompts as
     without weights, and the passes over each part continue across epochs: a part with a large weight and few rows is
-    read more than once in an epoch, another part not completely.
+    read more than once in an epoch, another part not completely. `options` are arguments of `PromptSource`.
 
     Raises:
         ValueError: if the dataset is empty, or smaller than one batch with `drop_last`.
     """
 
-    def __init__(
-        self,
-        dataset: PromptDataset,
-        num_prompts_per_step: int,
-        *,
-        shuffle: bool = True,
-        seed: int = 42,
-        drop_last: bool = True,
-        size_key: str = "grpo.num_prompts_per_step",
-    ) -> None:
+    def __init__(self, dataset: PromptDataset, num_prompts_per_step: int, **options: Any) -> None:
+        weights = [part.weight for part in dataset.parts if part.weight is not None]
+        assert len(weights) in (0, len(dataset.parts)), "weights for all parts or for none"
+        order = {"num_prompts": len(dataset), "weights": whole_weights(weights) if weights else None}
+        super().__init__(num_prompts_per_step, **options, **order)
         if len(dataset) == 0:
             raise ValueError("the dataset is empty: there is no prompt in it")
-        if drop_last and len(dataset) < num_prompts_per_step:
+        if self.drop_last and len(dataset) < num_prompts_per_step:
             raise ValueError(
                 f"the training data has {len(dataset)} prompts, fewer than one step takes: set "
-                f"{size_key} (now {num_prompts_per_step}) to at most {len(dataset)}, or repeat the dataset "
+                f"{self.size_key} (now {num_prompts_per_step}) to at most {len(dataset)}, or repeat the dataset "
                 "(data.train.repeat)"
             )
         self.dataset = dataset
-        self.mixed: MixedOrder | None = None
-        if dataset.weights is not None:
-            lengths = [len(part) for part in dataset.parts]
-            self.mixed = MixedOrder(lengths, dataset.weights, shuffle=shuffle, seed=seed)
-        super().__init__(
-            num_prompts_per_step,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            size_key=size_key,
-            num_prompts=len(dataset),
-            weights=self.mixed.weights if self.mixed is not None else None,
-        )
+        lengths = [len(part) for part in dataset.parts]
+        self.mixed = MixedOrder(lengths, weights, shuffle=self.shuffle, seed=self.seed) if weights else None
 
     def __len__(self) -> int:
         """Batches in an epoch."""
@@ -275,19 +259,11 @@ class MixedOrder:
         self.shuffle = shuffle
         self.seed = seed
         self._permutation = lru_cache(maxsize=2 * len(self.lengths))(self._make_permutation)
-
-    @cached_property
-    def _period(self) -> np.ndarray:
-        return schedule(self.weights)
-
-    @cached_property
-    def _taken_before(self) -> np.ndarray:
-        """How many prompts of its own dataset precede each position of the schedule, int32 [period]."""
-        before = np.zeros(len(self._period), dtype=np.int32)
-        for i in range(len(self.weights)):
-            mine = self._period == i
-            before[mine] = np.arange(mine.sum())
-        return before
+        self._period = schedule(self.weights)
+        # How many prompts of its own dataset precede each position of the schedule.
+        self._taken_before = np.zeros(len(self._period), dtype=np.int32)
+        for i, weight in enumerate(self.weights):
+            self._taken_before[self._period == i] = np.arange(weight)
 
     def row(self, position: int) -> tuple[int, int]:
         """(number of the dataset, index of its row)."""

@@ -233,7 +233,17 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     Raises:
         ValueError: if a row lacks what the processor needs, or none of the rows can be trained on; it lists why.
     """
-    metas = [make.make(prompt)[1] for prompt in _some_prompts(dataset)]
+    if isinstance(dataset, PromptDataset):
+        indices = np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int))
+        prompts = [dataset[int(index)] for index in indices]
+    else:
+        prompts = [
+            Prompt(prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name)
+            for stream in dataset
+            # A copy: iterating a table moves the position in its state.
+            for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset))))
+        ]
+    metas = [make.make(prompt)[1] for prompt in prompts]
     bad = [meta for meta in metas if meta.problem is not None]
     if not bad:
         return
@@ -244,19 +254,6 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     logger.warning(
         "%s: %d of the %d rows tried are left out of training (%s): %s", label, len(bad), len(metas), kinds, examples
     )
-
-
-def _some_prompts(dataset: PromptDataset | Sequence[StreamedRows]) -> Iterator[Prompt]:
-    if isinstance(dataset, PromptDataset):
-        for index in np.unique(np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_ROWS)).astype(int)):
-            yield dataset[int(index)]
-        return
-    for stream in dataset:
-        # A copy: iterating a table moves the position in its state.
-        for number, row in enumerate(islice(copy.deepcopy(stream.table), max(1, NUM_TRIED_ROWS // len(dataset)))):
-            yield Prompt(
-                prompt_id=f"{stream.name}:{number}", row=stream.convert(row), idx=number, task_name=stream.task_name
-            )
 
 
 class ExamplePool(Protocol):

@@ -11,7 +11,7 @@ chat template shows the row's `tools`, or those of `data.default.tools_file`; th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -84,14 +84,14 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
 @prompt_processor
 def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
     """The problem; metadata {"ground_truth": answer}."""
-    return _question(problem_text(row), {"ground_truth": answer_text(row)})
+    return _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
 
 
 @prompt_processor
 def math_data_processor(row: Row, idx: int) -> PromptParts:
     """As `math_hf_data_processor`; columns other than the conversation are metadata, too."""
     others = {k: v for k, v in row.items() if k not in ("messages", "problem", "expected_answer", "task_name")}
-    return _question(problem_text(row), {**others, "ground_truth": answer_text(row)})
+    return _question(row["problem"], {**others, "ground_truth": str(row["expected_answer"])})
 
 
 @prompt_processor
@@ -105,10 +105,10 @@ def multichoice_qa_processor(row: Row, idx: int) -> PromptParts:
         raise ValueError(
             f"multichoice_qa_processor: row {idx} has no 'options' ({{letter: text}}); it has {', '.join(row)}"
         )
-    question = str(row["question"]) if "question" in row else problem_text(row)
-    answer = str(row["answer"]) if "answer" in row else answer_text(row)
+    question = row["question"] if "question" in row else row["problem"]
+    answer = row["answer"] if "answer" in row else row["expected_answer"]
     options = "\n".join(f"{letter}) {text}" for letter, text in row["options"].items() if text is not None)
-    return _question(f"{question}\n\n{options}", {"ground_truth": answer})
+    return _question(f"{question}\n\n{options}", {"ground_truth": str(answer)})
 
 
 @prompt_processor
@@ -124,8 +124,9 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
     messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
     metadata: dict[str, Any] = {"messages": messages}
-    if "expected_answer" in row or (messages and messages[-1]["role"] == "assistant"):
-        metadata["ground_truth"] = answer_text(row)
+    row = both_forms(row)
+    if "expected_answer" in row:
+        metadata["ground_truth"] = str(row["expected_answer"])
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] == "user" for message in messages):
@@ -147,8 +148,7 @@ def episode_processor(row: Row, idx: int) -> PromptParts:
             f"episode_processor: row {idx} has no 'extra_env_info', the metadata that its environment begins with; it "
             f"has {', '.join(row)}"
         )
-    stop_strings = list(row["stop_strings"]) if row.get("stop_strings") is not None else None
-    return _question(problem_text(row), dict(row["extra_env_info"]), stop_strings)
+    return _question(row["problem"], dict(row["extra_env_info"]), row.get("stop_strings"))
 
 
 @prompt_processor
@@ -158,8 +158,8 @@ def retrieval_data_processor(row: Row, idx: int) -> PromptParts:
     Metadata {"ground_truth"}: the row's column `answers`, a list of all right answers, or its expected answer.
     """
     answers = row.get("answers")
-    truth = list(answers) if answers else answer_text(row)
-    return _question(problem_text(row), {"ground_truth": truth}, list(STOP_STRINGS))
+    truth = list(answers) if answers else str(row["expected_answer"])
+    return _question(row["problem"], {"ground_truth": truth}, STOP_STRINGS)
 
 
 @prompt_processor
@@ -170,36 +170,37 @@ def code_data_processor(row: Row, idx: int) -> PromptParts:
         ValueError: if the row has neither tests nor an expected answer.
     """
     has_tests = row.get("tests") is not None
-    if not has_tests and "expected_answer" not in row and "messages" not in row:
+    if not has_tests and "expected_answer" not in row:
         raise ValueError(
             f"code_data_processor: row {idx} has neither 'tests' nor 'expected_answer'; it has {', '.join(row)}"
         )
-    metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": answer_text(row)}
-    stop_strings = list(row["stop_strings"]) if row.get("stop_strings") is not None else None
-    return _question(problem_text(row), metadata, stop_strings)
+    metadata = {"tests": row["tests"]} if has_tests else {"ground_truth": str(row["expected_answer"])}
+    return _question(row["problem"], metadata, row.get("stop_strings"))
 
 
-def _question(text: str, metadata: dict[str, Any], stop_strings: list[str] | None = None) -> PromptParts:
-    return PromptParts([{"role": "user", "content": text}], metadata, stop_strings)
+def _question(problem: Any, metadata: dict[str, Any], stop_strings: Sequence[str] | None = None) -> PromptParts:
+    stops = None if stop_strings is None else list(stop_strings)
+    return PromptParts([{"role": "user", "content": str(problem)}], metadata, stops)
 
 
-def problem_text(row: Row) -> str:
-    """The problem of a row: `problem`, or the first user message. KeyError if there is none."""
-    return _text(row, "problem", "user", 1)
+def both_forms(row: Row) -> dict[str, Any]:
+    """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has.
 
-
-def answer_text(row: Row) -> str:
-    """The expected answer of a row: `expected_answer`, or the last assistant message. KeyError if there is none."""
-    return _text(row, "expected_answer", "assistant", -1)
-
-
-def _text(row: Row, column: str, role: str, direction: int) -> str:
-    if column in row:
-        return str(row[column])
-    for message in row["messages"][::direction]:
-        if message["role"] == role:
-            return str(message["content"])
-    raise KeyError(column)
+    The first user message is the problem, and the last assistant message the expected answer.
+    """
+    if "messages" in row:
+        first = {message["role"]: message for message in reversed(row["messages"])}
+        last = {message["role"]: message for message in row["messages"]}
+        problem = {"problem": str(first["user"]["content"])} if "user" in first else {}
+        answer = {"expected_answer": str(last["assistant"]["content"])} if "assistant" in last else {}
+        return {**problem, **answer, **row}
+    if "problem" in row and "expected_answer" in row:
+        messages = [
+            {"role": "user", "content": row["problem"]},
+            {"role": "assistant", "content": row["expected_answer"]},
+        ]
+        return {"messages": messages, **row}
+    return dict(row)
 
 
 # -- The registry.

@@ -21,9 +21,9 @@ from nemo_rl.data.config import (
     first_free,
 )
 from nemo_rl.data.datasets.registry import load_rows, load_stream
-from nemo_rl.data.interfaces import Row, Rows, StreamedTable, TaskDataSpec
+from nemo_rl.data.interfaces import Rows, StreamedTable, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
-from nemo_rl.data.rows.processors import answer_text, find_processor, problem_text
+from nemo_rl.data.rows.processors import both_forms, find_processor
 from nemo_rl.types import DatumSpec, Prompt
 
 
@@ -84,10 +84,7 @@ def setup_data(cfg: DataConfig, env_config: Mapping[str, Any]) -> DataSetup:
                 f"{', '.join(env_config) or 'none'}"
             )
     loaded = _LoadedTables(cfg.train)
-    validation = [
-        *loaded.held_out,
-        *(loaded.validation(dataset, load_rows(dataset)[0]) for dataset in cfg.validation or []),
-    ]
+    validation = loaded.held_out + [loaded.validation(dataset) for dataset in cfg.validation or []]
     return DataSetup(
         train=PromptDataset(loaded.train),
         validation=PromptDataset(validation) if validation else None,
@@ -104,7 +101,7 @@ def setup_examples(cfg: AnyExampleDataConfig) -> ExampleSetup:
     loaded = _LoadedTables(cfg.train)
     validation = {DEFAULT_VALIDATION_SET: PromptDataset(loaded.held_out)} if loaded.held_out else {}
     for name, dataset in cfg.validation_sets:
-        validation[name] = PromptDataset([loaded.validation(dataset, load_rows(dataset)[0])])
+        validation[name] = PromptDataset([loaded.validation(dataset)])
     return ExampleSetup(train=loaded.streams or PromptDataset(loaded.train), validation=validation, tasks=loaded.tasks)
 
 
@@ -131,8 +128,9 @@ class _LoadedTables:
             if held_out is not None:
                 self.held_out.append(self.validation(cfg, held_out))
 
-    def validation(self, cfg: TableConfig, rows: Rows) -> NamedRows:
-        """Rows to validate on."""
+    def validation(self, cfg: TableConfig, rows: Rows | None = None) -> NamedRows:
+        """Rows to validate on: `rows`, or the whole dataset."""
+        rows = load_rows(cfg)[0] if rows is None else rows
         name, task = self._names_of(cfg, "/validation")
         return NamedRows(name=name, task_name=task, rows=rows)
 
@@ -142,28 +140,19 @@ class _LoadedTables:
         self._names.add(name)
         task_name = self._task_names.of(cfg)
         if task_name not in self.tasks:
-            self.tasks[task_name] = make_task(task_name, cfg)
+            spec = TaskDataSpec(task_name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
+            of_examples = isinstance(cfg, ExampleTableConfig)
+            if of_examples and cfg.system_prompt is not None:
+                spec.system_prompt = cfg.system_prompt
+            self.tasks[task_name] = Task(
+                spec=spec,
+                processor=find_processor(cfg.processor, of_examples=of_examples),
+                env_name=cfg.env_name if isinstance(cfg, DatasetConfig) else "",
+                processor_name=cfg.processor,
+                sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
+                columns=cfg.source_columns,
+            )
         return name, task_name
-
-
-def make_task(name: str, cfg: TableConfig) -> Task:
-    """The task of a dataset.
-
-    Raises:
-        ValueError, FileNotFoundError: for an unknown processor or a missing prompt file.
-    """
-    spec = TaskDataSpec(name, cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file)
-    of_examples = isinstance(cfg, ExampleTableConfig)
-    if of_examples and cfg.system_prompt is not None:
-        spec.system_prompt = cfg.system_prompt
-    return Task(
-        spec=spec,
-        processor=find_processor(cfg.processor, of_examples=of_examples),
-        env_name=cfg.env_name if isinstance(cfg, DatasetConfig) else "",
-        processor_name=cfg.processor,
-        sequences_per_row=2 if isinstance(cfg, PreferenceDatasetConfig) else 1,
-        columns=cfg.source_columns,
-    )
 
 
 @dataclass(frozen=True)
@@ -191,18 +180,3 @@ class PromptProcessor:
                 f"needs; it has: {', '.join(prompt.row)}"
             ) from error
         return DatumSpec(**{**datum, "task_name": prompt.task_name})
-
-
-def both_forms(row: Row) -> dict[str, Any]:
-    """The row with `messages` as well as `problem` and `expected_answer`, whichever of them it has."""
-    if "messages" in row:
-        roles = {message["role"] for message in row["messages"]}
-        texts = {"problem": problem_text(row)} if "user" in roles else {}
-        return {**texts, **({"expected_answer": answer_text(row)} if "assistant" in roles else {}), **row}
-    if "problem" in row and "expected_answer" in row:
-        messages = [
-            {"role": "user", "content": row["problem"]},
-            {"role": "assistant", "content": row["expected_answer"]},
-        ]
-        return {"messages": messages, **row}
-    return dict(row)

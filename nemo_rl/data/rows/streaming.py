@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -42,11 +42,6 @@ class _Position:
     rows_state: dict[str, Any] | None = None  # of ResumableRows
 
 
-def open_rows(stream: StreamedRows) -> Iterable[Row]:
-    """The rows of a stream from the first on. A deep copy: shallow copies of a table share its position."""
-    return copy.deepcopy(stream.table)
-
-
 def _blocks(
     streams: Sequence[StreamedRows], start: _Position, num_rows: int
 ) -> Iterator[tuple[_Position, list[Prompt]]]:
@@ -57,7 +52,7 @@ def _blocks(
         while len(prompts) < num_rows and here.stream < len(streams):
             stream = streams[here.stream]
             if rows is None:
-                rows = open_rows(stream)
+                rows = copy.deepcopy(stream.table)  # shallow copies of a table share its position
                 if here.rows_state is not None:
                     assert isinstance(rows, ResumableRows), "a stream with a saved state stays one that has states"
                     rows.load_state_dict(here.rows_state)
@@ -83,7 +78,8 @@ class StreamedPrompts(PromptSource):
     the block alone. The rows of one block are in memory. Resuming reads that block again. It reads nothing before the
     block if the rows have states of their own (`ResumableRows`); otherwise it reads and skips the rows.
 
-    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state.
+    The table itself must not be shuffled: the buffer of such a shuffle is in no saved state. `options` are arguments of
+    `PromptSource`.
 
     Raises:
         ValueError: while iterating, if an epoch has less than one batch.
@@ -94,23 +90,13 @@ class StreamedPrompts(PromptSource):
         streams: Sequence[StreamedRows],
         num_prompts_per_step: int,
         *,
-        shuffle: bool = True,
-        seed: int = 42,
-        drop_last: bool = True,
         shuffle_block: int = SHUFFLE_BLOCK,
-        size_key: str = "policy.train_global_batch_size",
+        **options: Any,
     ) -> None:
         self.streams = list(streams)
         self.shuffle_block = shuffle_block
-        super().__init__(
-            num_prompts_per_step,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            size_key=size_key,
-            streams=[f"{stream.name} x 1" for stream in self.streams],
-            shuffle_block=shuffle_block,
-        )
+        names = [f"{stream.name} x 1" for stream in self.streams]
+        super().__init__(num_prompts_per_step, **options, streams=names, shuffle_block=shuffle_block)
         self._block = _Position()  # the block of the last row that was yielded
         self._position = 0  # rows of the block that were yielded
 
@@ -139,16 +125,10 @@ class StreamedPrompts(PromptSource):
         if batch and not self.drop_last:
             yield batch
 
-    @property
-    def num_batches(self) -> None:
-        return None
-
     def fingerprint(self) -> dict[str, Any]:
         """Per stream its name, and a hash of its first 100 rows."""
-        return {
-            stream.name: {"repeat": 1, "first_rows_hash": rows_digest(islice(open_rows(stream), NUM_HASHED_ROWS))}
-            for stream in self.streams
-        }
+        first = {stream.name: islice(copy.deepcopy(stream.table), NUM_HASHED_ROWS) for stream in self.streams}
+        return {name: {"repeat": 1, "first_rows_hash": rows_digest(rows)} for name, rows in first.items()}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "block": asdict(self._block), "position": self._position}
