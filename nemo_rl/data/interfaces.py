@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,28 @@ class StreamedTable:
 
     table: Any  # datasets.IterableDataset of the rows as they are stored
     convert: Callable[[Row], Row]  # a stored row to the row of a `Prompt`
+
+
+class LazyRows(Sequence[Row]):
+    """Rows that are made when they are indexed."""
+
+    def __iter__(self) -> Iterator[Row]:
+        # By length: the iterator of `Sequence` ends at an IndexError, which a conversion may raise.
+        return (self[i] for i in range(len(self)))
+
+
+class IndexedRows(LazyRows):
+    """Some rows of a dataset, by index."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
+        self.rows = rows
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[self.indices[index]]
 
 
 @dataclass

@@ -10,10 +10,10 @@ import heapq
 import random
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -56,22 +56,16 @@ def balance(costs: Sequence[float], num_parts: int) -> list[list[int]]:
         # their differences then cancel instead of adding up.
         _, number, one = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
-        division = [
-            (cost + other_cost, _joined(items, other_items))
-            for (cost, items), (other_cost, other_items) in zip(one, reversed(other), strict=True)
-        ]
+        division = []
+        for (cost, items), (other_cost, other_items) in zip(one, reversed(other), strict=True):
+            shorter, longer = sorted((items, other_items), key=len)
+            longer += shorter  # onto the longer list: joining n lists then costs O(n log n) in total
+            division.append((cost + other_cost, longer))
         division.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (division[-1][0] - division[0][0], number, division))
     if not heap:
         return [[] for _ in range(num_parts)]
     return [sorted(items, key=rank.__getitem__) for _, items in heap[0][2]]
-
-
-def _joined(one: list[int], other: list[int]) -> list[int]:
-    """All items, appended to the longer list: joining n lists then costs O(n log n) in total."""
-    longer, shorter = (one, other) if len(one) >= len(other) else (other, one)
-    longer += shorter
-    return longer
 
 
 # -- Bins of at most `bin_capacity` tokens.
@@ -107,18 +101,6 @@ class PackingMetrics:
     fullest: int
     emptiest: int
 
-    @classmethod
-    def of(cls, bins: Bins, lengths: Sequence[int], bin_capacity: int) -> PackingMetrics:
-        loads = [sum(lengths[i] for i in members) for members in bins]
-        return cls(
-            num_sequences=len(lengths),
-            num_bins=len(bins),
-            num_tokens=sum(loads),
-            bin_capacity=bin_capacity,
-            fullest=max(loads, default=0),
-            emptiest=min(loads, default=0),
-        )
-
     @property
     def utilization(self) -> float:
         """The share of the capacity that holds tokens; 1.0 without bins."""
@@ -145,7 +127,6 @@ class SequencePacker(ABC):
     def __init__(
         self,
         bin_capacity: int,
-        *,
         collect_metrics: bool = False,
         min_bin_count: int | None = None,
         bin_count_multiple: int | None = None,
@@ -188,7 +169,15 @@ class SequencePacker(ABC):
             )
         bins = split_fullest(bins, lengths, count)
         if self.collect_metrics:
-            self.metrics = PackingMetrics.of(bins, lengths, self.bin_capacity)
+            loads = [sum(lengths[i] for i in members) for members in bins]
+            self.metrics = PackingMetrics(
+                num_sequences=len(lengths),
+                num_bins=len(bins),
+                num_tokens=sum(loads),
+                bin_capacity=self.bin_capacity,
+                fullest=max(loads, default=0),
+                emptiest=min(loads, default=0),
+            )
         return bins
 
     @abstractmethod
@@ -249,8 +238,17 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
         while (kind := rest.largest(capacity)) and 2 * rest.length[kind] > capacity:
             bins.append([rest.take(kind)])
             rooms.append(capacity - rest.length[kind])
-        paired = self._join_one_medium(rest, bins, rooms)
-        self._join_two_small(rest, bins, rooms, paired)
+        # The longest medium sequence (over a third of a bin) that fits, to the bins with the least room first. Bins are
+        # in descending order of their sequence: ascending order of room.
+        unpaired = []
+        for number, members in enumerate(bins):
+            kind = rest.largest(rooms[number])
+            if kind and 3 * rest.length[kind] > capacity:
+                members.append(rest.take(kind))
+                rooms[number] -= rest.length[kind]
+            else:
+                unpaired.append(number)
+        self._join_two_small(rest, bins, rooms, reversed(unpaired))
         for members, room in zip(bins, rooms, strict=True):
             rest.fill(members, room)
         while rest:
@@ -258,28 +256,14 @@ class ModifiedFirstFitDecreasingPacker(SequencePacker):
             rest.fill(bins[-1], capacity)
         return bins
 
-    def _join_one_medium(self, rest: _ByLength, bins: Bins, rooms: list[int]) -> list[bool]:
-        """Add the longest medium sequence (over a third of a bin) that fits, to the bins with the least room first."""
-        # Bins are in descending order of their sequence: ascending order of room.
-        paired = [False] * len(bins)
-        for number, members in enumerate(bins):
-            kind = rest.largest(rooms[number])
-            if kind and 3 * rest.length[kind] > self.bin_capacity:
-                members.append(rest.take(kind))
-                rooms[number] -= rest.length[kind]
-                paired[number] = True
-        return paired
-
-    def _join_two_small(self, rest: _ByLength, bins: Bins, rooms: list[int], paired: list[bool]) -> None:
+    def _join_two_small(self, rest: _ByLength, bins: Bins, rooms: list[int], numbers: Iterable[int]) -> None:
         """Add the shortest small sequence (over a sixth of a bin) and the longest small one beside it.
 
-        The bins with the most room come first: what does not fit there fits nowhere.
+        `numbers`: the bins, those with the most room first. What does not fit there fits nowhere.
         """
-        largest_small, largest_tiny = self.bin_capacity // 3, self.bin_capacity // 6
-        smallest = rest.above(largest_tiny)
-        for number in reversed(range(len(bins))):
-            if paired[number]:
-                continue
+        largest_small = self.bin_capacity // 3
+        smallest = bisect_right(rest.length, self.bin_capacity // 6)
+        for number in numbers:
             smallest = rest.nonempty_from(smallest)
             if smallest > rest.num_kinds or rest.length[smallest] > largest_small:
                 return
@@ -323,10 +307,6 @@ class _ByLength:
             shorter[kind] = shorter[shorter[kind]]
             kind = shorter[kind]
         return kind
-
-    def above(self, length: int) -> int:
-        """The first kind longer than `length`, even if none of it is left."""
-        return bisect_right(self.length, length)
 
     def nonempty_from(self, kind: int) -> int:
         """The first kind from `kind` up that has sequences left, or num_kinds + 1."""
@@ -461,19 +441,10 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(
-    algorithm: PackingAlgorithm | str,
-    bin_capacity: int,
-    collect_metrics: bool = False,
-    min_bin_count: int | None = None,
-    bin_count_multiple: int | None = None,
-    seed: int = 0,
-) -> SequencePacker:
-    """The packer of a name, which may be in any case. ValueError for an unknown name or a number below 1."""
-    return PACKERS[PackingAlgorithm(algorithm)](
-        bin_capacity,
-        collect_metrics=collect_metrics,
-        min_bin_count=min_bin_count,
-        bin_count_multiple=bin_count_multiple,
-        seed=seed,
-    )
+def get_packer(algorithm: PackingAlgorithm | str, *arguments: Any, **options: Any) -> SequencePacker:
+    """The packer of a name, which may be in any case; the other arguments are those of `SequencePacker`.
+
+    Raises:
+        ValueError: for an unknown name, or a number below 1.
+    """
+    return PACKERS[PackingAlgorithm(algorithm)](*arguments, **options)

@@ -14,7 +14,7 @@ from nemo_rl.config.loader import build_config
 from nemo_rl.data.config import DatasetConfig, dataset_label
 from nemo_rl.data.datasets.files import is_file
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, load_problem_table
-from nemo_rl.data.datasets.registry import DATASET_REGISTRY, all_rows
+from nemo_rl.data.datasets.registry import all_rows, known_datasets
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.data.rows.processors import find_processor
@@ -193,7 +193,7 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
     if name in EVAL_DATASETS:
         return EVAL_DATASETS[name].load(cfg)
     is_path = dataset.file_format is not None or is_file(name) or "/" in name
-    if name in DATASET_REGISTRY or ":" in name or not is_path:
+    if name in known_datasets() or ":" in name or not is_path:
         return all_rows(cfg)
     return load_problem_table(
         name,

@@ -168,18 +168,10 @@ class ObservationRenderer:
 def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, Any]:
     """The values of each key of a conversation: tensors concatenated along dimension 0, other values as a list."""
     flat: dict[str, Any] = {}
-    for key in get_keys_from_message_log(message_log):
+    for key in dict.fromkeys(key for message in message_log for key in message):
         values = [message[key] for message in message_log if key in message]
-        if all(isinstance(value, torch.Tensor) for value in values):
-            flat[key] = torch.cat(values)
-        else:
-            flat[key] = values
+        flat[key] = torch.cat(values) if all(isinstance(value, torch.Tensor) for value in values) else values
     return flat
-
-
-def get_keys_from_message_log(message_log: LLMMessageLogType) -> list[str]:
-    """The keys of all messages, in order of first appearance."""
-    return list(dict.fromkeys(key for message in message_log for key in message))
 
 
 def batched_message_log_to_flat_message(
@@ -189,8 +181,8 @@ def batched_message_log_to_flat_message(
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
     """One right-padded batch of conversations: tensors [B, S] and lists by key, and lengths int32 [B]."""
     flats = [
-        BatchedDataDict({k: _batch_of_one(v) for k, v in message_log_to_flat_messages(log).items()})
-        for log in message_logs
+        BatchedDataDict({k: v[None] if isinstance(v, torch.Tensor) else [v] for k, v in flat.items()})
+        for flat in map(message_log_to_flat_messages, message_logs)
     ]
     lengths = torch.tensor([flat["token_ids"].shape[1] for flat in flats], dtype=torch.int32)
     batch = BatchedDataDict.from_batches(flats, pad_value_dict=pad_value_dict)
@@ -200,10 +192,6 @@ def batched_message_log_to_flat_message(
             pad = (pad_value_dict or {}).get(key, 0)
             batch[key] = torch.nn.functional.pad(value, (0, missing), value=pad)
     return batch, lengths
-
-
-def _batch_of_one(value: Any) -> Any:
-    return value[None] if isinstance(value, torch.Tensor) else [value]
 
 
 def add_loss_mask_to_message_log(

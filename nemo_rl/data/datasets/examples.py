@@ -19,6 +19,7 @@ from nemo_rl.data.datasets.files import (
     column_names,
     converted,
     load_example_table,
+    load_response_rows,
     load_table,
     options_of,
     require_columns,
@@ -143,6 +144,13 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
     what = f"the rows have no conversations, which chat_key would name, but texts; their columns: {', '.join(columns)}"
     require_used_keys(cfg, ("input_key", "output_key", "system_key"), what, table)
     return converted(table, partial(columns_row, input_key=input_key, output_key=output_key, system_key=cfg.system_key))
+
+
+def load_file(cfg: TableConfig) -> Rows | StreamedTable:
+    """The rows of a file or a Hugging Face path, in the form that their section needs."""
+    if isinstance(cfg, PreferenceDatasetConfig):
+        return load_preferences(cfg)
+    return load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
 
 
 def load_openai_format(cfg: TableConfig) -> Rows | StreamedTable:

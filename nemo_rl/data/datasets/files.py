@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import DatasetConfig, ExampleTableConfig, TableConfig
-from nemo_rl.data.interfaces import BAD_ROW, Row, Rows, StreamedTable
+from nemo_rl.data.interfaces import BAD_ROW, LazyRows, Row, Rows, StreamedTable
 
 NUM_ROWS_FOR_COLUMNS = 32
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -29,13 +29,7 @@ Options = TypeVar("Options", bound=StrictModel)
 # -- Rows that are made when they are indexed.
 
 
-class _LazyRows(Sequence[Row]):
-    def __iter__(self) -> Iterator[Row]:
-        # By length: the iterator of `Sequence` ends at an IndexError, which a conversion may raise.
-        return (self[i] for i in range(len(self)))
-
-
-class JsonLines(_LazyRows):
+class JsonLines(LazyRows):
     """The rows of a JSONL file exactly as they are written: one per line that is not blank.
 
     A table with columns gives every row, and every object inside it, the keys of all others: the arguments of one tool
@@ -86,21 +80,7 @@ class JsonLines(_LazyRows):
         return list(dict.fromkeys(key for i in range(min(len(self), NUM_ROWS_FOR_COLUMNS)) for key in self[i]))
 
 
-class IndexedRows(_LazyRows):
-    """Some rows of a dataset, by index."""
-
-    def __init__(self, rows: Rows, indices: Sequence[int]) -> None:
-        self.rows = rows
-        self.indices = indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[self.indices[index]]
-
-
-class MappedRows(_LazyRows):
+class MappedRows(LazyRows):
     """Converted rows; a row that cannot be converted raises ValueError with `label` and the index of the row."""
 
     def __init__(self, rows: Rows, convert: Convert, label: str = "") -> None:

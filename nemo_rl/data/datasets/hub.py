@@ -386,4 +386,6 @@ EVAL_DATASETS: dict[str, EvalDataset] = {
         for language in MMLU_LANGUAGES
     },
 }
-"""By name; `gsm8k` is the test split here, and the training split in `PROBLEMS`."""
+"""By name; `gsm8k` is the test split here."""
+LOADERS = {name: dataset.load for sets in (EVAL_DATASETS, HUB_SETS) for name, dataset in sets.items()}
+"""By name; `gsm8k` is the training split here."""

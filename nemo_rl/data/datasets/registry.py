@@ -8,46 +8,41 @@ from typing import Any
 import numpy as np
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.data.config import ExampleDatasetConfig, PreferenceDatasetConfig, TableConfig, dataset_label, is_local
-from nemo_rl.data.datasets import arithmetic, examples
-from nemo_rl.data.datasets.files import IndexedRows, load_response_rows
-from nemo_rl.data.datasets.hub import EVAL_DATASETS, HUB_SETS
-from nemo_rl.data.datasets.lookup import load_lookup
-from nemo_rl.data.datasets.sliding_puzzle import load_sliding_puzzle
-from nemo_rl.data.interfaces import Rows, StreamedTable
+from nemo_rl.data.config import TableConfig, dataset_label, is_local
+from nemo_rl.data.interfaces import IndexedRows, Rows, StreamedTable
 from nemo_rl.utils.registry import import_object
 
 DatasetFactory = Callable[[Any], Rows | StreamedTable]
 """Dataset section (`TableConfig`) -> its rows; a `StreamedTable` if the section `is_streamed`."""
 
 
-def load_file(cfg: TableConfig) -> Rows | StreamedTable:
-    """The rows of a file or a Hugging Face path, in the form that their section needs."""
-    if isinstance(cfg, PreferenceDatasetConfig):
-        return examples.load_preferences(cfg)
-    return examples.load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
-
-
+# Loaders are named by import path: a run imports only the module of its dataset.
+_PACKAGE = "nemo_rl.data.datasets"
+_LOAD_FILE = f"{_PACKAGE}.examples:load_file"
+_LOAD_PREFERENCES = f"{_PACKAGE}.examples:load_preferences"
 # Their rows repeat a small set of problems, so rows set aside at random would be problems that are trained on.
-GENERATED: dict[str, DatasetFactory] = {
-    "arithmetic": arithmetic.load_arithmetic,
-    "arithmetic_preference": arithmetic.load_arithmetic_preference,
-    "lookup": load_lookup,
-    "code_arithmetic": arithmetic.load_code_arithmetic,
-    "sliding_puzzle": load_sliding_puzzle,
-    "tool_arithmetic": arithmetic.load_tool_arithmetic,
+GENERATED = {
+    "arithmetic": f"{_PACKAGE}.arithmetic:load_arithmetic",
+    "arithmetic_preference": f"{_PACKAGE}.arithmetic:load_arithmetic_preference",
+    "lookup": f"{_PACKAGE}.lookup:load_lookup",
+    "code_arithmetic": f"{_PACKAGE}.arithmetic:load_code_arithmetic",
+    "sliding_puzzle": f"{_PACKAGE}.sliding_puzzle:load_sliding_puzzle",
+    "tool_arithmetic": f"{_PACKAGE}.arithmetic:load_tool_arithmetic",
 }
-DATASET_REGISTRY: dict[str, DatasetFactory] = {
+DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
-    "ResponseDataset": load_file,
-    "openai_format": examples.load_openai_format,
-    "open_assistant": examples.load_open_assistant,
-    "PreferenceDataset": examples.load_preferences,
-    "BinaryPreferenceDataset": examples.load_preferences,
-    **{name: dataset.load for name, dataset in EVAL_DATASETS.items()},
-    **{name: dataset.load for name, dataset in HUB_SETS.items()},
+    "ResponseDataset": _LOAD_FILE,
+    "openai_format": f"{_PACKAGE}.examples:load_openai_format",
+    "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
+    "PreferenceDataset": _LOAD_PREFERENCES,
+    "BinaryPreferenceDataset": _LOAD_PREFERENCES,
 }
-"""`gsm8k` is the training split here."""
+"""The datasets that `hub.py` does not hold."""
+
+
+def known_datasets() -> dict[str, str | DatasetFactory]:
+    """All datasets with a name of their own: the registry and the well-known sets of the Hugging Face hub."""
+    return DATASET_REGISTRY | import_object(f"{_PACKAGE}.hub:LOADERS", "dataset_name")
 
 
 def register_dataset(name: str, factory: DatasetFactory) -> None:
@@ -56,7 +51,7 @@ def register_dataset(name: str, factory: DatasetFactory) -> None:
     Raises:
         ValueError: if the name is taken.
     """
-    if name in DATASET_REGISTRY:
+    if name in known_datasets():
         raise ValueError(f"a dataset named {name!r} is registered already")
     DATASET_REGISTRY[name] = factory
 
@@ -68,16 +63,17 @@ def find_factory(cfg: TableConfig) -> DatasetFactory:
         ValueError: for a name that is neither registered, nor an import path, a file or a Hugging Face path.
     """
     name = cfg.dataset_name
-    if name is None:
-        return load_file
-    if name in DATASET_REGISTRY:
-        return DATASET_REGISTRY[name]
-    if ":" in name:
-        return import_object(name, "dataset_name")
-    if "/" in name or is_local(name):
-        return lambda cfg: load_file(cfg.model_copy(update={"data_path": name}))
+    known = DATASET_REGISTRY if name is None or name in DATASET_REGISTRY else known_datasets()
+    factory = _LOAD_FILE if name is None else known.get(name, name)
+    if not isinstance(factory, str):
+        return factory
+    if ":" in factory:
+        return import_object(factory, "dataset_name")
+    if "/" in factory or is_local(factory):
+        load_file = import_object(_LOAD_FILE, "dataset_name")
+        return lambda cfg: load_file(cfg.model_copy(update={"data_path": factory}))
     raise ValueError(
-        f"unknown dataset {name!r}; {did_you_mean(name, DATASET_REGISTRY)} A file (.jsonl, .csv, .parquet), a "
+        f"unknown dataset {name!r}; {did_you_mean(factory, known)} A file (.jsonl, .csv, .parquet), a "
         "Hugging Face path (owner/name) and an import path (package.module:function) work too"
     )
 

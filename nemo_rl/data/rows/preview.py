@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from rich.console import Console
@@ -85,40 +85,23 @@ def token_text(example: Example, tokenizer: PreTrainedTokenizerBase, *, coloured
     return text
 
 
-@dataclass(kw_only=True)
-class LengthSummary:
-    """Lengths and problems of the rows that were added."""
-
-    num_rows: int = 0
-    lengths: list[int] = field(default_factory=list)  # of each sequence to train on
-    num_loss_tokens: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, str] = field(default_factory=dict)  # the first of each kind of problem
-
-    def add(self, meta: ExampleMeta) -> None:
-        self.num_rows += 1
-        if meta.problem is None:
-            self.lengths += meta.lengths
-            self.num_loss_tokens += meta.num_loss_tokens
-        else:
-            self.kinds[meta.problem_kind] += 1
-            self.reasons.setdefault(meta.problem_kind, meta.problem)
-
-    def show(self, console: Console, total: int | None) -> None:
-        """Print quantiles of the lengths, and how many rows are left out and why. `total`: size of the dataset."""
-        of_all = "" if total is None else f" of {total}"
-        console.print(Text(f"{self.num_rows}{of_all} rows, {len(self.lengths)} sequences", style="bold"))
-        if self.lengths:
-            table = Table("tokens", *QUANTILES.values(), "mean", "sum")
-            values = np.quantile(self.lengths, list(QUANTILES), method="inverted_cdf")
-            mean = f"{np.mean(self.lengths):.1f}"
-            table.add_row("per sequence", *(str(value) for value in values), mean, str(sum(self.lengths)))
-            console.print(table)
-            share = self.num_loss_tokens / sum(self.lengths)
-            console.print(Text(f"{self.num_loss_tokens} tokens carry loss, {share:.1%} of all"))
-        console.print(Text(f"{self.kinds.total()} rows are left out" + (":" if self.kinds else "")))
-        for kind, number in self.kinds.most_common():
-            console.print(Text(f"  {number} {kind}, e.g. {self.reasons[kind]}", style="yellow"), soft_wrap=True)
+def show_summary(console: Console, metas: Sequence[ExampleMeta], total: int | None) -> None:
+    """Print quantiles of the rows' lengths, and how many are left out and why. `total`: size of the dataset."""
+    bad = [meta for meta in metas if meta.problem is not None]
+    lengths = [length for meta in metas if meta.problem is None for length in meta.lengths]
+    of_all = "" if total is None else f" of {total}"
+    console.print(Text(f"{len(metas)}{of_all} rows, {len(lengths)} sequences", style="bold"))
+    if lengths:
+        table = Table("tokens", *QUANTILES.values(), "mean", "sum")
+        values = np.quantile(lengths, list(QUANTILES), method="inverted_cdf")
+        table.add_row("per sequence", *map(str, values), f"{np.mean(lengths):.1f}", str(sum(lengths)))
+        console.print(table)
+        num_loss_tokens = sum(meta.num_loss_tokens for meta in metas if meta.problem is None)
+        console.print(Text(f"{num_loss_tokens} tokens carry loss, {num_loss_tokens / sum(lengths):.1%} of all"))
+    console.print(Text(f"{len(bad)} rows are left out" + (":" if bad else "")))
+    first = {meta.problem_kind: meta.problem for meta in reversed(bad)}
+    for kind, number in Counter(meta.problem_kind for meta in bad).most_common():
+        console.print(Text(f"  {number} {kind}, e.g. {first[kind]}", style="yellow"), soft_wrap=True)
 
 
 def show_rows(
@@ -136,10 +119,10 @@ def show_rows(
     Raises:
         ValueError: if a row lacks something and `make` does not count that as a problem (`PromptPreview`).
     """
-    summary = LengthSummary()
+    metas = []
     for number, prompt in enumerate(prompts):
         examples, meta = make(prompt)
-        summary.add(meta)
+        metas.append(meta)
         if number >= num_shown:
             continue
         console.rule(Text(f"row {meta.prompt_id}"))
@@ -152,6 +135,6 @@ def show_rows(
             console.print(Text(f"{example.sample_id}: {counts}{margin}", style="bold"), soft_wrap=True)
             console.print(token_text(example, tokenizer, coloured=console.is_terminal), soft_wrap=True)
     console.rule()
-    summary.show(console, total)
+    show_summary(console, metas, total)
     if note:
         console.print(Text(note))

@@ -36,11 +36,6 @@ class DamagedCache(ValueError):
     """A file is no token cache, or a value in it has changed."""
 
 
-def default_cache_dir() -> Path:
-    """The folder `tokens` in `$NEMO_RL_CACHE` or `~/.cache/nemo_rl`."""
-    return cache_root() / "tokens"
-
-
 class TokenCache:
     """One SQLite file `<directory>/<fingerprint>.sqlite`, used by one thread in each of any number of processes.
 
@@ -159,12 +154,12 @@ class TokenCache:
 
 
 def check_cache_dir(directory: str | Path | None = None) -> Path:
-    """The directory of token caches (default `default_cache_dir()`), made if it does not exist.
+    """The directory of token caches, by default `tokens` in the cache folder; it is made if it does not exist.
 
     Raises:
         ValueError: if it cannot be written.
     """
-    path = Path(directory) if directory is not None else default_cache_dir()
+    path = Path(directory) if directory is not None else cache_root() / "tokens"
     advice = "set NEMO_RL_CACHE to a folder that can be written, or switch the cache off with data.cache_tokens=false"
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.data.rows.preview import LengthSummary, PromptPreview, show_rows, token_text, token_texts
+from nemo_rl.data.rows.preview import PromptPreview, show_rows, token_text, token_texts
 from nemo_rl.data.rows.processors import math_hf_data_processor
 from nemo_rl.data.rows.setup import PromptProcessor, Task
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
@@ -108,6 +108,3 @@ def test_a_prompt_is_shown_as_the_rollouts_see_it(tokenizer):
         "too_long",
         "row d:1 has 12 tokens, more than data.max_input_seq_length=8",
     )
-    summary = LengthSummary()
-    summary.add(meta)
-    assert (summary.lengths, dict(summary.kinds)) == ([], {"too_long": 1})

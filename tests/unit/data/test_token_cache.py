@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir, decode_row, default_cache_dir, encode_row
+from nemo_rl.data.rows.token_cache import TokenCache, check_cache_dir, decode_row, encode_row
 from nemo_rl.types import Example, ExampleMeta, Prompt
 
 
@@ -178,7 +178,6 @@ def test_several_processes_write_at_once_and_one_is_killed(tmp_path):
 
 def test_the_folder_is_that_of_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("NEMO_RL_CACHE", str(tmp_path / "here"))
-    assert default_cache_dir() == tmp_path / "here" / "tokens"
     assert TokenCache("f").path == tmp_path / "here" / "tokens" / "f.sqlite"
 
 
