@@ -226,6 +226,12 @@ class EvalMasterConfig(StrictModel):
     not_yet: ClassVar = (NotYet("env.should_use_nemo_gym", one_of(False, None)),)
 
     rules: ClassVar = {
+        "generation.vllm_cfg.precision=fp8 requires cluster.use_gpus": (
+            "fp8 runs on GPUs only; use the precision of the weights"
+        ),
+        "generation.vllm_cfg.kv_cache_dtype != auto requires cluster.use_gpus": (
+            "{generation.vllm_cfg.kv_cache_dtype} runs on GPUs only; use auto"
+        ),
         "generation.temperature=0 and eval.num_tests_per_prompt > 1": (
             "0 gives {eval.num_tests_per_prompt} equal samples of each prompt (eval.num_tests_per_prompt="
             "{eval.num_tests_per_prompt}); set it above 0, for instance 0.6, or eval.num_tests_per_prompt=1"

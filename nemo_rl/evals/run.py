@@ -223,7 +223,6 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         model=inputs.model.model_path,
         tokenizer=inputs.model.tokenizer_path,
         seed=config.eval.seed,
-        section="eval",
         accelerator=accelerator,
         load_format="auto",
         timeout_s=machines.worker_timeout_s,

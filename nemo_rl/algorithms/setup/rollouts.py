@@ -36,7 +36,7 @@ from nemo_rl.environments.config import AnyEnvironmentConfig, LLMJudgeEnvironmen
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
 from nemo_rl.models.generation.interfaces import GENERATION
-from nemo_rl.models.generation.vllm.generation import VllmGeneration, weight_transfer_backend
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
 from nemo_rl.refit.layout import NUM_HALVES, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
@@ -260,7 +260,6 @@ def start_vllm_generation(
         generation = VllmGeneration(
             devices.cluster,
             config.policy.generation,
-            section=config.section,
             model=model.model_path,
             tokenizer=model.tokenizer_path,
             seed=config.rollout.seed,
@@ -308,7 +307,7 @@ def _make_refit(
         policy,
         generation,
         accelerator,
-        transport=weight_transfer_backend(settings, use_gpus=config.cluster.use_gpus),
+        transport=generation.transport,
         wire_dtype=settings.vllm_cfg.dtype,
         bucket_bytes=int(config.policy.refit_buffer_size_gb * 2**30) // NUM_HALVES,
         rendezvous=rendezvous,

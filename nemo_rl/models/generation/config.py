@@ -176,18 +176,6 @@ class VllmConfig(StrictModel):
         """Data type of activations, and in which weights are sent."""
         return "bfloat16" if self.precision == "fp8" else self.precision
 
-    def data_types(self, device: str) -> dict[str, str | None]:
-        """The engine's arguments for data types on `device` ("cpu" or "cuda").
-
-        Raises:
-            ValueError: for FP8 on a CPU.
-        """
-        for key, value in (("precision", self.precision), ("kv_cache_dtype", self.kv_cache_dtype)):
-            if device == "cpu" and value.startswith("fp8"):
-                raise ValueError(f"policy.generation.vllm_cfg.{key}={value} needs GPUs")
-        quantization = "fp8_per_block" if self.precision == "fp8" else None
-        return {"dtype": self.dtype, "kv_cache_dtype": self.kv_cache_dtype, "quantization": quantization}
-
     @property
     def engine_size(self) -> int:
         """Devices of one engine."""
@@ -216,6 +204,29 @@ class MegatronGenerationConfig(HfConfig):
         NotYet("parsers", one_of([], {}, None)),
         NotYet("num_speculative_tokens", one_of(0, None)),
     )
+
+
+_DECIDED = {
+    **{
+        key: f"{{section}}.vllm_cfg.{key} decides it; set that instead"
+        for key in (
+            *("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"),
+            *("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"),
+        )
+    },
+    **dict.fromkeys(("dtype", "quantization"), "{section}.vllm_cfg.precision decides it; set that instead"),
+    "kv_cache_memory_bytes": "{section}.vllm_cfg.cpu_kv_cache_space_gb decides it; set that instead",
+    "enable_sleep_mode": "{section}.colocated.enabled decides it; set that instead",
+    **dict.fromkeys(("model", "tokenizer", "seed"), "engines have those of the run; remove the key"),
+    **dict.fromkeys(
+        (
+            *("distributed_executor_backend", "load_format", "logprobs_mode"),
+            *("worker_extension_cls", "weight_transfer_config"),
+        ),
+        "the library decides it; remove the key",
+    ),
+}
+"""Keys of `vllm_kwargs` that something else decides."""
 
 
 class GenerationConfig(StrictModel):
@@ -266,6 +277,8 @@ class GenerationConfig(StrictModel):
 
     vllm_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further engine arguments, passed to vLLM as they are."""
+
+    rules: ClassVar = {f"vllm_kwargs.{key}: vllm_kwargs has {key}": text for key, text in _DECIDED.items()}
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         for key, message in speculation_problems(self.vllm_kwargs):

@@ -81,7 +81,6 @@ def test_greedy_completions_and_their_logprobs_are_vllms(ray_local: None, tmp_pa
             model=model,
             tokenizer=model,
             seed=0,
-            section="grpo",
             load_format="auto",
             timeout_s=120,
         )

@@ -75,7 +75,6 @@ def engines_apart(
             model=str(directory),
             tokenizer=str(directory),
             seed=0,
-            section="grpo",
             accelerator=accelerator,
             timeout_s=120,
         )

@@ -64,7 +64,6 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
             model=str(tmp_path),
             tokenizer=str(tmp_path),
             seed=0,
-            section="grpo",
             accelerator=accelerator,
             load_format="dummy",
             timeout_s=120,

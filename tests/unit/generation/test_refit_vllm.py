@@ -124,7 +124,6 @@ def refit_into_engine(
             model=str(directory),
             tokenizer=str(directory),
             seed=0,
-            section="grpo",
             accelerator=accelerator,
             load_format="dummy",
             timeout_s=120,

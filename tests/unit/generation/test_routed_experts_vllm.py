@@ -83,7 +83,6 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
             model=path,
             tokenizer=path,
             seed=0,
-            section="grpo",
             load_format="auto",
             timeout_s=120,
             return_routed_experts=True,

@@ -46,7 +46,6 @@ def generation(method: str, ray_local: None, model_dir: str) -> Iterator[VllmGen
             model=model_dir,
             tokenizer=model_dir,
             seed=0,
-            section="grpo",
             load_format="auto",
             timeout_s=120,
         )

@@ -29,7 +29,8 @@ class Engine:
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
         self.salts.append(prompt["cache_salt"])
-        yield SimpleNamespace(finished=True, outputs=[SimpleNamespace(token_ids=[1])])
+        answer = SimpleNamespace(token_ids=[1], finish_reason="stop", logprobs=SimpleNamespace(logprobs=[-0.5]))
+        yield SimpleNamespace(outputs=[answer])
 
 
 class Worker(VllmWorker):
@@ -42,13 +43,10 @@ class Worker(VllmWorker):
         self._request_ids = iter(range(100))
         self._admitted = asyncio.Semaphore(8)
         self._sampling_allowed = asyncio.Event()
-        self._must_record, self._returns_experts = None, False
+        self._records = self._returns_experts = False
 
     def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
         return None
-
-    def _completion(self, output: Any, weight_version: int) -> Any:
-        return SimpleNamespace(token_ids=output.token_ids, weight_version=weight_version)
 
 
 def test_kv_of_a_version_that_comes_again_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,12 +31,8 @@ class VllmGeneration(GenerationInterface):
         cluster: the bundles, all of which are used. With colocated generation it is the policy's own cluster.
         cfg, model, tokenizer, load_format, return_routed_experts: see `EngineSettings`.
         seed: seed of the run.
-        section: configuration section that holds the seed, for messages.
         accelerator: generation registers there as "generation". With None the caller calls `onload` and `offload`.
         hf_overrides: values that replace those of the model's config.json, as in training.
-
-    Raises:
-        ValueError: the bundles do not divide into engines, or `vllm_kwargs` contradicts another key.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class VllmGeneration(GenerationInterface):
         model: str,
         tokenizer: str,
         seed: int,
-        section: str,
         accelerator: Accelerator | None = None,
         hf_overrides: dict[str, Any] | None = None,
         load_format: Literal["dummy", "auto"] = "dummy",
@@ -55,13 +50,15 @@ class VllmGeneration(GenerationInterface):
         timeout_s: float | None = None,
         return_routed_experts: bool = False,
     ) -> None:
-        check_vllm_kwargs(cfg, section)
         self.name_prefix = name_prefix
         self._cluster = cluster
         self._accelerator = accelerator
         self._bundle_groups = engine_bundles(cluster, cfg.vllm_cfg)
         self._timeout_s = timeout_s
         self._py_executable = python_executable_for("vllm" if cluster.use_gpus else "cpu")
+        self.transport: Transport = "packed_ipc" if cluster.use_gpus else "packed_shm"
+        if not cfg.colocated.enabled:
+            self.transport = "packed_collective"
         if hf_overrides:
             cfg = cfg.model_copy(update={"vllm_kwargs": {**cfg.vllm_kwargs, "hf_overrides": hf_overrides}})
         self._settings = EngineSettings(
@@ -71,7 +68,7 @@ class VllmGeneration(GenerationInterface):
             device="cuda" if cluster.use_gpus else "cpu",
             seed=seed,
             load_format=load_format,
-            weight_transfer=weight_transfer_backend(cfg, use_gpus=cluster.use_gpus),
+            weight_transfer=self.transport,
             return_routed_experts=return_routed_experts,
         )
         cluster.bundles()  # reserve them once, before the replicas start in parallel
@@ -121,54 +118,11 @@ class VllmGeneration(GenerationInterface):
         )
 
 
-def check_vllm_kwargs(cfg: GenerationConfig, section: str) -> None:
-    """Raise ValueError for a key of `policy.generation.vllm_kwargs` that another key of the configuration decides.
-
-    `section` is the configuration section that holds the seed.
-    """
-    own = ("kv_cache_dtype", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size")
-    own += ("gpu_memory_utilization", "enforce_eager", "enable_prefix_caching")
-    decided = {key: f"policy.generation.vllm_cfg.{key}" for key in own} | {
-        "model": "policy.model_name",
-        "tokenizer": "policy.tokenizer.name",
-        "dtype": "policy.generation.vllm_cfg.precision",
-        "quantization": "policy.generation.vllm_cfg.precision",
-        "kv_cache_memory_bytes": "policy.generation.vllm_cfg.cpu_kv_cache_space_gb",
-        "enable_sleep_mode": "policy.generation.colocated.enabled",
-        "seed": f"{section}.seed",
-    }
-    internal = ("distributed_executor_backend", "load_format", "logprobs_mode")
-    internal += ("worker_extension_cls", "weight_transfer_config")
-    for key in cfg.vllm_kwargs:
-        if key in decided:
-            raise ValueError(f"policy.generation.vllm_kwargs.{key}: set {decided[key]} instead")
-        if key in internal:
-            raise ValueError(f"policy.generation.vllm_kwargs.{key}: the library decides it: remove the key")
-
-
 def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:
-    """The bundles of each engine, by node: neighbours on one node, or all bundles of several nodes.
-
-    Raises ValueError if nodes and engines do not divide one another.
-    """
+    """The bundles of each engine, by node: neighbours on one node, or all bundles of several nodes."""
     by_node, size = cluster.bundles_by_node(), cfg.engine_size
     per_node = len(by_node[0])
-    if size > per_node and size % per_node == 0 and {len(node) for node in by_node} == {per_node}:
-        nodes_each = size // per_node
-        if len(by_node) % nodes_each == 0 and per_node % cfg.tensor_parallel_size == 0:
-            return [by_node[start : start + nodes_each] for start in range(0, len(by_node), nodes_each)]
-    for rank, node in enumerate(by_node):
-        if len(node) % size:
-            raise ValueError(
-                f"policy.generation.vllm_cfg: engines of tensor_parallel_size={cfg.tensor_parallel_size} x "
-                f"pipeline_parallel_size={cfg.pipeline_parallel_size} do not divide the {len(node)} ranks of node "
-                f"{rank}; {', '.join(str(n) for n in range(1, len(node) + 1) if len(node) % n == 0)} would"
-            )
+    assert size % per_node == 0 or per_node % size == 0, "the configuration was checked against the cluster"
+    if (num_nodes := size // per_node) > 1:
+        return [by_node[start : start + num_nodes] for start in range(0, len(by_node), num_nodes)]
     return [[node[start : start + size]] for node in by_node for start in range(0, len(node), size)]
-
-
-def weight_transfer_backend(cfg: GenerationConfig, *, use_gpus: bool) -> Transport:
-    """The transport of weights, which depends on whether policy and generation share devices."""
-    if not cfg.colocated.enabled:
-        return "packed_collective"
-    return "packed_ipc" if use_gpus else "packed_shm"

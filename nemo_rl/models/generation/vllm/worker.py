@@ -11,7 +11,6 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,8 +70,8 @@ class VllmWorker:
         from nemo_rl.models.generation.vllm.executors import executor_class
 
         self._returns_experts = settings.return_routed_experts
-        self._must_record = asyncio.Lock() if settings.return_routed_experts and device == "cpu" else None
-        self._is_recording = False
+        self._records = settings.return_routed_experts and device == "cpu"
+        self._recording: asyncio.Future[Any] | None = None
         config = engine_args(settings, nodes).create_engine_config()
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
@@ -100,7 +99,11 @@ class VllmWorker:
 
         params = self._sampling_params(len(prompt_token_ids), sampling, seed)
         async with self._admitted:
-            await self._record_experts()
+            if self._records:  # from the first request on, as vLLM itself returns no experts on a CPU
+                if self._recording is None:
+                    start = self._engine_call(self._engine.collective_rpc("record_experts"))
+                    self._recording = asyncio.ensure_future(start)
+                await asyncio.shield(self._recording)
             await self._sampling_allowed.wait()
             weight_version = self.weight_version
             request_id = f"{next(self._request_ids)}"
@@ -113,13 +116,17 @@ class VllmWorker:
                 [output] = [output async for output in request]  # vLLM yields the final output only
             except EngineDeadError as error:
                 raise self._death() from error
-        assert output.finished
-        completion = self._completion(output.outputs[0], weight_version)
-        if self._returns_experts:
-            num_tokens = len(prompt_token_ids) + len(completion.token_ids) - 1
-            experts = await self._experts(request_id, output.outputs[0], num_tokens)
-            completion = replace(completion, routed_experts=experts)
-        return completion
+        answer: Any = output.outputs[0]
+        if answer.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"{self._name} ended a request early: {answer.finish_reason}")
+        num_tokens = len(prompt_token_ids) + len(answer.token_ids) - 1
+        return Completion(
+            token_ids=list(answer.token_ids),
+            logprobs=list(answer.logprobs.logprobs),
+            stop_reason=StopReason(answer.finish_reason),
+            weight_version=weight_version,
+            routed_experts=await self._experts(request_id, answer, num_tokens) if self._returns_experts else None,
+        )
 
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
@@ -164,16 +171,8 @@ class VllmWorker:
             answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=repr(error))
         self._answers.put([answer], client_id)
 
-    async def _record_experts(self) -> None:
-        """Start the recorder before the first request, if vLLM itself does not return experts."""
-        if self._must_record is not None:
-            async with self._must_record:
-                if not self._is_recording:
-                    await self._engine_call(self._engine.collective_rpc("record_experts"))
-                    self._is_recording = True
-
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
-        if self._must_record is None:
+        if not self._records:
             return as_experts(output.routed_experts, num_tokens)
         call = self._engine.collective_rpc("take_experts", args=(request_id, num_tokens))
         shape, dtype, data = (await self._engine_call(call))[0]
@@ -308,18 +307,6 @@ class VllmWorker:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def _completion(self, output: Any, weight_version: int) -> Completion:
-        if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"{self._name} ended a request early: {output.finish_reason}")
-        token_ids, logprobs = list(output.token_ids), list(output.logprobs.logprobs)
-        assert len(token_ids) == len(logprobs), "one logprob for each sampled token"
-        return Completion(
-            token_ids=token_ids,
-            logprobs=logprobs,
-            stop_reason=StopReason(output.finish_reason),
-            weight_version=weight_version,
-        )
-
 
 class VllmFollower:
     """Starts the ranks of a further node of an engine, which the engine's first node directs."""
@@ -384,18 +371,16 @@ def prepare_environment(device: str, engine_size: int) -> None:
 
 
 def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngineArgs:
-    """vLLM's arguments. `nodes` are those of `join_nodes`; all others are the same on every node of an engine.
-
-    Raises:
-        ValueError: experts are to be returned on a GPU without a prefix cache, or the data type needs a GPU.
-    """
+    """vLLM's arguments. `nodes` are those of `join_nodes`; all others are the same on every node of an engine."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cfg, vllm_cfg = settings.cfg, settings.cfg.vllm_cfg
     arguments: dict[str, Any] = {
         "model": settings.model,
         "tokenizer": settings.tokenizer,
-        **vllm_cfg.data_types(settings.device),
+        "dtype": vllm_cfg.dtype,
+        "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
+        "quantization": "fp8_per_block" if vllm_cfg.precision == "fp8" else None,
         "max_model_len": vllm_cfg.max_model_len,
         "max_num_seqs": _MAX_NUM_SEQS,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
@@ -428,11 +413,6 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
         }
     arguments |= engine_settings(cfg.vllm_kwargs)
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
-        if not vllm_cfg.enable_prefix_caching:
-            raise ValueError(
-                "policy.generation.vllm_cfg.enable_prefix_caching=false: vLLM returns the experts of tokens, which "
-                "policy.router_replay.enabled=true asks for, only with a prefix cache; set it to true"
-            )
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
 
