@@ -12,7 +12,7 @@ import shutil
 import string
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 
 FORMATS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 WORD = r"(?u)\b\w+\b"
-BATCH = 1000  # rows that are read at a time
-
-
 NOTHING_FOUND = "Nothing was found."
 NO_SEARCHES_LEFT = "No searches are left: give the answer in <answer> </answer>."
 NEITHER = "Search with <retrieve> </retrieve>, or give the answer in <answer> </answer>."
@@ -53,51 +50,41 @@ class RetrievalEnvironment(EnvironmentInterface[RetrievalMetadata]):
 
     The reward compares the answer with `metadata["ground_truth"]`. Metrics of a conversation: `searches_per_sample`,
     and after a search `hit_rate`, the share of its searches that showed the answer.
-
-    Raises:
-        ValueError, FileNotFoundError: for a corpus that cannot be read.
     """
 
     def __init__(self, cfg: RetrievalEnvironmentConfig | Mapping[str, Any]) -> None:
+        """ValueError or FileNotFoundError for a corpus that cannot be read."""
         self.cfg = RetrievalEnvironmentConfig.model_validate(cfg)
-        corpus = load_corpus(
-            self.cfg.dataset_name,
-            split=self.cfg.dataset_split,
-            text_column=self.cfg.text_column,
-            kwargs=self.cfg.dataset_kwargs,
-        )
-        self.index = PassageIndex(
-            corpus, k1=self.cfg.k1, b=self.cfg.b, stopwords=self.cfg.stopwords, cache=cache_root() / "retrieval"
-        )
+        self.index = PassageIndex(load_corpus(self.cfg), self.cfg, cache_root() / "retrieval")
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[RetrievalMetadata]
     ) -> EnvironmentReturn[RetrievalMetadata]:
         """Search, or judge the answer, as the last turn of each conversation asks."""
-        turns = [self._turn(log, state) for log, state in zip(message_log_batch, metadata, strict=True)]
-        metrics = []
-        for _, state, _, _ in turns:
-            searches, hits = state.get("searches", 0), state.get("hits", 0)
-            metrics.append(
-                {"searches_per_sample": float(searches)} | ({"hit_rate": hits / searches} if searches else {})
-            )
-        answers = [answer for _, _, answer, _ in turns]
+        texts, after, answers, rewards, metrics = [], [], [], [], []
+        for log, known in zip(message_log_batch, metadata, strict=True):
+            text, state, answer, reward = self._turn(str(log[-1]["content"]), known)
+            texts.append({"role": "environment", "content": text})
+            after.append(state)
+            answers.append(answer)
+            rewards.append(reward)
+            searches = state.get("searches", 0)
+            hit_rate = {"hit_rate": state.get("hits", 0) / searches} if searches else {}
+            metrics.append({"searches_per_sample": float(searches), **hit_rate})
         return EnvironmentReturn(
-            observations=[{"role": "environment", "content": text} for text, _, _, _ in turns],
-            metadata=[state for _, state, _, _ in turns],
-            next_stop_strings=[STOP_STRINGS for _ in turns],
-            rewards=torch.tensor([reward for _, _, _, reward in turns]),
+            observations=texts,
+            metadata=after,
+            next_stop_strings=[STOP_STRINGS for _ in after],
+            rewards=torch.tensor(rewards),
             terminateds=torch.tensor([answer is not None for answer in answers]),
             answers=answers,
             metrics=metrics,
         )
 
-    def _turn(
-        self, log: LLMMessageLogType, state: RetrievalMetadata
-    ) -> tuple[str, RetrievalMetadata, str | None, float]:
+    def _turn(self, turn: str, state: RetrievalMetadata) -> tuple[str, RetrievalMetadata, str | None, float]:
         """(observation, new state, answer, reward)."""
         truths = accepted_answers(state["ground_truth"])
-        action = find_action(str(log[-1]["content"]))
+        action = find_action(turn)
         if action.answer is not None:
             reward = max(score(action.answer, truth, self.cfg.reward) for truth in truths)
             return ("right" if reward == 1 else "not right"), state, action.answer, reward
@@ -160,45 +147,26 @@ def mentions(text: str, truth: str) -> bool:
     return f" {normalised(truth)} " in f" {normalised(text)} "
 
 
-class TableColumn(Sequence[str]):
-    """A column of a table of the package datasets, as text; it stays on disk."""
+def load_corpus(cfg: RetrievalEnvironmentConfig) -> Sequence[Any]:
+    """The passages of a file, a Hugging Face path or a function. A column of a table stays on disk.
 
-    def __init__(self, table: Any, column: str) -> None:
-        self.table, self.column = table, column
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def __getitem__(self, index: Any) -> Any:
-        return str(self.table[int(index)][self.column])
-
-    def __iter__(self) -> Iterator[str]:
-        for batch in self.table.iter(batch_size=BATCH):
-            yield from map(str, batch[self.column])
-
-
-def load_corpus(name: str, *, split: str, text_column: str, kwargs: Mapping[str, Any]) -> Sequence[str]:
-    """The passages of a file, a Hugging Face path or a function (`package.module:function`).
-
-    Raises:
-        ValueError, FileNotFoundError: for a corpus that is missing, unreadable or empty, or lacks the column.
+    ValueError or FileNotFoundError for a corpus that is missing, unreadable or empty, or lacks the column.
     """
-    rows = import_object(name, "corpus")(**kwargs) if ":" in name else _table(name, split)
+    name, column = cfg.dataset_name, cfg.text_column
+    rows = import_object(name, "corpus")(**cfg.dataset_kwargs) if ":" in name else _table(name, cfg.dataset_split)
     if len(rows) == 0:
         raise ValueError(f"the corpus {name!r} is empty: it has no row")
-    if text_column not in rows[0]:
+    if column not in rows[0]:
         raise ValueError(
-            f"the corpus {name!r} has no column {text_column!r} (text_column); its columns are: {', '.join(rows[0])}"
+            f"the corpus {name!r} has no column {column!r} (text_column); its columns are: {', '.join(rows[0])}"
         )
-    return [str(row[text_column]) for row in rows] if ":" in name else TableColumn(rows, text_column)
+    return [row[column] for row in rows] if ":" in name else rows[column]
 
 
 def check_corpus(name: str) -> None:
     """Check that the file or the function of a corpus exists, without reading it or asking Hugging Face.
 
-    Raises:
-        ValueError: for a function that cannot be imported.
-        FileNotFoundError: for a file that does not exist.
+    ValueError for a function that cannot be imported, FileNotFoundError for a file that does not exist.
     """
     if ":" in name:
         import_object(name, "corpus")
@@ -232,13 +200,13 @@ class PassageIndex:
     map it into memory, so that several actors share one copy.
     """
 
-    def __init__(self, corpus: Sequence[str], *, k1: float, b: float, stopwords: str | None, cache: Path) -> None:
+    def __init__(self, corpus: Sequence[Any], cfg: RetrievalEnvironmentConfig, cache: Path) -> None:
         self.corpus = corpus
-        self.stopwords: str | list[str] = stopwords or []
-        settings = {"k1": k1, "b": b, "stopwords": stopwords, "words": WORD, "bm25s": bm25s.__version__}
+        self.stopwords: str | list[str] = cfg.stopwords or []
+        settings = cfg.model_dump(include={"k1", "b", "stopwords"}) | {"words": WORD, "bm25s": bm25s.__version__}
         digest = xxhash.xxh128(json.dumps(settings, sort_keys=True).encode())
         for text in corpus:
-            encoded = text.encode()
+            encoded = str(text).encode()
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         self.folder = cache / digest.hexdigest()
@@ -246,31 +214,30 @@ class PassageIndex:
             cache.mkdir(parents=True, exist_ok=True)
             with file_lock(self.folder.with_name(self.folder.name + ".lock")):
                 if not self.folder.is_dir():
-                    self._make(k1, b)
+                    self._make(cfg)
         self._index: Any = bm25s.BM25.load(self.folder, mmap=True, load_corpus=False, show_progress=False)
 
-    def _make(self, k1: float, b: float) -> None:
+    def _make(self, cfg: RetrievalEnvironmentConfig) -> None:
         logger.info("making the index of %d passages in %s", len(self.corpus), self.folder)
         work = Path(tempfile.mkdtemp(prefix=self.folder.name + ".tmp-", dir=self.folder.parent))
         try:
-            words = bm25s.tokenize(list(self.corpus), token_pattern=WORD, stopwords=self.stopwords, show_progress=False)
-            index = bm25s.BM25(k1=k1, b=b, method="lucene", backend="numpy")
+            words = self._words([str(text) for text in self.corpus])
+            index = bm25s.BM25(k1=cfg.k1, b=cfg.b, method="lucene", backend="numpy")
             index.index(words, show_progress=False)
             index.save(work, show_progress=False)
             work.rename(self.folder)
         finally:
             shutil.rmtree(work, ignore_errors=True)
 
+    def _words(self, texts: Any, **options: Any) -> Any:
+        return bm25s.tokenize(texts, token_pattern=WORD, stopwords=self.stopwords, show_progress=False, **options)
+
     def search(self, query: str, num_results: int) -> list[int]:
         """The indices of the best passages that have a word of the query, best first, equal ones in corpus order.
 
         A repeated word of the query counts each time.
         """
-        words = bm25s.tokenize(
-            query, token_pattern=WORD, stopwords=self.stopwords, return_ids=False, show_progress=False
-        )
-        assert isinstance(words, list)
-        known = sorted(self._index.get_tokens_ids(words[0]))
+        known = sorted(self._index.get_tokens_ids(self._words(query, return_ids=False)[0]))
         if not known:
             return []
         scores = self._index.get_scores_from_ids(known)

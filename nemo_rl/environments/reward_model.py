@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from jinja2.exceptions import TemplateError
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast
 
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
@@ -30,8 +25,7 @@ class ConversationMetadata(TypedDict):
     messages: list[dict[str, str]]  # the conversation before the policy's first turn
 
 
-@dataclass(frozen=True)
-class RewardModelFiles:
+class RewardModelFiles(NamedTuple):
     """`model`: a Hugging Face directory or name. `weights`: the folder of its tensors; None: `model` itself."""
 
     model: str
@@ -100,39 +94,35 @@ def _score_layer(model: PreTrainedModel) -> torch.nn.Linear:
     return layers[0]
 
 
-class RewardScorer:
-    """Scores of conversations, each from the state of its last token, as transformers finds it.
+class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
+    """Scores `metadata["messages"]` and the turns that follow, from the state of the last token.
 
     The last layer always computes in float32, as training of reward models does: in bfloat16, scores near 1 are 2^-7
     apart, and the samples of a group would often tie.
     """
 
-    def __init__(self, cfg: RewardModelEnvironmentConfig, device: torch.device) -> None:
+    def __init__(self, cfg: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
+        self.cfg = cfg = RewardModelEnvironmentConfig.model_validate(cfg)
+        self.device = torch.device("cuda" if cfg.resources.gpus_per_node else "cpu")
         source = cfg.checkpoint_path or cfg.model_name
         files = find_reward_model(source)
         if cfg.checkpoint_path is not None and files.model == source:
             raise ValueError(f"checkpoint_path: {source!r} is no checkpoint; give a step_N directory")
         name = files.tokenizer if cfg.tokenizer.name == cfg.model_name else cfg.tokenizer.name
         self.tokenizer: PreTrainedTokenizerFast = get_tokenizer(cfg.tokenizer.model_copy(update={"name": name}))
-        self.model = load_reward_model(files, getattr(torch, cfg.precision)).to(device)  # pyright: ignore[reportArgumentType]
+        self.model: Any = load_reward_model(files, getattr(torch, cfg.precision)).to(self.device)  # pyright: ignore[reportArgumentType]
         layer = _score_layer(self.model).float()
         layer.register_forward_pre_hook(lambda _, states: tuple(state.float() for state in states))
-        self.device = device
-        self.cfg = cfg
         text = self.model.config.get_text_config()
         if text.pad_token_id is None:
             text.pad_token_id = self.tokenizer.pad_token_id
-        assert isinstance(text.pad_token_id, int)
-        self.pad_token_id = text.pad_token_id
+        self.pad_token_id: Any = text.pad_token_id
         self.max_length = cfg.max_total_sequence_length or text.to_dict().get("max_position_embeddings")
 
     def tokenize(self, conversation: Sequence[Mapping[str, str]]) -> list[int]:
         """The tokens of a conversation. ValueError when the template refuses it, or it is too long."""
         # Chat templates know the role `user` for the other side, and no role `environment`.
-        messages = [
-            {"role": message["role"].replace("environment", "user"), "content": message["content"]}
-            for message in conversation
-        ]
+        messages = [{**message, "role": message["role"].replace("environment", "user")} for message in conversation]
         try:
             text = str(self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=strftime_now))
         except TemplateError as error:
@@ -158,39 +148,28 @@ class RewardScorer:
     @torch.inference_mode()
     def score(self, conversations: Sequence[Sequence[Mapping[str, str]]]) -> torch.Tensor:
         """float32 [len(conversations)] on the CPU, in their order."""
-        rows = [self.tokenize(conversation) for conversation in conversations]
+        rows = [torch.tensor(self.tokenize(conversation)) for conversation in conversations]
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         scores = torch.zeros(len(rows))
         for begin in range(0, len(order), self.cfg.batch_size):
             numbers = order[begin : begin + self.cfg.batch_size]
-            scores[numbers] = self._score_rows([rows[number] for number in numbers])
+            batch = [rows[number] for number in numbers]
+            padded = pad_sequence(batch, batch_first=True, padding_value=self.pad_token_id).to(self.device)
+            mask = pad_sequence([torch.ones_like(row) for row in batch], batch_first=True).to(self.device)
+            logits = self.model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+            assert logits.dtype == torch.float32
+            scores[numbers] = logits[:, 0].cpu()
         return scores.sigmoid() if self.cfg.sigmoid else scores
-
-    def _score_rows(self, rows: list[list[int]]) -> torch.Tensor:
-        width = max(len(row) for row in rows)
-        padded = torch.tensor([row + [self.pad_token_id] * (width - len(row)) for row in rows], device=self.device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows], device=self.device)
-        logits = self.model(input_ids=padded, attention_mask=mask, use_cache=False).logits
-        assert logits.dtype == torch.float32
-        return logits[:, 0].cpu()
-
-
-class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
-    """Scores `metadata["messages"]` and the turns that follow."""
-
-    def __init__(self, cfg: RewardModelEnvironmentConfig | Mapping[str, Any]) -> None:
-        self.cfg = RewardModelEnvironmentConfig.model_validate(cfg)
-        self.scorer = RewardScorer(self.cfg, torch.device("cuda" if self.cfg.resources.gpus_per_node else "cpu"))
 
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[ConversationMetadata]
     ) -> EnvironmentReturn[ConversationMetadata]:
-        """One turn, then the episode is over. ValueError as `RewardScorer.tokenize`, or without the conversation."""
+        """One turn, then the episode is over. ValueError as `tokenize`, or without the conversation."""
         conversations = []
         for log, known in zip(message_log_batch, metadata, strict=True):
             said, turns = conversation_and_turns(log, known, reader="a reward model")
             conversations.append([*said, *({"role": turn["role"], "content": str(turn["content"])} for turn in turns)])
-        scores = self.scorer.score(conversations)
+        scores = self.score(conversations)
         return one_turn([f"reward {score:.4f}" for score in scores.tolist()], metadata, scores)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:

@@ -42,7 +42,11 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def index_of(texts, folder, **changes):
-    return PassageIndex(texts, **{"k1": 1.5, "b": 0.75, "stopwords": None, "cache": folder, **changes})
+    return PassageIndex(texts, corpus("nowhere.jsonl", **changes), folder)
+
+
+def corpus(name, **keys):
+    return RetrievalEnvironmentConfig(dataset_name=str(name), **keys)
 
 
 def bm25(texts, query, k1, b):
@@ -113,19 +117,19 @@ def test_a_corpus_from_a_file(tmp_path, suffix):
     rows = [{"title": "a", "body": "red fox"}, {"title": "b", "body": "dog"}]
     lines = [json.dumps(row) for row in rows] if suffix == ".jsonl" else ["title,body", "a,red fox", "b,dog"]
     path.write_text("\n".join(lines) + "\n")
-    corpus = load_corpus(str(path), split="train", text_column="body", kwargs={})
-    assert list(corpus) == [corpus[0], corpus[1]] == ["red fox", "dog"]
+    found = load_corpus(corpus(path, text_column="body"))
+    assert list(found) == [found[0], found[1]] == ["red fox", "dog"]
     with pytest.raises(ValueError, match=r"no column 'text' \(text_column\); its columns are: title, body"):
-        load_corpus(str(path), split="train", text_column="text", kwargs={})
+        load_corpus(corpus(path))
 
 
 def test_a_corpus_that_is_not_there():
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        load_corpus("nowhere.jsonl", split="train", text_column="text", kwargs={})
+        load_corpus(corpus("nowhere.jsonl"))
     with pytest.raises(ValueError, match="has no 'nothing'"):
-        load_corpus("nemo_rl.data.datasets.lookup:nothing", split="train", text_column="text", kwargs={})
+        load_corpus(corpus("nemo_rl.data.datasets.lookup:nothing"))
     with pytest.raises(ValueError, match="no module 'no_such'"):
-        load_corpus("no_such:corpus", split="train", text_column="text", kwargs={})
+        load_corpus(corpus("no_such:corpus"))
 
 
 @pytest.mark.parametrize(

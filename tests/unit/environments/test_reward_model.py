@@ -19,7 +19,7 @@ from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.config import RewardModelEnvironmentConfig
 from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.reward_model import RewardModelEnvironment, RewardScorer, find_reward_model
+from nemo_rl.environments.reward_model import RewardModelEnvironment, find_reward_model
 from nemo_rl.models.policy.config import TokenizerConfig
 
 CPU_CONFIG = Path(__file__).parents[3] / "examples" / "configs" / "grpo_math_cpu.yaml"
@@ -172,9 +172,9 @@ def test_conversations_that_cannot_be_scored_are_refused(model_directory):
 def test_the_template_of_a_reward_model_has_no_clock(model_directory):
     template = "{{- strftime_now('%Y-%f') -}}{%- for m in messages -%}{{- m.content -}}{%- endfor -%}"
     tokenizer = TokenizerConfig(name=str(model_directory), chat_template=template)
-    scorer = RewardScorer(config(model_directory, tokenizer=tokenizer), torch.device("cpu"))
-    ids = scorer.tokenize([{"role": "user", "content": "1"}])
-    assert scorer.tokenizer.decode(ids).startswith("2024-0000001")
+    environment = RewardModelEnvironment(config(model_directory, tokenizer=tokenizer))
+    ids = environment.tokenize([{"role": "user", "content": "1"}])
+    assert environment.tokenizer.decode(ids).startswith("2024-0000001")
 
 
 def test_metrics_are_those_of_the_rewards(model_directory):
