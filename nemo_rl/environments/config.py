@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.rules import NamedByKey, NotYet, StrictModel, accepted_by, anything, not_yet, one_of, switched_off
-from nemo_rl.environments.code.sandbox.program import SandboxLimits
 from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
@@ -130,20 +129,6 @@ class SandboxConfig(StrictModel):
 
     allow_weaker: list[Literal["network", "writes", "reads", "processes", "signals"]] = Field(default_factory=list)
     """Guarantees that need not hold, for trusted programs on machines that cannot keep them. The log lists them."""
-
-    @property
-    def limits(self) -> SandboxLimits:
-        return SandboxLimits(
-            wall_s=self.time_limit_s,
-            cpu_s=self.cpu_limit_s,
-            memory_bytes=self.memory_mib << 20,
-            output_bytes=self.max_output_bytes,
-            threads=self.max_threads,
-            open_files=self.max_open_files,
-            file_bytes=self.max_file_mib << 20,
-            disk_bytes=self.max_disk_mib << 20,
-            files=self.max_files,
-        )
 
 
 class ProgramsConfig(ActorsConfig):

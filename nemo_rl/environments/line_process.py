@@ -66,6 +66,15 @@ class LineWorker(ABC, Generic[JobT, ResultT]):
     def run(self, job: JobT) -> ResultT:
         """Run one job; called by one thread at a time."""
 
+    def launch(self, command: Sequence[str], timeout_s: float, name: str, remedy: str, **options: Any) -> bytes:
+        """Start the process and return its first line. RuntimeError with `remedy` when there is none in time."""
+        self.lines = LineProcess(command, **options)
+        try:
+            return self.lines.receive(timeout_s)
+        except (EOFError, TimeoutError) as error:
+            self.close()
+            raise RuntimeError(f"a {name} did not start ({error!r}): {remedy}") from error
+
     def close(self) -> None:
         """End the process."""
         if self.lines is not None:

@@ -17,7 +17,7 @@ from typing import Any, NotRequired, TypedDict
 
 import torch
 
-from nemo_rl.environments.code.environment import describe, sandbox_pool, shorten
+from nemo_rl.environments.code.environment import describe, shorten
 from nemo_rl.environments.code.sandbox.program import Program
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
 from nemo_rl.environments.config import MathEnvironmentConfig, PythonToolsEnvironmentConfig
@@ -42,18 +42,17 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
     """A turn with calls gets their results as a message of role `tool`; the first turn without one is the answer.
 
     The result of a wrong call is its problem. The answer is checked against `metadata["ground_truth"]`: reward 1 or 0.
-
-    Raises:
-        SandboxUnavailable: when `python` is among the tools and this machine cannot isolate programs.
-        ValueError: for a tool that cannot be imported.
+    ValueError for a tool that cannot be imported, or `python` on a machine that cannot isolate programs.
     """
 
     def __init__(self, cfg: PythonToolsEnvironmentConfig | Mapping[str, Any]) -> None:
         self.cfg = PythonToolsEnvironmentConfig.model_validate(cfg)
-        self.sandbox = sandbox_pool(self.cfg) if "python" in self.cfg.tools else None
-        tools = [self._tool(name) for name in self.cfg.tools]
+        self.sandbox = SandboxPool(self.cfg.num_workers, self.cfg.sandbox) if "python" in self.cfg.tools else None
+        built_in = {"calculator": calculator}
+        if self.sandbox is not None:
+            built_in["python"] = python(self.sandbox, self.cfg)
+        tools = [built_in[name] if name in built_in else import_tool(name) for name in self.cfg.tools]
         self.tools = {tool.name: tool for tool in tools}
-        self.specs = {tool.name: tool.spec for tool in tools}
         self.verifier = MathEnvironment(
             MathEnvironmentConfig(
                 num_workers=self.cfg.num_workers,
@@ -64,38 +63,31 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
         self.threads = ThreadPoolExecutor(max_workers=self.cfg.num_workers, thread_name_prefix="tools")
         self.num_calls = self.num_refused = 0
 
-    def _tool(self, name: str) -> Tool:
-        if self.sandbox is not None and name == "python":
-            return python(self.sandbox, self.cfg)
-        return calculator if name == "calculator" else import_tool(name)
-
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[PythonToolsMetadata]
     ) -> EnvironmentReturn[PythonToolsMetadata]:
         """Answer the calls of each conversation, or check its answer."""
         calls = [find_calls(str(log[-1]["content"])) for log in message_log_batch]
         states = [dict(known.get("tool_state", {})) for known in metadata]
-        observations = [
-            {"role": "tool", "content": content} for content in self.threads.map(self._answer, calls, states)
-        ]
-        rewards = [0.0] * len(calls)
+        contents = list(self.threads.map(self._answer, calls, states))
+        observations = [{"role": "tool", "content": content} for content in contents]
+        rewards = torch.zeros(len(calls))
         answers: list[str | None] = [None] * len(calls)
         failures: list[str | None] = [None] * len(calls)
         ends = [i for i, of_turn in enumerate(calls) if not of_turn]
-        if ends:
-            checked = self.verifier.step(
-                [message_log_batch[i][-1:] for i in ends],
-                [MathMetadata(ground_truth=metadata[i]["ground_truth"]) for i in ends],
-            )
-            assert checked.answers is not None and checked.failures is not None
-            for number, i in enumerate(ends):
-                observations[i], rewards[i] = checked.observations[number], checked.rewards[number].item()
-                answers[i], failures[i] = checked.answers[number], checked.failures[number]
+        checked = self.verifier.step(
+            [message_log_batch[i][-1:] for i in ends],
+            [MathMetadata(ground_truth=metadata[i]["ground_truth"]) for i in ends],
+        )
+        assert checked.answers is not None and checked.failures is not None
+        for number, i in enumerate(ends):
+            observations[i], rewards[i] = checked.observations[number], checked.rewards[number]
+            answers[i], failures[i] = checked.answers[number], checked.failures[number]
         return EnvironmentReturn(
             observations=observations,
             metadata=[{**known, "tool_state": state} for known, state in zip(metadata, states, strict=True)],
             next_stop_strings=[None] * len(calls),
-            rewards=torch.tensor(rewards),
+            rewards=rewards,
             terminateds=torch.tensor([not of_turn for of_turn in calls]),
             answers=answers,
             failures=failures,
@@ -110,14 +102,15 @@ class PythonToolEnvironment(EnvironmentInterface[PythonToolsMetadata]):
 
     def _call(self, call: ToolCall, state: State) -> str:
         self.num_calls += 1
-        problem = problem_of(call, self.specs)
-        if not problem:
-            try:
-                return shorten(self.tools[call.name].run(call.arguments, state), self.cfg.max_result_characters)
-            except ToolError as error:
-                problem = str(error)
-        self.num_refused += 1
-        return shorten(f"error: {problem}", self.cfg.max_result_characters)
+        text = problem_of(call, {name: tool.spec for name, tool in self.tools.items()})
+        try:
+            if text:
+                raise ToolError(text)
+            text = self.tools[call.name].run(call.arguments, state)
+        except ToolError as error:
+            self.num_refused += 1
+            text = f"error: {error}"
+        return shorten(text, self.cfg.max_result_characters)
 
     def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
         """Metrics of a batch with `rewards` [B] and `is_end` [B] (not cut off), and of the calls since the last."""
@@ -161,9 +154,8 @@ class Tool:
 def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
     """Python in the sandbox.
 
-    `keep_state`: a call sees the names that earlier calls of its episode have defined. The state keeps their source,
-    and it runs again, silently, before each new call: an episode has no process between two turns. A call that raises
-    or reaches a limit is not kept.
+    With `keep_state` the source of earlier calls runs again, silently, before each new call: an episode has no process
+    between two turns. A call that raises or reaches a limit is not kept.
     """
 
     def run(arguments: Mapping[str, Any], state: State) -> str:
@@ -171,7 +163,7 @@ def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
         result = pool.run([Program(cells=cells, echo=True)])[0]
         if cfg.keep_state and result.finished:
             state["cells"] = cells
-        return describe(result, cfg.sandbox.limits, cfg.max_result_characters) or "(no output)"
+        return describe(result, cfg) or "(no output)"
 
     return Tool(PYTHON, run)
 
@@ -179,8 +171,8 @@ def python(pool: SandboxPool, cfg: PythonToolsEnvironmentConfig) -> Tool:
 def import_tool(path: str) -> Tool:
     """The tool behind `package.module:name`: a `Tool`, or a function without arguments that returns one. ValueError
     when there is no such tool."""
-    found = import_object(path, "tool")
-    tool = found if isinstance(found, Tool) else found()
+    tool = import_object(path, "tool")
+    tool = tool if isinstance(tool, Tool) else tool()
     if not isinstance(tool, Tool):
         raise ValueError(f"tool {path!r} is a {type(tool).__name__}, not a nemo_rl.environments.code.tools.Tool")
     return tool

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
+from nemo_rl.environments.line_process import LineWorker, WorkerPool
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,9 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
     def _try(self, job: Verification) -> VerificationResult | None:
         """None when the process is gone, or is stopped by a signal."""
         if self.lines is None:
-            self._start()
+            command = [sys.executable, "-m", "nemo_rl.environments.math.verification", str(self.timeout_s)]
+            remedy = f"run `{' '.join(command)}` to see why"
+            self.launch(command, START_TIMEOUT_S, "verifier process", remedy, stderr=subprocess.DEVNULL)
         assert self.lines is not None
         try:
             self.lines.send(json.dumps([job.verifier, job.response, job.ground_truth]).encode())
@@ -221,17 +223,6 @@ class _Verifier(LineWorker[Verification, VerificationResult]):
             logger.warning("verification took longer than %.1f s, counted as wrong: %s", self.timeout_s, job)
             return VerificationResult(correct=False, failure="timeout")
         return VerificationResult(correct=correct, answer=answer)
-
-    def _start(self) -> None:
-        command = [sys.executable, "-m", "nemo_rl.environments.math.verification", str(self.timeout_s)]
-        self.lines = LineProcess(command, stderr=subprocess.DEVNULL)
-        try:
-            self.lines.receive(START_TIMEOUT_S)
-        except (EOFError, TimeoutError) as error:
-            self.close()
-            raise RuntimeError(
-                f"a verifier process did not start ({error!r}): run `{' '.join(command)}` to see why"
-            ) from error
 
 
 class VerifierPool(WorkerPool[Verification, VerificationResult]):

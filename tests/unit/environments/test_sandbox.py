@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxLimits, SandboxResult
+from nemo_rl.environments.code.sandbox.program import Guarantee, LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import DIRECTORY_PREFIX, SandboxPool, SandboxUnavailable, draw_uids
+from nemo_rl.environments.config import SandboxConfig
 from tests.unit.environments.hostile_programs import HOSTILE
 
 ROOT = str(Path(__file__).parents[3])
 MARK = f"hostile_{secrets.token_hex(8)}"
-LIMITS = SandboxLimits(wall_s=1.5, cpu_s=1, memory_bytes=1 << 28, disk_bytes=1 << 25, files=200)
+LIMITS = SandboxConfig(time_limit_s=1.5, cpu_limit_s=1, memory_mib=256, max_disk_mib=32, max_files=200)
 PLACES = ("/tmp", "/dev/shm", "/var/tmp", str(Path.home()), os.getcwd())
 
 
@@ -91,7 +92,7 @@ def outcomes(pool: SandboxPool) -> dict[str, SandboxResult]:
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_program_is_contained_and_named(name: str, outcomes: dict[str, SandboxResult]) -> None:
     assert_contained(name, outcomes[name])
-    assert outcomes[name].duration_s < LIMITS.wall_s + 3
+    assert outcomes[name].duration_s < LIMITS.time_limit_s + 3
 
 
 def test_facts_of_the_wrong_types_count_as_not_said(outcomes: dict[str, SandboxResult]) -> None:
@@ -171,7 +172,7 @@ def test_no_program_sees_the_files_or_the_environment_of_another(pool: SandboxPo
 def test_output_up_to_the_limit_is_kept(pool: SandboxPool) -> None:
     result = one(pool, "import sys\nsys.stdout.write('x' * 10**6)")
     assert result.limit is LimitHit.OUTPUT
-    assert set(result.stdout) == {"x"} and len(result.stdout) == LIMITS.output_bytes
+    assert set(result.stdout) == {"x"} and len(result.stdout) == LIMITS.max_output_bytes
 
 
 def test_cells_share_names_and_only_the_last_one_speaks(pool: SandboxPool) -> None:
@@ -200,7 +201,7 @@ def test_a_check_is_passed_by_running_to_its_end(pool: SandboxPool, program: str
 def test_a_hung_program_costs_only_itself(pool: SandboxPool) -> None:
     started = time.monotonic()
     results = pool.run([Program(cells=["import time\ntime.sleep(60)"]), *[Program(cells=["print(1)"])] * 20])
-    assert time.monotonic() - started < LIMITS.wall_s + 2
+    assert time.monotonic() - started < LIMITS.time_limit_s + 2
     assert [result.stdout for result in results[1:]] == ["1\n"] * 20
 
 
@@ -220,7 +221,7 @@ def test_a_machine_that_cannot_isolate_is_refused_by_name(mechanisms: list[str],
 
 
 def test_what_is_waived_is_logged_and_processes_still_do_not_stay(caplog) -> None:
-    weaker = SandboxPool(1, LIMITS, mechanisms=["landlock"], allow_weaker=list(Guarantee))
+    weaker = SandboxPool(1, LIMITS.model_copy(update={"allow_weaker": list(Guarantee)}), mechanisms=["landlock"])
     try:
         assert "does NOT guarantee" in caplog.text and "processes" in caplog.text
         daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(60)"
@@ -246,11 +247,12 @@ def test_each_way_to_confine_files_is_enough(mechanisms: list[str]) -> None:
 AS_NOBODY = """
 import json, sys
 from dataclasses import asdict
+from types import SimpleNamespace
 sys.path.insert(0, sys.argv[1])
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.code.sandbox.program import Program, SandboxLimits
-pool = SandboxPool(1, SandboxLimits(wall_s=1.5, cpu_s=1))
-results = pool.run([Program(cells=[text]) for text in json.loads(sys.argv[2])])
+from nemo_rl.environments.code.sandbox.program import Program
+pool = SandboxPool(1, SimpleNamespace(**json.loads(sys.argv[2])))  # this interpreter has no pydantic
+results = pool.run([Program(cells=[text]) for text in json.loads(sys.argv[3])])
 pool.close()
 print(json.dumps([asdict(result) for result in results]))
 """
@@ -259,7 +261,7 @@ print(json.dumps([asdict(result) for result in results]))
 def test_it_needs_no_root() -> None:
     as_nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     names = ["fork bomb", "write outside", "socket", "signal to the parent", "passwords", "memory hog", "busy loop"]
-    arguments = [ROOT, json.dumps([source(name) for name in names])]
+    arguments = [ROOT, LIMITS.model_dump_json(), json.dumps([source(name) for name in names])]
     for python in (sys.executable, "/usr/bin/python3"):
         try:
             ran = subprocess.run(
@@ -293,8 +295,9 @@ ABANDONED = """
 import os, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.code.sandbox.program import Program, SandboxLimits
-pool = SandboxPool(1, SandboxLimits(wall_s=60))
+from nemo_rl.environments.config import SandboxConfig
+from nemo_rl.environments.code.sandbox.program import Program
+pool = SandboxPool(1, SandboxConfig(time_limit_s=60.0))
 program = Program(cells=["open('a', 'w').write('x'); import time; time.sleep(60)"])
 threading.Thread(target=pool.run, args=([program],)).start()
 time.sleep(0.3)

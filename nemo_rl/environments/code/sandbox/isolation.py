@@ -12,11 +12,9 @@ import errno
 import os
 import platform
 import resource
-import signal
 import struct
 from collections.abc import Iterator, Sequence
-
-from nemo_rl.environments.code.sandbox.program import SandboxLimits
+from types import SimpleNamespace
 
 # System calls as "name:number on x86_64:number on aarch64", from the kernel's tables (`asm/unistd_64.h` of x86_64,
 # `asm-generic/unistd.h` of aarch64). "-": the architecture does not have the call.
@@ -322,33 +320,26 @@ def prctl(option: int, value: int) -> None:
     _call("prctl", option, value, 0, 0, 0)
 
 
-def set_limits(limits: SandboxLimits, *, exact_threads: bool) -> None:
-    """Set limits that the kernel enforces. `exact_threads`: no other process of this user runs, so threads count."""
+def set_limits(limits: SimpleNamespace, *, exact_threads: bool) -> None:
+    """Set the limits of SandboxConfig that the kernel enforces; `exact_threads` if this user runs no other process."""
     hard = {
-        resource.RLIMIT_CPU: limits.cpu_s,
-        resource.RLIMIT_AS: limits.memory_bytes,
-        resource.RLIMIT_FSIZE: limits.file_bytes,
-        resource.RLIMIT_NOFILE: limits.open_files,
+        resource.RLIMIT_CPU: limits.cpu_limit_s,
+        resource.RLIMIT_AS: limits.memory_mib << 20,
+        resource.RLIMIT_FSIZE: limits.max_file_mib << 20,
+        resource.RLIMIT_NOFILE: limits.max_open_files,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,
     }
     if exact_threads:
-        hard[resource.RLIMIT_NPROC] = limits.threads
+        hard[resource.RLIMIT_NPROC] = limits.max_threads
     for kind, value in hard.items():
         present = resource.getrlimit(kind)[1]
         value = value if present == resource.RLIM_INFINITY else min(value, present)
         # SIGXCPU comes one second before SIGKILL, so that a program that catches it ends as well.
         top = value + 1 if kind == resource.RLIMIT_CPU else value
         resource.setrlimit(kind, (value, top))
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel kill this process when `parent`, which has forked it, ends."""
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def drop_user(uid: int) -> None:

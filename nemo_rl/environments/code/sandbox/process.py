@@ -20,10 +20,11 @@ import signal
 import stat
 import sys
 import time
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 from nemo_rl.environments.code.sandbox import isolation
-from nemo_rl.environments.code.sandbox.program import LimitHit, SandboxLimits
+from nemo_rl.environments.code.sandbox.program import LimitHit
 from nemo_rl.environments.code.sandbox.program import run as run_program
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
@@ -45,12 +46,12 @@ READ_BYTES = 1 << 16
 class Server:
     """Runs one program at a time.
 
-    `limits` are the fields of SandboxLimits, `mechanisms` the names of program.MECHANISMS that may be used. If the
+    `limits` are the keys of SandboxConfig, `mechanisms` the names of program.MECHANISMS that may be used. If the
     server is root, programs become the first of the users `uids` that can read Python.
     """
 
     def __init__(self, directory: str, limits: dict[str, Any], uids: list[int], mechanisms: list[str]) -> None:
-        self.limits = SandboxLimits(**limits)
+        self.limits = SimpleNamespace(**limits)
         self.directory = directory
         self.work = os.path.join(self.directory, "work")
         self.readable = [*SYSTEM_FILES, *dict.fromkeys(p for p in sys.path if os.path.isdir(p))]
@@ -73,8 +74,8 @@ class Server:
             own=self.work,
             readable=self.readable,
             devices=DEVICES,
-            size=self.limits.disk_bytes,
-            files=self.limits.files,
+            size=self.limits.max_disk_mib << 20,
+            files=self.limits.max_files,
         )
 
     def _install_filter(self) -> None:
@@ -88,12 +89,6 @@ class Server:
             os.mkdir(self.work, 0o700)
         if self.uid is not None:
             os.chown(self.work, self.uid, self.uid)
-        try:
-            return self._watched(request)
-        finally:
-            remove_tree(self.work, keep=self.namespaces)  # a namespace has it as a file system of its own
-
-    def _watched(self, request: dict[str, Any]) -> dict[str, Any]:
         stdin = os.memfd_create("stdin")
         with open(stdin, "wb", closefd=False) as file:
             file.write(request["stdin"].encode("utf-8", errors="surrogatepass"))
@@ -115,6 +110,7 @@ class Server:
             watch.run()
         finally:
             watch.end()
+            remove_tree(self.work, keep=self.namespaces)  # a namespace has it as a file system of its own
         return watch.result(request["token"])
 
     def _become_program(self, request: dict[str, Any], stdin: int, ends: dict[str, int], server: int) -> None:
@@ -131,7 +127,9 @@ class Server:
         isolation.set_limits(self.limits, exact_threads=self.uid is not None)
         if self.uid is not None:
             isolation.drop_user(self.uid)
-        isolation.die_with(server)
+        isolation.prctl(isolation.PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it has ended already
+            os.kill(os.getpid(), signal.SIGKILL)
         isolation.drop_privileges()
         if self.abi:
             isolation.restrict_files(abi=self.abi, readable=self.readable, devices=DEVICES, own_directory=self.work)
@@ -191,7 +189,7 @@ class _Watch:
             return
         self.output[self.names[fd]] += data
         printed = len(self.output["stdout"]) + len(self.output["stderr"])
-        if printed > self.limits.output_bytes or len(self.output["status"]) > READ_BYTES:
+        if printed > self.limits.max_output_bytes or len(self.output["status"]) > READ_BYTES:
             self.limit = LimitHit.OUTPUT
 
     def _close(self, fd: int) -> None:
@@ -200,14 +198,14 @@ class _Watch:
         del self.names[fd]
 
     def _check(self, tick: float) -> None:
-        if time.monotonic() - self.started > self.limits.wall_s:
+        if time.monotonic() - self.started > self.limits.time_limit_s:
             self.limit = LimitHit.WALL_TIME
         elif tick == LONGEST_TICK_S and self.limit is None:
             fields = stat_fields(self.proc, self.pid)
-            if fields and int(fields[17]) > self.limits.threads:
+            if fields and int(fields[17]) > self.limits.max_threads:
                 self.limit = LimitHit.THREADS
-            size, files = disk_use(self.work, self.limits.files)
-            if size > self.limits.disk_bytes or files > self.limits.files:
+            size, files = disk_use(self.work, self.limits.max_files)
+            if size > self.limits.max_disk_mib << 20 or files > self.limits.max_files:
                 self.limit = LimitHit.DISK
 
     def end(self) -> None:
@@ -228,16 +226,17 @@ class _Watch:
         facts = _facts(bytes(self.output["status"]), token)
         limit = self.limit
         used_s = self.usage.ru_utime + self.usage.ru_stime
-        if limit is None and exit_status in (-signal.SIGXCPU, -signal.SIGKILL) and used_s > self.limits.cpu_s - 0.5:
+        used_up = used_s > self.limits.cpu_limit_s - 0.5
+        if limit is None and exit_status in (-signal.SIGXCPU, -signal.SIGKILL) and used_up:
             limit = LimitHit.CPU_TIME
         if limit is None and exit_status == -signal.SIGXFSZ:
             limit = LimitHit.FILE_SIZE
-        if limit is None and exit_status < 0 and self.usage.ru_maxrss * 1024 > 0.8 * self.limits.memory_bytes:
+        if limit is None and exit_status < 0 and self.usage.ru_maxrss > 0.8 * 1024 * self.limits.memory_mib:
             limit = LimitHit.MEMORY
         if limit is None and exit_status != 0:
             limit = facts.get("limit")
-        stdout = self.output["stdout"][: self.limits.output_bytes]
-        stderr = self.output["stderr"][: self.limits.output_bytes - len(stdout)]
+        stdout = self.output["stdout"][: self.limits.max_output_bytes]
+        stderr = self.output["stderr"][: self.limits.max_output_bytes - len(stdout)]
         return {
             "stdout": stdout.decode("utf-8", errors="replace"),
             "stderr": stderr.decode("utf-8", errors="replace"),
@@ -382,22 +381,6 @@ def remove_tree(directory: str, *, keep: bool = False) -> None:
             waiting.pop()
 
 
-def serve(server: Server, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until the input ends."""
-
-    def reply(message: dict[str, Any]) -> None:
-        replies.write(json.dumps(message).encode() + b"\n")
-        replies.flush()
-
-    is_filtered = server.filter is not None
-    reply({"namespaces": server.namespaces, "landlock": server.abi, "seccomp": is_filtered, "user": server.uid})
-    for line in iter(requests.readline, b""):
-        try:
-            reply(server.run(json.loads(line)))
-        except EOFError:
-            return
-
-
 def main() -> None:
     """`preload`: modules to import before programs start. `library_paths`: where programs may import from, besides the
     standard library; the first one is this package's and is for the server only. Other keys are those of `Server`."""
@@ -413,7 +396,18 @@ def main() -> None:
         gc.collect()
         gc.freeze()
         gc.disable()
-        serve(Server(**config), requests, replies)
+        server = Server(**config)
+        has = {"namespaces": server.namespaces, "landlock": server.abi, "seccomp": server.filter is not None}
+        reply: dict[str, Any] = {**has, "user": server.uid}
+        while True:
+            replies.write(json.dumps(reply).encode() + b"\n")
+            replies.flush()
+            if not (line := requests.readline()):
+                return
+            try:
+                reply = server.run(json.loads(line))
+            except EOFError:
+                return
 
 
 if __name__ == "__main__":

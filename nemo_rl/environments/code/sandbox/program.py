@@ -65,21 +65,6 @@ class LimitHit(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SandboxLimits:
-    """Limits of one program, which is one process with threads."""
-
-    wall_s: float = 10.0
-    cpu_s: int = 5  # whole seconds, of all its threads
-    memory_bytes: int = 1 << 29  # address space; the interpreter takes about 40 MiB of it
-    output_bytes: int = 1 << 16  # of stdout and stderr together
-    threads: int = 32
-    open_files: int = 64
-    file_bytes: int = 1 << 24
-    disk_bytes: int = 1 << 26  # of all files
-    files: int = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
 class Program:
     """Python source to run. `__name__` is `"__main__"`, and `random` starts with the same seed every time.
 

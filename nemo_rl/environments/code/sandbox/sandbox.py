@@ -2,8 +2,8 @@
 
     Program -> SandboxPool.run -> server (one per worker, process.py) -> fork -> program (program.py) -> SandboxResult
 
-A program has a directory of its own to write in, removed when it ends, and `SandboxLimits`. A pool tries out every
-`Guarantee` when it is made, and raises if the machine cannot keep one. Standard library only.
+A program has a directory of its own to write in, removed when it ends, and the limits of `SandboxConfig`. A pool tries
+out every `Guarantee` when it is made, and raises if the machine cannot keep one. Standard library only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl.environments.code.sandbox.process import remove_tree
 from nemo_rl.environments.code.sandbox.program import (
@@ -31,10 +31,12 @@ from nemo_rl.environments.code.sandbox.program import (
     Guarantee,
     LimitHit,
     Program,
-    SandboxLimits,
     SandboxResult,
 )
 from nemo_rl.environments.line_process import LineProcess, LineWorker, WorkerPool
+
+if TYPE_CHECKING:
+    from nemo_rl.environments.config import SandboxConfig
 
 logger = logging.getLogger(__name__)
 
@@ -93,28 +95,35 @@ class SandboxUnavailable(ValueError):
 
 
 class _Server(LineWorker[Program, SandboxResult]):
-    def __init__(self, directory: str, limits: SandboxLimits, config: Mapping[str, Any]) -> None:
+    def __init__(self, directory: str, cfg: SandboxConfig, mechanisms: Collection[str]) -> None:
+        paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if cfg.site_packages else []
         self.directory = directory
-        self.limits = limits
-        self.config = {**config, "directory": directory, "limits": asdict(limits), "uids": draw_uids()}
+        self.patience_s = cfg.time_limit_s + GRACE_S
+        self.config = {
+            "directory": directory,
+            "limits": vars(cfg),
+            "uids": draw_uids(),
+            "mechanisms": list(mechanisms),
+            "preload": [*PRELOAD, *cfg.preload],
+            "library_paths": [PACKAGE_ROOT, *dict.fromkeys(paths)],
+        }
         self.has: dict[str, Any] = {}  # mechanism -> whether this machine grants it
 
     def run(self, program: Program) -> SandboxResult:
         """Run a program. A server that dies or hangs takes its program with it and is replaced."""
         line = json.dumps({**asdict(program), "token": secrets.token_hex(16)}).encode()
-        patience_s = self.limits.wall_s + GRACE_S
         for _ in range(MAX_STARTS):
             lines = self.start()
             try:
                 lines.send(line)
-                reply = json.loads(lines.receive(patience_s))
+                reply = json.loads(lines.receive(self.patience_s))
             except (BrokenPipeError, EOFError):
                 self.close()
             except TimeoutError:
                 self.close()
                 logger.warning("a sandbox server did not answer and was replaced; its program counts as too slow")
                 no_output: dict[str, Any] = {"stdout": "", "stderr": "", "exit_status": -9, "finished": False}
-                return SandboxResult(limit=LimitHit.WALL_TIME, duration_s=patience_s, **no_output)
+                return SandboxResult(limit=LimitHit.WALL_TIME, duration_s=self.patience_s, **no_output)
             else:
                 limit = reply.pop("limit")
                 return SandboxResult(limit=LimitHit(limit) if limit else None, **reply)
@@ -131,12 +140,9 @@ class _Server(LineWorker[Program, SandboxResult]):
         command = [sys.executable, "-s", "-S", "-P", "-c", BOOTSTRAP, json.dumps(self.config), PACKAGE_ROOT]
         # Nothing of this process's environment: a program might read it.
         env = {"LANG": "C.UTF-8", "PATH": os.defpath, "MALLOC_ARENA_MAX": "2", "PYTHONHASHSEED": "0"}
-        self.lines = LineProcess(command, cwd="/", env=env)
-        try:
-            self.has = json.loads(self.lines.receive(START_TIMEOUT_S))
-        except (EOFError, TimeoutError) as error:
-            self.close()
-            raise RuntimeError(f"a sandbox server did not start ({error!r}); its error output says why") from error
+        remedy = "its error output says why"
+        self.has = json.loads(self.launch(command, START_TIMEOUT_S, "sandbox server", remedy, cwd="/", env=env))
+        assert self.lines is not None
         return self.lines
 
     def close(self) -> None:
@@ -165,45 +171,24 @@ def _remove_when_quiet(directory: str) -> None:
 
 
 class SandboxPool(WorkerPool[Program, SandboxResult]):
-    """`num_workers` servers, started at once.
+    """`num_workers` servers, started at once; `mechanisms` are the ones that may be used.
 
-    `site_packages`: programs may import the packages of this Python environment. `preload`: modules to import before
-    programs start. `allow_weaker`: guarantees that need not hold. `mechanisms`: those that may be used.
-
-    Raises:
-        SandboxUnavailable: when this machine cannot give a guarantee that is not in `allow_weaker`.
+    SandboxUnavailable when this machine cannot give a guarantee that is not in `cfg.allow_weaker`.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        limits: SandboxLimits,
-        *,
-        preload: Sequence[str] = (),
-        site_packages: bool = False,
-        allow_weaker: Collection[str] = (),
-        mechanisms: Collection[str] = MECHANISMS,
-    ) -> None:
+    def __init__(self, num_workers: int, cfg: SandboxConfig, mechanisms: Collection[str] = MECHANISMS) -> None:
         if sys.platform != "linux":
-            raise SandboxUnavailable(
-                "the sandbox needs Linux: run environments that execute programs on a Linux machine"
-            )
+            raise SandboxUnavailable("the sandbox needs Linux: run environments with programs on a Linux machine")
         sweep()
         self.directory = tempfile.mkdtemp(prefix=DIRECTORY_PREFIX)
         os.chmod(self.directory, 0o711)
         self._lock = os.open(os.path.join(self.directory, "lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        paths = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if site_packages else []
-        config = {
-            "preload": [*PRELOAD, *preload],
-            "library_paths": [PACKAGE_ROOT, *dict.fromkeys(paths)],
-            "mechanisms": list(mechanisms),
-        }
-        self._servers = [_Server(os.path.join(self.directory, str(i)), limits, config) for i in range(num_workers)]
+        self._servers = [_Server(os.path.join(self.directory, str(i)), cfg, mechanisms) for i in range(num_workers)]
         super().__init__(self._servers)
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._check({Guarantee(name) for name in allow_weaker})
+            self._check({Guarantee(name) for name in cfg.allow_weaker})
             for started in [self._threads.submit(server.start) for server in self._servers]:
                 started.result()
             undo.pop_all()
