@@ -20,6 +20,7 @@ exec "$@"
 """
 RAY = """#!/bin/bash
 echo "ray@$FAKE_NODE $*" >> "$FAKE_LOG"
+echo "secret $RAY_AUTH_MODE $RAY_AUTH_TOKEN" >> "$FAKE_LOG"
 touch "$FAKE_DIR/up-$FAKE_NODE"
 [[ $FAKE_NODE == "$FAKE_DIES" ]] && exit 1
 exec sleep 60
@@ -90,6 +91,16 @@ def test_the_command_runs_on_the_head_when_all_nodes_are_there(submit, tmp_path)
         f"ray@n2 start --address=10.0.0.7:6379 {common}",
     ]
     assert not any("container" in call for call in calls)
+
+
+def test_all_nodes_share_one_secret_which_the_next_job_does_not_know(submit, tmp_path):
+    secrets = []
+    for _ in range(2):
+        _, calls = submit(COMMAND="true")
+        used = {call for call in calls if call.startswith("secret token ")} - set(secrets)
+        assert len(used) == 1
+        secrets += used
+    assert all(len(secret.split()[2]) == 64 for secret in secrets)
 
 
 def test_a_container_gets_the_folder_and_the_mounts(submit, tmp_path):
