@@ -8,12 +8,13 @@ Read `PPOTrainer.step`: each statement is a phase, and each phase is a method be
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
-from nemo_rl.algorithms.config.ppo import PPOMasterConfig
+from nemo_rl.algorithms.config.ppo import GAEConfig, PPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.divergence import calculate_kl
 from nemo_rl.algorithms.losses.value import ValueLoss, explained_variance
@@ -95,16 +96,8 @@ class PPOTrainer(RolloutTrainer):
 
     def estimate_advantages(self) -> None:
         """Rewards and values -> advantages and returns of every token, on the workers."""
-        gae = self.config.ppo.adv_estimator
-        estimator = GAEAdvantages(
-            self.config.loss_fn,
-            gamma=gae.gae_gamma,
-            gae_lambda=gae.gae_lambda,
-            normalize=gae.normalize_advantages,
-            eps=gae.eps,
-        )
         with self.phase("advantage_calculation"):
-            self.policy.set_token_advantages(estimator)
+            self.policy.set_token_advantages(GAEAdvantages(self.config.loss_fn, self.config.ppo.adv_estimator))
             self.value.attach("returns", self.policy.share("returns"))
 
     def update(self) -> None:
@@ -120,6 +113,7 @@ class PPOTrainer(RolloutTrainer):
 # -- generalised advantage estimation: rewards of samples and values of tokens -> advantages of tokens
 
 
+@dataclass(frozen=True)
 class GAEAdvantages:
     """A `nemo_rl.types.TokenAdvantages`: generalised advantages, and the returns that train the value model.
 
@@ -127,18 +121,12 @@ class GAEAdvantages:
     after the last token of a turn is the value before the first token of the next. The sample's reward arrives with the
     last step; with `loss_cfg.use_kl_in_reward`, every step also pays the KL to the reference policy.
 
-    `normalize` whitens the advantages over all tokens of the batch. Returns are not whitened: the value model predicts
-    rewards in their own scale.
+    `normalize_advantages` whitens the advantages over all tokens of the batch. Returns are not whitened: the value
+    model predicts rewards in their own scale.
     """
 
-    def __init__(
-        self, loss_cfg: ClippedPGLossConfig, *, gamma: float, gae_lambda: float, normalize: bool, eps: float
-    ) -> None:
-        self.loss_cfg = loss_cfg
-        self.gamma = gamma
-        self.gae_lambda = gae_lambda
-        self.normalize = normalize
-        self.eps = eps
+    loss_cfg: ClippedPGLossConfig
+    gae: GAEConfig
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Columns `advantages` and `returns` (advantage + value), 0 where masked.
@@ -162,7 +150,7 @@ class GAEAdvantages:
                 cfg.kl_output_clamp_value,
             )
         values = columns["values"][steps].double()
-        estimate = generalized_advantages(rewards, values, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        estimate = generalized_advantages(rewards, values, gamma=self.gae.gae_gamma, gae_lambda=self.gae.gae_lambda)
         advantages[steps] = estimate.to(advantages.dtype)
         # A_t + V_t is the lambda-return, the target of the value model (arXiv 1506.02438, section 5).
         returns[steps] = (estimate + values).to(returns.dtype)
@@ -172,7 +160,7 @@ class GAEAdvantages:
         return whitening_sums(advantages, mask)
 
     def finish(self, advantages: Tensor, mask: Tensor, sums: Tensor) -> Tensor:
-        return whiten(advantages, mask, sums, self.eps) if self.normalize else advantages
+        return whiten(advantages, mask, sums, self.gae.eps) if self.gae.normalize_advantages else advantages
 
 
 def generalized_advantages(rewards: Tensor, values: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:

@@ -33,15 +33,20 @@ class GroupRewards:
         if bad:
             raise ValueError(f"Rewards {bad} are not finite. Fix the environment: a reward must be a finite number.")
 
+    @property
+    def has_variance(self) -> bool:
+        """At least two rewards that are not all equal; without, every advantage is 0."""
+        return len({reward for reward, valid in zip(self.rewards, self.valid, strict=True) if valid}) > 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageResult:
     """Advantages per group and sample, with statistics."""
 
     advantages: list[list[float]]
-    num_zero_variance_groups: int  # two or more rewards, all equal
-    num_undersized_groups: int  # fewer than two rewards: no group statistics
-    metrics: dict[str, float]  # `advantages/*` over samples with a reward, `baseline_reward/*` over groups
+    metrics: dict[str, float]
+    """`advantages/*` over samples with a reward, `baseline_reward/*` over groups, `num_zero_variance_groups` of two or
+    more rewards that are all equal."""
 
 
 Estimator = Callable[[Sequence[GroupRewards], AdvEstimatorConfig, bool], AdvantageResult]
@@ -59,7 +64,8 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
     for group in groups:
         rewards, valid = _arrays(group)
         result = np.zeros_like(rewards)
-        if _has_variance(group):
+        # Without variance the deviation is 0, and rounding over eps would be a large advantage.
+        if group.has_variance:
             result[valid] = centred(rewards[valid], leave_one_out=cfg.use_leave_one_out_baseline)
             if cfg.normalize_rewards:
                 # n - 1: a group is a small sample, and division by n would underestimate its spread.
@@ -79,7 +85,7 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
     for group in groups:
         rewards, valid = _arrays(group)
         if cfg.minus_baseline:
-            valid &= valid.sum() >= 2
+            valid &= valid.sum() >= 2  # a reward minus itself says nothing
         result = np.zeros_like(rewards)
         if valid.any():
             result[valid] = centred(rewards[valid], leave_one_out=False) if cfg.minus_baseline else rewards[valid]
@@ -121,25 +127,27 @@ def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[floa
     total = float(weights.sum())
     if total < 2:
         return 0.0, 0.0
+    # Two passes: squares of deviations keep the digits that a difference of large squares would lose.
     mean = float((weights * values).sum() / total)
     if values[counted].max() == values[counted].min():
         return mean, 0.0  # exact: the rounded mean may differ from the values
     return mean, math.sqrt(float((weights * (values - mean) ** 2).sum()) / (total - 1))
 
 
+@dataclass(frozen=True)
 class KLInReward:
     """A `nemo_rl.types.TokenAdvantages`: the KL to the reference policy charged to each token's reward, then whitening.
 
     The input is the advantage of `reinforce_plus_plus(..., kl_in_reward=True)`, repeated over the tokens of a sample.
     """
 
-    def __init__(self, loss_cfg: ClippedPGLossConfig, eps: float) -> None:
-        self.loss_cfg = loss_cfg
-        self.eps = eps
+    loss_cfg: ClippedPGLossConfig
+    eps: float
 
     def adjust(self, columns: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
         """Subtract the KL of the policy before the step from `advantages`. 0 where masked."""
         cfg = self.loss_cfg
+        # Of the policy before the step, without gradient: this KL is part of the reward, and the reward is given.
         kl = calculate_kl(
             torch.where(mask > 0, columns["prev_logprobs"], 0.0),
             torch.where(mask > 0, columns["reference_policy_logprobs"], 0.0),
@@ -163,6 +171,7 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: 
     (arXiv 2501.03262, section 3, undiscounted).
     """
     kl = torch.where(mask > 0, kl, 0.0)
+    # Summed from the end: flipping twice turns a sum over earlier tokens into one over later tokens.
     kl_to_go = kl.flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask > 0, advantages - kl_penalty * kl_to_go, 0.0)
 
@@ -170,6 +179,7 @@ def subtract_kl_to_go(advantages: Tensor, kl: Tensor, mask: Tensor, kl_penalty: 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:
     """float64 [3]: count, sum and sum of squares over the tokens of `mask`; they add up over samples and ranks."""
     valid = mask > 0
+    # float64: the variance is a small difference of two sums over millions of tokens.
     values = torch.where(valid, advantages, 0.0).double()
     return torch.stack([valid.sum().double(), values.sum(), values.square().sum()])
 
@@ -185,6 +195,7 @@ def whiten(advantages: Tensor, mask: Tensor, sums: Tensor, eps: float) -> Tensor
     # One pass leaves a rounding error of about 1e-16 of the mean square; a variance that small is noise, not signal.
     noise = 1e-14 * squares / count.clamp(min=1.0)
     std = variance.clamp(min=0.0).sqrt()
+    # eps bounds the scale but would still blow noise up, so no variance means no advantage.
     scale = torch.where((count >= 2) & (variance > noise), 1.0 / (std + eps), 0.0)
     whitened = ((advantages.double() - mean) * scale).to(advantages.dtype)
     return torch.where(mask > 0, whitened, 0.0)
@@ -195,17 +206,10 @@ def _arrays(group: GroupRewards) -> tuple[np.ndarray, np.ndarray]:
     return np.array(group.rewards, dtype=np.float64), np.array(group.valid, dtype=bool)
 
 
-def _has_variance(group: GroupRewards) -> bool:
-    """At least two rewards that are not all equal."""
-    return len({reward for reward, valid in zip(group.rewards, group.valid, strict=True) if valid}) > 1
-
-
 def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) -> AdvantageResult:
     assert groups
     arrays = [_arrays(group) for group in groups]
-    num_rewards = [int(valid.sum()) for _, valid in arrays]
-    undersized = sum(num < 2 for num in num_rewards)
-    varied = sum(_has_variance(group) for group in groups)
+    equal = sum(valid.sum() >= 2 and not group.has_variance for group, (_, valid) in zip(groups, arrays, strict=True))
     means = np.array([rewards[valid].mean() for rewards, valid in arrays if valid.any()])
     flat = np.concatenate([a[valid] for a, (_, valid) in zip(advantages, arrays, strict=True)])
     metrics: dict[str, float] = {}
@@ -216,7 +220,5 @@ def _result(groups: Sequence[GroupRewards], advantages: Sequence[np.ndarray]) ->
         metrics["baseline_reward/pct_mixed"] = float(((means != 0.0) & (means != 1.0)).mean())
     return AdvantageResult(
         advantages=[a.tolist() for a in advantages],
-        num_zero_variance_groups=len(groups) - varied - undersized,
-        num_undersized_groups=undersized,
-        metrics=metrics | {"num_zero_variance_groups": float(len(groups) - varied - undersized)},
+        metrics=metrics | {"num_zero_variance_groups": float(equal)},
     )

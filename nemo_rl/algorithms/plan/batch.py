@@ -29,21 +29,8 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan
 
 
-class _Rule:
-    """How micro-batches are made from samples."""
-
-    def padded_length(self, sample: PlannedSample) -> int:
-        """Length of each sequence of the sample when it is padded alone."""
-        return sample.longest
-
-    def padded_tokens(self, micro_batch: MicroBatch) -> int:
-        """Tokens of the micro-batch when it is right-padded."""
-        num_sequences = sum(len(sample.lengths) for sample in micro_batch)
-        return num_sequences * max(self.padded_length(sample) for sample in micro_batch)
-
-
 @dataclass(frozen=True)
-class FixedSize(_Rule):
+class FixedSize:
     """Micro-batches of at most `samples` samples of similar lengths."""
 
     samples: int
@@ -52,35 +39,24 @@ class FixedSize(_Rule):
         """Samples of each micro-batch: even sizes, and the smallest number of micro-batches that is a multiple."""
         count = round_up(-(-len(longest) // self.samples), multiple)
         size, left_over = divmod(len(longest), count)
+        # The larger micro-batches come last, where the samples are shorter.
         return [size] * (count - left_over) + [size + 1] * left_over
 
-    def capacity(self, micro_batch: MicroBatch) -> int:
-        """Tokens for which the micro-batch has room."""
-        return self.padded_tokens(micro_batch)
-
 
 @dataclass(frozen=True, kw_only=True)
-class _TokenBudget(_Rule):
-    """At most `tokens` in a micro-batch."""
-
-    tokens: int
-
-    def capacity(self, micro_batch: MicroBatch) -> int:
-        """Tokens for which the micro-batch has room."""
-        return self.tokens
-
-
-@dataclass(frozen=True, kw_only=True)
-class PaddedTokens(_TokenBudget):
+class PaddedTokens:
     """Dynamic batching: samples of similar lengths, number x padded length of the longest at most `tokens`.
 
     Lengths are padded to a multiple of `length_round`, but not beyond `tokens`, for pairs not beyond half of it.
     """
 
+    tokens: int
     length_round: int
     section: ClassVar = "dynamic_batching"
 
     def padded_length(self, sample: PlannedSample) -> int:
+        """Length to which each sequence of the sample is padded if no other of its micro-batch is longer."""
+        # A longest sequence that just fits the budget must not be rounded out of it.
         room = max(self.tokens // len(sample.lengths), sample.longest)
         return min(round_up(sample.longest, self.length_round), room)
 
@@ -99,6 +75,7 @@ class PaddedTokens(_TokenBudget):
             sizes.append(min(self.tokens // self.tokens_of(longest[start]), len(longest) - start))
             starts.append(start)
             start += sizes[-1]
+        # Pipeline schedules need the multiple. Splitting costs no padding: the halves keep their samples' lengths.
         while len(sizes) % multiple:  # split the micro-batch with the most padded tokens
             padded = [size * self.tokens_of(longest[start]) for size, start in zip(sizes, starts, strict=True)]
             k = max((k for k in range(len(sizes)) if sizes[k] > 1), key=lambda k: padded[k])
@@ -109,12 +86,13 @@ class PaddedTokens(_TokenBudget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedTokens(_TokenBudget):
+class PackedTokens:
     """Sequence packing: samples end to end, at most `tokens` together, chosen by `algorithm`.
 
     A sequence is padded to a multiple of `length_multiple`, because context parallelism cuts it into equal chunks.
     """
 
+    tokens: int
     algorithm: PackingAlgorithm
     length_multiple: int = 1
     section: ClassVar = "sequence_packing"
@@ -149,22 +127,17 @@ class Batching:
         cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1, key: str = "policy"
     ) -> Batching:
         """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
-        packing, dynamic, chunks_per_sequence = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
+        packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
+        budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
         logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
-        train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
         if packing.enabled:
             algorithm = PackingAlgorithm(packing.algorithm)
-            train, logprobs = (
-                PackedTokens(tokens=tokens, algorithm=algorithm, length_multiple=chunks_per_sequence)
-                for tokens in (train_tokens, logprob_tokens)
-            )
+            train, logprobs = (PackedTokens(tokens=n, algorithm=algorithm, length_multiple=chunks) for n in budgets)
         elif dynamic.enabled:
-            length_round = math.lcm(dynamic.sequence_length_round, policy.make_sequence_length_divisible_by)
-            train, logprobs = (
-                PaddedTokens(tokens=tokens, length_round=math.lcm(length_round, chunks_per_sequence))
-                for tokens in (train_tokens, logprob_tokens)
-            )
+            # One length that kernels, tensor parallelism and context parallelism can all cut evenly.
+            multiples = (dynamic.sequence_length_round, policy.make_sequence_length_divisible_by, chunks)
+            train, logprobs = (PaddedTokens(tokens=n, length_round=math.lcm(*multiples)) for n in budgets)
         return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, key=key)
 
     def of_scoring(self) -> Batching:
@@ -191,6 +164,7 @@ def token_budgets(policy: PolicyConfig, sequences_per_sample: int = 1) -> tuple[
 def _chunks(policy: PolicyConfig) -> int:
     """Equal chunks into which context parallelism cuts every sequence."""
     size = policy.backend_cfg.context_parallel_size
+    # A rank takes chunk r and chunk 2 * size - 1 - r: causal attention gives late tokens more work than early ones.
     return 2 * size if size > 1 else 1
 
 
@@ -201,6 +175,7 @@ def plan_batch(
 
     `advantages` and `masks` are per group and sample; mask 0.0 leaves a sample out of the loss, not out of the batch.
     """
+    # A masked sample is planned too, because steps need a multiple of ranks and micro-batches.
     samples = [
         PlannedSample(group=g, index=i, lengths=(meta.length,), advantage=advantage, mask=mask)
         for g, (group, group_advantages, group_masks) in enumerate(zip(groups, advantages, masks, strict=True))
@@ -247,8 +222,10 @@ def plan_samples(
         shares = _share(samples[start : start + global_batch_size], num_ranks, batching, micro_batch_multiple)
         trained = _fill(shares, batching.train, batching, micro_batch_multiple)
         for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
+            # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
             plan.train.append(micro_batches)
             mine.extend(share)
+    # Logprobs need no optimizer step in between: the samples of all steps share micro-batches.
     scored = _fill(owned, batching.logprobs, batching, micro_batch_multiple)
     for plan, micro_batches in zip(ranks, scored, strict=True):
         plan.logprobs = micro_batches
@@ -264,11 +241,13 @@ def _share(
     their number is feasible on every rank.
     """
     if not isinstance(batching.train, PackedTokens):
+        # By cost and not by tokens: attention's squared lengths decide how long a rank computes.
         parts = balance([batching.cost([sample]) for sample in samples], num_ranks)
         return [[[samples[i]] for i in part] for part in parts]
     assert isinstance(batching.logprobs, PackedTokens)
     # Bins of the smaller budget fit into both passes, so a rank that gets whole bins can always run both.
     rule = min(batching.train, batching.logprobs, key=lambda rule: rule.tokens)
+    # As many bins on each rank, and a multiple that pipeline schedules take.
     bins = _pack(samples, rule, bin_count_multiple=num_ranks * multiple)
     pieces = _even_out(samples, bins, rule, batching, group=num_ranks)
     parts = balance([batching.cost(piece) for piece in pieces], num_ranks)
@@ -281,6 +260,7 @@ def _fill(
     """Micro-batches of every rank's share, costliest first and the same number on all ranks."""
     if isinstance(rule, PackedTokens):
         return _fill_packed(shares, rule, batching, multiple)
+    # Similar lengths side by side pad little. Group and index make the order, and so the plan, deterministic.
     ranks = [
         sorted((s for piece in share for s in piece), key=lambda s: (-s.longest, s.group, s.index)) for share in shares
     ]
@@ -302,6 +282,7 @@ def _fill_packed(
     ranks = [[sample for piece in share for sample in piece] for share in shares]
     bins = [_pack(mine, rule) for mine in ranks]
     num_pieces = len(shares[0])
+    # The rank that needs most bins decides, because every rank must run as many.
     count = min(round_up(max(len(mine) for mine in bins), multiple), num_pieces)
     filled = []
     for mine, own_bins, share in zip(ranks, bins, shares, strict=True):
@@ -322,6 +303,7 @@ def _pack(samples: Sequence[PlannedSample], rule: PackedTokens, bin_count_multip
 def _even_out(
     samples: Sequence[PlannedSample], bins: Bins, rule: PackedTokens, batching: Batching, group: int = 1
 ) -> list[MicroBatch]:
+    # Bins are filled by tokens, which the memory bounds, and evened out by cost, for which ranks wait.
     lengths = [rule.tokens_of(sample) for sample in samples]
     costs = [batching.cost([sample]) for sample in samples]
     return [[samples[i] for i in members] for members in even_out(bins, lengths, costs, rule.tokens, group)]
@@ -351,17 +333,27 @@ def packing_metrics(plan: BatchPlan, batching: Batching) -> dict[str, float]:
     ranks = [[batch for step in rank.train for batch in step] for rank in plan.ranks]
     batches = [batch for rank in ranks for batch in rank]
     tokens = sum(sample.length for batch in batches for sample in batch)
+    padded = sum(_padded_tokens(batching.train, batch) for batch in batches)
+    room = padded if isinstance(batching.train, FixedSize) else batching.train.tokens * len(batches)
     work = np.array([[batching.cost(batch) for batch in rank] for rank in ranks])
     return {
         "packing/num_micro_batches": len(ranks[0]),
         "packing/num_logprob_micro_batches": len(plan.ranks[0].logprobs),
         "packing/samples_per_micro_batch": sum(len(batch) for batch in batches) / len(batches),
-        "packing/fill": tokens / sum(batching.train.capacity(batch) for batch in batches),
-        "packing/padding_fraction": 1 - tokens / sum(batching.train.padded_tokens(batch) for batch in batches),
+        "packing/fill": tokens / room,
+        "packing/padding_fraction": 1 - tokens / padded,
         "packing/token_imbalance": token_imbalance(plan),
+        # Ranks wait for each other once in a step, or, with sharded parameters, at every micro-batch.
         "packing/work_imbalance": float(work.sum(axis=1).max() / work.sum(axis=1).mean()),
         "packing/wait_imbalance": float(work.max(axis=0).sum() / work.mean(axis=0).sum()),
     }
+
+
+def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:
+    """Tokens of the micro-batch when it is right-padded."""
+    num_sequences = sum(len(sample.lengths) for sample in micro_batch)
+    lengths = (rule.padded_length(s) if isinstance(rule, PaddedTokens) else s.longest for s in micro_batch)
+    return num_sequences * max(lengths)
 
 
 def check_batching(

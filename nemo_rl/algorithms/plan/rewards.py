@@ -26,16 +26,12 @@ class ScoredGroup:
         samples = self.handle.samples
         return GroupRewards(
             rewards=self.rewards,
+            # A failed sample has no reward, which is not the same as a reward of 0: it must not move the baseline.
             valid=[sample.has_reward for sample in samples],
             num_loss_tokens=[
                 sample.num_generated_tokens if mask > 0 else 0 for sample, mask in zip(samples, self.masks, strict=True)
             ],
         )
-
-    @property
-    def has_variance(self) -> bool:
-        """At least two rewards that are not all equal; without, every advantage is 0."""
-        return len({r for r, s in zip(self.rewards, self.handle.samples, strict=True) if s.has_reward}) > 1
 
 
 def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> list[ScoredGroup]:
@@ -60,6 +56,7 @@ def scale_reward(reward: float, cfg: RewardScalingConfig) -> float:
     if not cfg.enabled:
         return reward
     clamped = min(max(reward, cfg.source_min), cfg.source_max)
+    # source_max is above source_min: the configuration refuses anything else.
     fraction = (clamped - cfg.source_min) / (cfg.source_max - cfg.source_min)
     return cfg.target_min + fraction * (cfg.target_max - cfg.target_min)
 
@@ -74,6 +71,7 @@ def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) ->
     if not cfg.enabled:
         return reward
     if cfg.stop_properly_penalty_coef is not None:
+        # A factor keeps the order of truncated samples, and leaves a reward of 0 as it is.
         return reward * cfg.stop_properly_penalty_coef if sample.status is SampleStatus.TRUNCATED else reward
     excess = sample.num_generated_tokens - (cfg.max_response_length - cfg.overlong_buffer_length)
     fraction = min(max(excess / cfg.overlong_buffer_length, 0.0), 1.0)
@@ -82,6 +80,7 @@ def shape_reward(reward: float, sample: SampleMeta, cfg: RewardShapingConfig) ->
 
 def loss_mask(sample: SampleMeta, *, overlong_filtering: bool) -> float:
     """1.0 if the sample is in the loss. The reward of a filtered (truncated) sample still counts in the baseline."""
+    # A sample without tokens of its own would count as a sequence and add nothing.
     if not sample.has_reward or sample.num_generated_tokens == 0:
         return 0.0
     return 0.0 if overlong_filtering and sample.status is SampleStatus.TRUNCATED else 1.0
@@ -99,8 +98,7 @@ class DynamicSampler:
         self._kept: list[ScoredGroup] = []
         self._num_batches = 0
         self._num_groups = 0
-        self._reward_sum = 0.0
-        self._num_rewards = 0
+        self._rewards: list[float] = []
 
     @property
     def is_complete(self) -> bool:
@@ -111,12 +109,10 @@ class DynamicSampler:
         assert not self.is_complete, "the step has enough groups"
         self._num_batches += 1
         self._num_groups += len(groups)
-        self._kept += [group for group in groups if group.has_variance]
-        rewards = _rewards(groups)
-        self._reward_sum += sum(rewards)
-        self._num_rewards += len(rewards)
+        self._kept += [group for group in groups if group.for_estimator().has_variance]
+        self._rewards += _rewards(groups)
         if not self.is_complete and self._num_batches >= self._max_batches:
-            mean = self._reward_sum / self._num_rewards if self._num_rewards else float("nan")
+            mean = sum(self._rewards) / len(self._rewards) if self._rewards else float("nan")
             raise ValueError(
                 f"Dynamic sampling found {len(self._kept)} prompts with differing rewards among {self._num_groups} in "
                 f"{self._num_batches} generation batches (mean reward {mean:.3g}); a step needs {self._num_prompts}. "
@@ -132,7 +128,7 @@ class DynamicSampler:
         """
         assert self.is_complete
         kept, surplus = self._kept[: self._num_prompts], self._kept[self._num_prompts :]
-        rewards = _rewards(kept)
+        rewards = _rewards(kept)  # two different ones in each group, so there are some
         metrics = {
             "filtered_reward": sum(rewards) / len(rewards),
             "dynamic_sampling_num_gen_batches": float(self._num_batches),

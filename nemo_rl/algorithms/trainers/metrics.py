@@ -6,12 +6,10 @@ Names have no prefix; the caller adds `train/`, `validation/` or `performance/`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.metric_names import turns_reported
 from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
 from nemo_rl.rollouts.rollout_worker import GenerationUse
@@ -215,42 +213,28 @@ EVEN = 0.1
 """Two idle fractions that differ by less are called even."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolUse:
-    """Shares of the time in which training and generation were idle."""
+def idle_metrics(seconds: Mapping[str, float], generation: GenerationUse) -> dict[str, float]:
+    """Shares of a step in which training and generation were idle, and the seconds that it waited for groups.
 
-    training_idle: float
-    generation_idle: float
-    exposed_generation_s: float  # seconds that the step waited for groups
+    `seconds` of the phases of the step and its `total_step_time`; `generation` since the last step. If colocated sides
+    take turns, each is idle while the other works, so the two fractions add up to about 1.
+    """
+    exposed_s = sum(seconds.get(name, 0.0) for name in WAITING_PHASES)
+    return {
+        "training_idle_fraction": exposed_s / seconds["total_step_time"],
+        "generation_idle_fraction": 1.0 - generation.busy_s / generation.window_s,
+        "exposed_generation_s": exposed_s,
+    }
 
-    @classmethod
-    def of(cls, seconds: Mapping[str, float], generation: GenerationUse) -> PoolUse:
-        """Of a step: `seconds` of its phases and `total_step_time`; `generation` since the last step.
 
-        If colocated sides take turns, each is idle while the other works, so the two fractions add up to about 1.
-        """
-        exposed_s = sum(seconds.get(name, 0.0) for name in WAITING_PHASES)
-        return cls(
-            training_idle=exposed_s / seconds["total_step_time"],
-            generation_idle=1.0 - generation.busy_s / generation.window_s,
-            exposed_generation_s=exposed_s,
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """For `performance/`."""
-        return {
-            "training_idle_fraction": self.training_idle,
-            "generation_idle_fraction": self.generation_idle,
-            "exposed_generation_s": self.exposed_generation_s,
-        }
-
-    def verdict(self) -> str:
-        """Which side has too little to do; useful if both could be busy at the same time."""
-        if self.training_idle > self.generation_idle + EVEN:
-            return f"training waits for rollouts {self.training_idle:.0%}"
-        if self.generation_idle > self.training_idle + EVEN:
-            return f"generation starves: {self.generation_idle:.0%} idle"
-        return f"training idle {self.training_idle:.0%}, generation {self.generation_idle:.0%}"
+def idle_verdict(metrics: Mapping[str, float]) -> str:
+    """Which side of `idle_metrics` has too little to do; useful if both could be busy at the same time."""
+    training, generation = metrics["training_idle_fraction"], metrics["generation_idle_fraction"]
+    if training > generation + EVEN:
+        return f"training waits for rollouts {training:.0%}"
+    if generation > training + EVEN:
+        return f"generation starves: {generation:.0%} idle"
+    return f"training idle {training:.0%}, generation {generation:.0%}"
 
 
 class DraftMeter:
@@ -286,30 +270,13 @@ def draft_metrics(counts: DraftCounts) -> dict[str, float]:
 # -- metrics by task: `<task>/<metric>`. A task is a dataset with its environment, processor and prompt files.
 
 
-def task_step_metrics(
-    handles: Sequence[GroupHandle], tasks: Sequence[str], *, current_weight_version: int
-) -> dict[str, float]:
-    """For each task: the number of its samples in this step and, if it has some, part of `rollout_metrics`."""
-
-    def of_task(groups: Sequence[GroupHandle]) -> dict[str, float]:
-        metrics = rollout_metrics(groups, current_weight_version=current_weight_version)
-        return {name: metrics[name] for name in sorted(metric_names.TASK)}
-
-    return _by_task(handles, tasks, of_task)
-
-
-def task_validation_metrics(
-    handles: Sequence[GroupHandle], tasks: Sequence[str], *, k_values: Sequence[int] = ()
-) -> dict[str, float]:
-    """For each task: the number of its samples and, if it has some, its `validation_metrics`."""
-    return _by_task(handles, tasks, lambda groups: validation_metrics(groups, k_values=k_values))
-
-
-def _by_task(
+def by_task(
+    metrics_of: Callable[[Sequence[GroupHandle]], Mapping[str, float]],
     handles: Sequence[GroupHandle],
     tasks: Sequence[str],
-    metrics_of: Callable[[Sequence[GroupHandle]], dict[str, float]],
+    names: Collection[str] | None = None,
 ) -> dict[str, float]:
+    """For each task: the number of its samples and, if it has some, its metrics, or only those in `names`."""
     if len(tasks) < 2:  # the metrics of the run are those of its only task
         return {}
     metrics: dict[str, float] = {}
@@ -317,5 +284,6 @@ def _by_task(
         groups = [handle for handle in handles if handle.task_name == task]
         metrics[f"{task}/num_samples"] = float(sum(len(handle.samples) for handle in groups))
         if groups:
-            metrics |= {f"{task}/{name}": value for name, value in metrics_of(groups).items()}
+            found = metrics_of(groups)
+            metrics |= {f"{task}/{name}": found[name] for name in (found if names is None else sorted(names))}
     return metrics

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.plan.batch import Batching, packing_metrics, plan_batch, token_imbalance
 from nemo_rl.algorithms.trainers.group_sources import BUFFER_FOLDER, GroupSource, PromptRequests
 from nemo_rl.algorithms.trainers.metrics import (
     DraftMeter,
-    PoolUse,
+    by_task,
     flops_metrics,
+    idle_metrics,
+    idle_verdict,
     performance_metrics,
     rollout_metrics,
-    task_step_metrics,
-    task_validation_metrics,
     turn_metrics,
     turn_seconds,
     validation_metrics,
@@ -33,6 +35,7 @@ from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
+from nemo_rl.utils.checkpoint.save import StateWrite
 
 MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
@@ -193,9 +196,10 @@ class RolloutTrainer(Trainer):
         environment_metrics = self.rollouts.environment_metrics(self.generated)
         self.record("train", environment_metrics)
         version, run = self.state.total_steps, self.run
-        self.record("train", rollout_metrics(self.generated, current_weight_version=version))
+        of_rollouts = partial(rollout_metrics, current_weight_version=version)
+        self.record("train", of_rollouts(self.generated))
         tasks = self.requests.prompts.dataset.task_names
-        self.record("train", task_step_metrics(self.generated, tasks, current_weight_version=version))
+        self.record("train", by_task(of_rollouts, self.generated, tasks, metric_names.TASK))
         self.record("train", turn_metrics(generated, max_turns=run.rollout.max_rollout_turns))
         self.record("performance", turn_seconds(generated))
         if self.drafts is not None:
@@ -220,11 +224,10 @@ class RolloutTrainer(Trainer):
             num_generation_devices=run.generation_cluster.num_workers,
             colocated=run.policy.generation.colocated.enabled,
         )
-        pools = PoolUse.of(seconds, use)
-        throughput |= pools.metrics()
+        throughput |= idle_metrics(seconds, use)
         can_overlap = self.source.overlaps_training or not run.policy.generation.colocated.enabled
         if can_overlap and self.generation is not None:
-            self.tools.console.remark(pools.verdict())
+            self.tools.console.remark(idle_verdict(throughput))
         if self.recorder is not None:
             throughput |= self.recorder.record(
                 version + 1, self.generated, trained_groups, plan, environment_metrics, weight_version=version
@@ -303,20 +306,20 @@ class RolloutTrainer(Trainer):
             )
         self.rollouts.generation_use()  # resets the meter: validation does not count for the next step
         tasks = list(dict.fromkeys(prompt.task_name for prompt in self.validation_prompts))
-        return (
-            validation_metrics(groups, k_values=rollout.val_k_values)
-            | self.rollouts.environment_metrics(groups)
-            | task_validation_metrics(groups, tasks, k_values=rollout.val_k_values)
-        )
+        of_validation = partial(validation_metrics, k_values=rollout.val_k_values)
+        metrics = of_validation(groups) | self.rollouts.environment_metrics(groups)
+        return metrics | by_task(of_validation, groups, tasks)
 
     # -- state and faults
 
-    def write_own_state(self, directory: Path) -> None:
+    def write_state(self, directory: Path) -> StateWrite:
         if self.recorder is not None:
             self.recorder.finish()  # a run that resumes from a checkpoint finds all steps before it recorded
         self.source.write_state(directory / BUFFER_FOLDER)
+        return super().write_state(directory)
 
-    def read_own_state(self, directory: Path) -> None:
+    def read_state(self, directory: Path) -> None:
+        super().read_state(directory)
         self.requests.rewind()
         self.version = self.state.total_steps
         self.refit.sync(self.version)

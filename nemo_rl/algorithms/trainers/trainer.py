@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from nemo_rl.algorithms.config.loop import LoopConfig
+from nemo_rl.data.rows.dataloader import PromptDataLoader
+from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -41,13 +43,6 @@ class DataExhausted(Exception):
 
 class NonFiniteLoss(RuntimeError):
     """A loss or gradient was not finite and `policy.nonfinite_action` is `stop`."""
-
-
-class DataPosition(Protocol):
-    """Where a run is in its data."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -90,7 +85,7 @@ class Trainer(ABC):
         *,
         num_steps: int | None,
         policies: Sequence[PolicyInterface],
-        data: DataPosition,
+        data: PromptDataLoader | ExampleLoader,
         nonfinite_action: str,
     ) -> None:
         self.loop = loop
@@ -155,15 +150,17 @@ class Trainer(ABC):
             self._end_with_the_data()
             return True
         self.state.total_steps += 1
-        self._advance_save()
-        if self._validation_is_due():
+        self._advance_save(wait=False)
+        period = self.loop.val_period
+        is_periodic = period > 0 and self.state.total_steps % period == 0
+        if is_periodic or (self.loop.val_at_end and self._is_last_step()):
             self._validate()
         out_of_time = self.deadline.check_save()
         ends = out_of_time or self.state.stopped_early
         if ends or self.state.total_steps % self.tools.checkpointing.save_period == 0 or self._is_last_step():
             self._checkpoint()
         if ends or self._is_last_step():
-            self._finish_save()
+            self._advance_save(wait=True)
         self._log()
         self.deadline.mark_iteration()
         self._announce_early_stop()
@@ -179,22 +176,17 @@ class Trainer(ABC):
         validates = self.loop.val_at_end and self.validated_at != self.state.total_steps
         if validates:
             self._validate()
-        self._finish_save()
+        self._advance_save(wait=True)
         if self.checkpointer is not None and self.state.total_steps > 0:
             latest = self.checkpointer.get_latest_checkpoint_path()
             if latest is None or latest.name != f"step_{self.state.total_steps}":
                 self._checkpoint()
-                self._finish_save()
+                self._advance_save(wait=True)
         if validates:
             self._log()
 
     def _is_last_step(self) -> bool:
         return self.num_steps is not None and self.state.total_steps >= self.num_steps
-
-    def _validation_is_due(self) -> bool:
-        period = self.loop.val_period
-        is_periodic = period > 0 and self.state.total_steps % period == 0
-        return is_periodic or (self.loop.val_at_end and self._is_last_step())
 
     def _validate(self) -> None:
         with self.phase("validation"):
@@ -291,7 +283,6 @@ class Trainer(ABC):
 
         With `checkpointing.async_save` the workers may still be writing on return; they write the present state.
         """
-        self.write_own_state(directory)
         torch.save(self.data.state_dict(), directory / DATALOADER_STATE)
         checkpointing = self.tools.checkpointing
         request = SaveRequest(
@@ -308,13 +299,6 @@ class Trainer(ABC):
         for policy in self.policies:
             policy.load_checkpoint(directory, load_optimizer=True)
         self.data.load_state_dict(torch.load(directory / DATALOADER_STATE, weights_only=True))
-        self.read_own_state(directory)
-
-    def write_own_state(self, directory: Path) -> None:  # noqa: B027
-        """Write the state of a subclass."""
-
-    def read_own_state(self, directory: Path) -> None:  # noqa: B027
-        """Inverse of `write_own_state`, after policies and data have been restored."""
 
     def abandon_step(self) -> None:  # noqa: B027
         """Forget the unfinished work of a step that failed."""
@@ -362,7 +346,7 @@ class Trainer(ABC):
     def _checkpoint(self) -> None:
         if self.checkpointer is None:
             return
-        self._finish_save()
+        self._advance_save(wait=True)
         with self.phase("checkpointing"):
             self.pending_save = self.checkpointer.start_save(
                 self.state.total_steps,
@@ -372,30 +356,24 @@ class Trainer(ABC):
                 self.metrics,
             )
         if not self.tools.checkpointing.async_save:
-            self._finish_save()
+            self._advance_save(wait=True)
 
     def _start_write(self, directory: Path) -> StateWrite:
         (directory / CONTROLLER_RNG).parent.mkdir()
         save_rng_state(directory / CONTROLLER_RNG, devices=False)  # workers save the generators of their devices
         return self.write_state(directory)
 
-    def _advance_save(self) -> None:
-        """Continue a background save as far as possible without waiting. Raises its errors."""
-        if self.pending_save is None:
+    def _advance_save(self, *, wait: bool) -> None:
+        """Continue a background save as far as possible without waiting, or to its end. Raises its errors."""
+        pending, self.pending_save = self.pending_save, None  # a save that raises is over
+        if pending is None:
             return
-        pending, self.pending_save = self.pending_save, None
-        if pending.advance() is None:
+        if wait:
+            with self.phase("checkpointing"):
+                pending.finish()
+        elif pending.advance() is None:
             self.pending_save = pending
-        else:
-            self.deadline.note_save(pending.seconds)
-
-    def _finish_save(self) -> None:
-        """Wait for a background save. Raises its errors."""
-        if self.pending_save is None:
             return
-        pending, self.pending_save = self.pending_save, None
-        with self.phase("checkpointing"):
-            pending.finish()
         self.deadline.note_save(pending.seconds)
 
     @contextmanager

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
+from nemo_rl.algorithms.config.ppo import GAEConfig
 from nemo_rl.algorithms.ppo import GAEAdvantages, generalized_advantages
 
 NO_KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.0)
@@ -15,7 +16,7 @@ KL = ClippedPGLossConfig(reference_policy_kl_penalty=0.1, reference_policy_kl_ty
 
 
 def estimator(cfg: ClippedPGLossConfig = NO_KL, **changes: Any) -> GAEAdvantages:
-    return GAEAdvantages(cfg, **({"gamma": 1.0, "gae_lambda": 0.95, "normalize": False, "eps": 1e-8} | changes))
+    return GAEAdvantages(cfg, GAEConfig(**({"normalize_advantages": False, "eps": 1e-8} | changes)))
 
 
 def row(reward: float, mask: list[int], values: list[float]) -> tuple[dict[str, Tensor], Tensor]:
@@ -54,7 +55,7 @@ def test_it_is_the_discounted_sum_of_temporal_differences(
 
 def test_by_hand():
     """Reward 1 with the last of three tokens after a prompt token."""
-    columns = estimator(gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1], [9.0, 0.2, 0.4, 0.5]))
+    columns = estimator(gae_gamma=0.9, gae_lambda=0.5).adjust(*row(1.0, [0, 1, 1, 1], [9.0, 0.2, 0.4, 0.5]))
     last = 1 - 0.5
     middle = 0.9 * 0.5 - 0.4 + 0.45 * last
     first = 0.9 * 0.4 - 0.2 + 0.45 * middle
@@ -71,8 +72,8 @@ def test_lambda_1_gives_the_return_minus_the_value_and_lambda_0_one_step_ahead()
 
 def test_tokens_of_the_environment_are_no_steps():
     """As if they were not there, whatever value they got."""
-    with_gap = estimator(gamma=0.9).adjust(*row(1.0, [0, 1, 1, 0, 0, 1], [0.0, 0.2, 0.4, math.nan, 7.0, 0.5]))
-    without = estimator(gamma=0.9).adjust(*row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]))
+    with_gap = estimator(gae_gamma=0.9).adjust(*row(1.0, [0, 1, 1, 0, 0, 1], [0.0, 0.2, 0.4, math.nan, 7.0, 0.5]))
+    without = estimator(gae_gamma=0.9).adjust(*row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]))
     for name in ("advantages", "returns"):
         values = with_gap[name].tolist()
         assert values[3:5] == [0.0, 0.0]
@@ -108,7 +109,7 @@ def test_a_bad_value_shows():
 def test_whitening_is_over_all_tokens_of_the_batch_and_leaves_returns():
     rows = [row(1.0, [0, 1, 1, 1], [0.0, 0.2, 0.4, 0.5]), row(0.0, [0, 1, 0, 0], [0.0, 0.7, 0.0, 0.0])]
     rows.append(row(1.0, [0, 0, 0, 0], [5.0] * 4))
-    whitening = estimator(normalize=True)
+    whitening = estimator(normalize_advantages=True)
     adjusted = [whitening.adjust(*each) for each in rows]
     masks = [mask for _, mask in rows]
     sums = sum(whitening.sums(c["advantages"], mask) for c, mask in zip(adjusted, masks, strict=True))

@@ -98,13 +98,13 @@ def test_dynamic_sampling_keeps_groups_with_variance_over_batches():
 
 def test_dynamic_sampling_ignores_rewards_of_failed_samples():
     group = handle(sample(1.0), sample(1.0), sample(0.0, SampleStatus.FAILED))
-    assert not score_groups([group], grpo())[0].has_variance
+    assert not score_groups([group], grpo())[0].for_estimator().has_variance
 
 
 def test_dynamic_sampling_judges_shaped_rewards():
     cfg = shaping(stop_properly_penalty_coef=0.5)
     group = handle(sample(1.0), sample(1.0, SampleStatus.TRUNCATED))
-    assert score_groups([group], grpo(reward_shaping=cfg))[0].has_variance
+    assert score_groups([group], grpo(reward_shaping=cfg))[0].for_estimator().has_variance
 
 
 def test_dynamic_sampling_gives_up_with_advice():

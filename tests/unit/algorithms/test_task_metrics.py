@@ -1,13 +1,15 @@
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
+from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.grpo import GRPOTrainer
 from nemo_rl.algorithms.setup.rollouts import first_prompts
-from nemo_rl.algorithms.trainers.metrics import task_step_metrics, task_validation_metrics
+from nemo_rl.algorithms.trainers.metrics import by_task, rollout_metrics, validation_metrics
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataset
 from nemo_rl.types import GroupHandle, SampleStatus
@@ -32,7 +34,8 @@ def test_each_task_is_told_apart_by_hand():
         of_task("codes", handle(sample(1.0, generated=4, turns=3), sample(0.0, SampleStatus.TRUNCATED, generated=8))),
         of_task("codes", handle(sample(0.0, SampleStatus.FAILED), sample(0.0, SampleStatus.FAILED))),
     ]
-    metrics = task_step_metrics(groups, ["sums", "codes", "absent"], current_weight_version=0)
+    of_rollouts = partial(rollout_metrics, current_weight_version=0)
+    metrics = by_task(of_rollouts, groups, ["sums", "codes", "absent"], metric_names.TASK)
     assert {name: value for name, value in metrics.items() if name.startswith("codes/")} == {
         "codes/num_samples": 4.0,
         "codes/reward": 0.5,
@@ -43,9 +46,9 @@ def test_each_task_is_told_apart_by_hand():
     }
     assert metrics["sums/reward"] == 0.5
     assert {name for name in metrics if name.startswith("absent/")} == {"absent/num_samples"}
-    validated = task_validation_metrics(groups, ["sums", "codes"], k_values=[1])
+    validated = by_task(partial(validation_metrics, k_values=[1]), groups, ["sums", "codes"])
     assert validated["codes/accuracy"] == 0.5 and validated["sums/pass_at_1"] == 0.5
-    assert task_step_metrics(groups, ["sums"], current_weight_version=0) == {}
+    assert by_task(of_rollouts, groups, ["sums"]) == {}
 
 
 def test_a_run_reports_its_tasks_under_names_that_the_configuration_knows(tmp_path):

@@ -103,8 +103,8 @@ class CountingTrainer(Trainer):
 def wait_for_seal(trainer: CountingTrainer) -> None:
     """The seal runs in a thread: let it end, so that the next look finds it ready."""
     pending = trainer.pending_save
-    if pending is not None and pending._sealing is not None:
-        pending._sealing.result()
+    if pending is not None and pending.sealing is not None:
+        pending.sealing.result()
 
 
 def sound_steps(trainer: CountingTrainer) -> list[str]:
