@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -58,7 +58,7 @@ def load_from_command_line(
         if check is not None:
             check(config)
     except ConfigError as error:
-        _exit_with(error)
+        parser.exit(2, f"error: {error}\n")
     return config
 
 
@@ -89,8 +89,3 @@ def _existing(path: str, default_config: str) -> Path:
     there = next((found for folder in folders if (found := sorted(str(file) for file in folder.glob("*.yaml")))), [])
     known = "; there are:\n  " + "\n  ".join(there) if there else ""
     raise ConfigError([Problem((), f"no such file{known}", Location(f"--config {path}"))])
-
-
-def _exit_with(error: ConfigError) -> NoReturn:
-    sys.stderr.write(f"error: {error}\n")
-    sys.exit(2)

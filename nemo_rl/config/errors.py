@@ -39,22 +39,18 @@ class ConfigError(ValueError):
     """A configuration that cannot work. The text holds all problems; nothing else needs to be shown."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = _in_reading_order(dict.fromkeys(problems))
-        assert self.problems, "an error without a problem"
+        found = list(dict.fromkeys(problems))
+        assert found, "an error without a problem"
+        # Source after source as they first come up, each from its first line to its last.
+        places = [problem.location or Location("") for problem in found]
+        sources = [place.source for place in places]
+        order = sorted(range(len(found)), key=lambda i: (sources.index(sources[i]), places[i].line or 0))
+        self.problems = [found[i] for i in order]
         if len(self.problems) == 1:
             text = str(self.problems[0])
         else:
             text = "\n".join([f"{len(self.problems)} problems:", *(f"  {problem}" for problem in self.problems)])
         super().__init__(text)
-
-
-def _in_reading_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Source after source as they first come up, each from its first line to its last."""
-    problems = list(problems)
-    sources = [problem.location.source if problem.location else "" for problem in problems]
-    lines = [(problem.location.line or 0) if problem.location else 0 for problem in problems]
-    order = sorted(range(len(problems)), key=lambda i: (sources.index(sources[i]), lines[i], i))
-    return [problems[i] for i in order]
 
 
 def dotted(path: Iterable[str | int]) -> str:
@@ -76,7 +72,10 @@ def nearest_key(key: str, candidates: Iterable[str]) -> str | None:
         if similarity < (0.6 if candidate_section == section else 0.8):
             continue
         place = 1.0 if candidate_section == section else SequenceMatcher(a=section, b=candidate_section).ratio()
-        is_wordier = candidate_section == section and _hold_the_same_words(name, candidate_name)
+        # One name has two or more words, and the other has all of them in the same order.
+        few, many = sorted((name.split("_"), candidate_name.split("_")), key=len)
+        rest = iter(many)
+        is_wordier = candidate_section == section and len(few) > 1 and all(word in rest for word in few)
         score = similarity + 0.25 * place + 0.5 * is_wordier
         if score > best_score:
             best, best_score = candidate, score
@@ -89,13 +88,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     lowered = {candidate.lower(): candidate for candidate in known}
     nearest = nearest_key(name, known) or lowered.get(nearest_key(name.lower(), lowered) or "")
     return f"did you mean {nearest}?" if nearest else f"there are: {', '.join(known) or 'none'}"
-
-
-def _hold_the_same_words(first: str, second: str) -> bool:
-    """Whether one name has two or more words, and the other has all of them in the same order."""
-    few, many = sorted((first.split("_"), second.split("_")), key=len)
-    rest = iter(many)
-    return len(few) > 1 and all(word in rest for word in few)
 
 
 def unknown_key(path: KeyPath, candidates: Iterable[str], location: Location | None) -> Problem:

@@ -64,23 +64,18 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     problems += _refuse_not_yet(model, tree)
     try:
         config = model.model_validate(tree.values)
+        if not problems:
+            return config
     except ValidationError as error:
         reported = {problem.path for problem in problems}
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
         problems += [problem for problem in _alternatives_joined(found) if problem.path not in reported]
-        raise ConfigError(_without_echoes(problems, unresolved, tree)) from None
-    if problems:
-        raise ConfigError(_without_echoes(problems, unresolved, tree))
-    return config
 
-
-def _without_echoes(problems: list[Problem], unresolved: SourcedTree, tree: SourcedTree) -> list[Problem]:
-    """Leave out defaults that only repeat another key: the problem is reported for that key."""
-
-    def follows_another(path: KeyPath) -> bool:
+    def repeats_another(path: KeyPath) -> bool:
+        """Whether `path` is a default that only repeats another key: the problem is reported for that key."""
         return bool(path) and path not in tree.locations and path in unresolved and "${" in str(unresolved.get(path))
 
-    return [problem for problem in problems if not follows_another(problem.path)] or problems
+    raise ConfigError([problem for problem in problems if not repeats_another(problem.path)] or problems)
 
 
 # Interpolation
@@ -270,13 +265,20 @@ def apply_overrides(model: type[BaseModel], tree: SourcedTree, overrides: Sequen
 
 
 def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, location: Location) -> Problem | None:
-    path = _path(override.key_or_group)
+    # A number is the index of a list.
+    path = tuple(int(part) if part.isdigit() else part for part in override.key_or_group.split("."))
     if override.is_sweep_override():
         return Problem(path, "one value at a time; write a list as [1,2] and quote a text with commas", location)
     if override.package is not None:
         return Problem(path, "'@' has no meaning here", location)
     if override.is_delete():
-        return _delete(model, tree, path, override.value(), location)
+        value = override.value()
+        if path not in tree:
+            return unknown_key(path, known_keys(model, tree.values), location)
+        if value is not None and tree.get(path) != value:
+            return Problem(path, f"is {tree.get(path)!r}, not {value!r}, so it was not removed", location)
+        tree.delete(path)
+        return None
     if override.is_add() and path in tree.locations:
         return Problem(path, f"already set ({tree.locations[path]}); drop the '+' to change it", location)
     if not override.is_add() and not override.is_force_add() and not is_known(model, tree.values, path):
@@ -288,39 +290,20 @@ def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, locati
     return None
 
 
-def _delete(model: type[BaseModel], tree: SourcedTree, path: KeyPath, value: Any, location: Location) -> Problem | None:
-    if path not in tree:
-        return unknown_key(path, known_keys(model, tree.values), location)
-    if value is not None and tree.get(path) != value:
-        return Problem(path, f"is {tree.get(path)!r}, not {value!r}, so it was not removed", location)
-    tree.delete(path)
-    return None
-
-
 def _not_there(model: type[BaseModel], tree: SourcedTree, path: KeyPath, location: Location) -> Problem:
     """The problem of an unknown key: a new entry of a free mapping needs `+`, anything else is a mistake."""
     keys = known_keys(model, tree.values)
-    if not is_known(model, _with_entry(tree, path), path):
+    trial = SourcedTree()
+    trial.merge(tree)
+    try:
+        trial.put(path, {}, location)
+    except (KeyError, IndexError, TypeError):
+        trial = tree
+    if not is_known(model, trial.values, path):
         return unknown_key(path, keys, location)
     nearest = nearest_key(dotted(path), keys)
     hint = f", the nearest is {nearest}" if nearest else ""
     return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
-
-
-def _with_entry(tree: SourcedTree, path: KeyPath) -> dict[str, Any]:
-    """The values as they would be with an entry at `path`."""
-    trial = SourcedTree()
-    trial.merge(tree)
-    try:
-        trial.put(path, {}, Location("trial"))
-    except (KeyError, IndexError, TypeError):
-        return tree.values
-    return trial.values
-
-
-def _path(key: str) -> KeyPath:
-    """The parts of a dotted key; a number is the index of a list."""
-    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
 
 
 # The models as a schema of the raw tree: which keys exist, their defaults, what is not supported yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,12 +118,12 @@ def entry_of(value: Any, part: str | int) -> Any:
     raise KeyError(part)
 
 
-def load_tree(path: str | Path) -> SourcedTree:
-    """Read a YAML file and its parents. ConfigError names the file and the line of a problem."""
-    return _load_with_parents(Path(path), ())
+def load_tree(path: str | Path, children: tuple[Path, ...] = ()) -> SourcedTree:
+    """Read a YAML file and its parents. ConfigError names the file and the line of a problem.
 
-
-def _load_with_parents(path: Path, children: tuple[Path, ...]) -> SourcedTree:
+    `children`: the files that inherit from this one.
+    """
+    path = Path(path)
     if path.resolve() in children:
         chain = " -> ".join(str(child) for child in (*children, path.resolve()))
         raise ConfigError(
@@ -138,7 +139,7 @@ def _load_with_parents(path: Path, children: tuple[Path, ...]) -> SourcedTree:
         parent_path = path.parent / parent
         if not parent_path.is_file():
             raise ConfigError([Problem((PARENTS_KEY,), f"no such file: {parent_path}", line)])
-        tree.merge(_load_with_parents(parent_path, (*children, path.resolve())))
+        tree.merge(load_tree(parent_path, (*children, path.resolve())))
     tree.merge(own)
     return tree
 
@@ -194,12 +195,8 @@ def _refuse_duplicates(node: yaml.MappingNode, path: KeyPath, source: str) -> No
         seen[str(key_node.value)] = line
 
 
-def _paths_of(value: Any, path: KeyPath) -> list[KeyPath]:
-    paths = [path]
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            paths += _paths_of(entry, (*path, key))
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            paths += _paths_of(entry, (*path, index))
-    return paths
+def _paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    yield path
+    if isinstance(value, dict | list):
+        for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _paths_of(entry, (*path, key))

@@ -236,17 +236,17 @@ class ExampleTableConfig(TableConfig):
     def is_streamed(self) -> bool:
         return self.streaming
 
-    def cross_checks(self) -> Iterator[tuple[str, str]]:
-        yield from super().cross_checks()
-        if self.streaming and self.split_validation_size > 0:
-            yield (
-                "split_validation_size",
-                "cannot set rows of a streamed dataset aside, whose number is not known: name a validation set",
-            )
-        if self.streaming and self.repeat > 1:
-            yield "repeat", "a streamed dataset is read once per epoch: leave repeat at 1 and raise the epochs"
-        if self.system_prompt is not None and self.system_prompt_file is not None:
-            yield "system_prompt", "is given as text and in system_prompt_file: keep one of them"
+    rules: ClassVar = {
+        "split_validation_size: streaming excludes split_validation_size > 0": (
+            "cannot set rows of a streamed dataset aside, whose number is not known; name a validation set"
+        ),
+        "repeat: streaming excludes repeat > 1": (
+            "a streamed dataset is read once per epoch; leave repeat at 1 and raise the epochs"
+        ),
+        "system_prompt != null excludes system_prompt_file != null": (
+            "is given as text and in system_prompt_file; keep one of them"
+        ),
+    }
 
 
 class ExampleDatasetConfig(ExampleTableConfig):
@@ -354,7 +354,10 @@ class ExampleSection(DataSection, Generic[D]):
         sets = self.validation or []
         if len(sets) == 1:
             return [(sets[0].name or DEFAULT_VALIDATION_SET, sets[0])]
-        return [(dataset.name or _own_name(dataset), dataset) for dataset in sets]
+        # `squad` of dataset_name `squad`, `dev` of data_path `/data/dev.jsonl`, `name` of `owner/name`
+        paths = [Path(dataset.data_path or str(dataset.dataset_name)) for dataset in sets]
+        names = [path.stem if path.suffix in FILE_SUFFIXES else path.name for path in paths]
+        return [(dataset.name or name, dataset) for name, dataset in zip(names, sets, strict=True)]
 
     @property
     def has_validation(self) -> bool:
@@ -366,28 +369,16 @@ class ExampleSection(DataSection, Generic[D]):
         names = [name for name, _ in self.validation_sets]
         if any(dataset.split_validation_size > 0 for dataset in self.train):
             names.append(DEFAULT_VALIDATION_SET)
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            yield (
-                "validation",
-                f"has more than one set called {', '.join(twice)}: give each a name of its own (name: ...)",
-            )
+        if twice := ", ".join(sorted({name for name in names if names.count(name) > 1})):
+            yield "validation", f"has more than one set called {twice}: give each a name of its own (name: ...)"
         for name, dataset in self.validation_sets:
             if dataset.name not in (None, name):
                 yield "validation", f"set {name!r} says name: {dataset.name}: keep one of the two names"
             if dataset.streaming:
                 yield "validation", f"set {name!r} cannot be streamed: it is read whole, and the same rows every time"
             if dataset.split_validation_size > 0 or dataset.repeat > 1:
-                yield (
-                    "validation",
-                    f"set {name!r} takes neither split_validation_size nor repeat: they are for training",
-                )
-
-
-def _own_name(dataset: ExampleTableConfig) -> str:
-    """`squad` of dataset_name `squad`, `dev` of data_path `/data/dev.jsonl`, `name` of `owner/name`."""
-    path = Path(dataset.data_path or str(dataset.dataset_name))
-    return path.stem if path.suffix in FILE_SUFFIXES else path.name
+                problem = f"set {name!r} takes neither split_validation_size nor repeat: they are for training"
+                yield "validation", problem
 
 
 class ExampleDataConfig(ExampleSection[ExampleDatasetConfig]):
@@ -452,15 +443,6 @@ def first_free(name: str, taken: Iterable[str]) -> str:
     return candidate
 
 
-def task_settings(cfg: TableConfig) -> Hashable:
-    """The settings that two datasets of the same name must share to belong to one task."""
-    texts = (cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.processor)
-    if isinstance(cfg, DatasetConfig):
-        return (*texts, cfg.env_name)
-    assert isinstance(cfg, ExampleTableConfig)
-    return (*texts, cfg.system_prompt, *sorted(cfg.source_columns.items()))
-
-
 class TaskNames:
     """Names of tasks: the label of the dataset, with a number if the same dataset has other settings, too."""
 
@@ -470,7 +452,10 @@ class TaskNames:
     def of(self, cfg: TableConfig) -> str:
         """The name of a dataset's task; a new one for new settings."""
         label = dataset_label(cfg)
-        wanted = (label, task_settings(cfg))
+        asked_by = cfg.env_name if isinstance(cfg, DatasetConfig) else None
+        system_prompt = cfg.system_prompt if isinstance(cfg, ExampleTableConfig) else None
+        texts = (cfg.prompt_file, cfg.system_prompt_file, cfg.tools_file, cfg.processor, system_prompt, asked_by)
+        wanted = (label, (*texts, *sorted(cfg.source_columns.items())))
         name = next((name for name, known in self._settings.items() if known == wanted), None)
         if name is None:
             name = first_free(label, self._settings)

@@ -114,16 +114,15 @@ def resolve_model(name: str) -> str:
     if not name.startswith(TINY_MODEL_PREFIX):
         return name
     recipe = _recipe(name)
-    recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
-    return ensure_tiny_model(cache_root() / f"tiny-{recipe_name}-{recipe_hash(recipe)}", recipe)
+    directory = f"tiny-{name.removeprefix(TINY_MODEL_PREFIX)}-{recipe_hash(recipe)}"
+    return ensure_tiny_model(cache_root() / directory, recipe)
 
 
 def _recipe(name: str) -> TinyModelRecipe:
-    recipe_name = name.removeprefix(TINY_MODEL_PREFIX)
-    if recipe_name not in RECIPES:
-        known = [TINY_MODEL_PREFIX + recipe for recipe in RECIPES]
+    known = {TINY_MODEL_PREFIX + recipe_name: recipe for recipe_name, recipe in RECIPES.items()}
+    if name not in known:
         raise ValueError(f"there is no model {name!r}; {did_you_mean(name, known)}")
-    return RECIPES[recipe_name]
+    return known[name]
 
 
 def tiny_model_config(name: str) -> Qwen2Config | Qwen3MoeConfig:
@@ -163,7 +162,7 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
         return str(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(target.with_name(target.name + ".lock")):
-        if target.is_dir():
+        if target.is_dir():  # another process has made it meanwhile
             return str(target)
         logger.info("making the tiny model in %s (a minute at most, once)", target)
         work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
@@ -305,12 +304,14 @@ def _encode_demonstrations(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Right-padded `input_ids` and `labels` (-100 on all but the assistant's turns and their ends), int64 [B, S]."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     messages = [message for conversation in conversations for message in conversation]
     header_ids = tokenizer([f"<|{message['role']}|>" for message in messages], add_special_tokens=False)["input_ids"]
     body_ids = tokenizer([message["content"] + "<eos>" for message in messages], add_special_tokens=False)["input_ids"]
     parts = iter(zip(messages, header_ids, body_ids, strict=True))
-    rows: list[tuple[list[int], list[int]]] = []
+    rows: list[torch.Tensor] = []
+    row_labels: list[torch.Tensor] = []
     for conversation in conversations:
         ids: list[int] = []
         learned: list[int] = []
@@ -318,11 +319,7 @@ def _encode_demonstrations(
             message, header, body = next(parts)
             ids += header + body
             learned += [-100] * len(header) + (body if message["role"] == "assistant" else [-100] * len(body))
-        rows.append((ids, learned))
-    width = max(len(ids) for ids, _ in rows)
-    input_ids = torch.full((len(rows), width), tokenizer.get_vocab()["<pad>"])
-    labels = torch.full((len(rows), width), -100)
-    for i, (ids, learned) in enumerate(rows):
-        input_ids[i, : len(ids)] = torch.tensor(ids)
-        labels[i, : len(ids)] = torch.tensor(learned)
-    return input_ids, labels
+        rows.append(torch.tensor(ids))
+        row_labels.append(torch.tensor(learned))
+    pad = tokenizer.get_vocab()["<pad>"]
+    return pad_sequence(rows, True, pad), pad_sequence(row_labels, True, -100)

@@ -9,10 +9,11 @@ problems are among them: a real model has seen arithmetic before, too.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,14 +55,10 @@ def generated_options(cfg: TableConfig, model: type[Options]) -> Options:
 
 
 def in_split(text: str, split: str) -> bool:
-    """Whether a problem, given by its text, belongs to a split."""
-    return split == "all" or (xxhash.xxh64_intdigest(text.encode()) % HELD_OUT_ONE_IN == 0) == (split == "validation")
-
-
-def check_split(name: str, split: str) -> None:
-    """Raises ValueError for an unknown split of the dataset `name`."""
+    """Whether a problem, given by its text, belongs to a split. ValueError for an unknown split."""
     if split not in SPLITS:
-        raise ValueError(f"{name}: split must be one of {', '.join(SPLITS)}, got {split!r}")
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    return split == "all" or (xxhash.xxh64_intdigest(text.encode()) % HELD_OUT_ONE_IN == 0) == (split == "validation")
 
 
 def sampled(space: Sequence[T], num_samples: int | None, split: str, seed: int) -> list[T]:
@@ -93,15 +90,12 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
             f"arithmetic: operators must be some of {' '.join(OPERATIONS)} without repetition, written as one string "
             f"such as '+-'; got {operators!r}"
         )
-    check_split("arithmetic", split)
-
-    def problems() -> Iterator[tuple[str, int]]:
-        for operator in operators:
-            for a in range(max_operand + 1):
-                for b in range(max_operand + 1):
-                    yield f"{a}{operator}{b}", OPERATIONS[operator](a, b)
-
-    space = [(text, value) for text, value in problems() if in_split(text, split)]
+    operands = range(max_operand + 1)
+    space = [
+        (text, OPERATIONS[operator](a, b))
+        for operator, a, b in itertools.product(operators, operands, operands)
+        if in_split(text := f"{a}{operator}{b}", split)
+    ]
     if not space:
         raise ValueError(
             f"arithmetic: no problem with operators {operators!r} and max_operand {max_operand} falls into split "
@@ -110,24 +104,16 @@ def arithmetic_space(*, max_operand: int, operators: str, split: str) -> list[tu
     return space
 
 
-def arithmetic_rows(
-    *,
-    num_samples: int | None = None,
-    max_operand: int = 9,
-    operators: str = "+-",
-    seed: int = 42,
-    split: str = "train",
-) -> list[dict[str, str]]:
-    """Rows {"problem", "expected_answer"}; see `sampled`. ValueError as `arithmetic_space`."""
-    space = arithmetic_space(max_operand=max_operand, operators=operators, split=split)
-    chosen = sampled(space, num_samples, split, seed)
-    return [{"problem": problem, "expected_answer": str(value)} for problem, value in chosen]
-
-
 class _Options(StrictModel):
     num_samples: int | None = Field(default=None, ge=1)
     max_operand: int = Field(default=9, ge=0)
     operators: str = "+-"
+
+    def draw(self, cfg: TableConfig) -> list[tuple[str, int]]:
+        """(problem, answer) of each row; see `sampled`. ValueError as `arithmetic_space`."""
+        split = cfg.split or "train"
+        space = arithmetic_space(max_operand=self.max_operand, operators=self.operators, split=split)
+        return sampled(space, self.num_samples, split, cfg.seed)
 
 
 def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
@@ -138,8 +124,8 @@ def load_arithmetic(cfg: TableConfig) -> list[dict[str, Any]]:
     Raises:
         ValueError: for an unknown or invalid option.
     """
-    options = generated_options(cfg, _Options)
-    rows = arithmetic_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
+    problems = generated_options(cfg, _Options).draw(cfg)
+    rows = [{"problem": problem, "expected_answer": str(value)} for problem, value in problems]
     if not isinstance(cfg, ExampleDatasetConfig):
         return rows
     return [{**row, "messages": _conversation(row["problem"], boxed(row["expected_answer"]))} for row in rows]
@@ -196,22 +182,15 @@ def load_arithmetic_preference(cfg: TableConfig) -> list[dict[str, Any]]:
             f"dataset {cfg.dataset_name!r} holds preferences: it is for the section data of DPO and reward models"
         )
     options = generated_options(cfg, _PreferenceOptions)
-    problems = arithmetic_rows(
-        num_samples=options.num_samples,
-        max_operand=options.max_operand,
-        operators=options.operators,
-        seed=cfg.seed,
-        split=cfg.split or "train",
-    )
+    problems = options.draw(cfg)
     generator = np.random.default_rng([cfg.seed, len(problems)])
     largest = 3 if options.max_mistake is None else options.max_mistake
     mistakes = generator.choice([*range(-largest, 0), *range(1, largest + 1)], size=len(problems))
     if options.max_mistake is None:
         mistakes[generator.random(len(problems)) < 0.5] = 1
     rows: list[dict[str, Any]] = []
-    for row, mistake in zip(problems, mistakes.tolist(), strict=True):
-        right = int(row["expected_answer"])
-        pair = {"prompt": row["problem"], "chosen": boxed(right), "rejected": boxed(right + mistake)}
+    for (problem, right), mistake in zip(problems, mistakes.tolist(), strict=True):
+        pair = {"prompt": problem, "chosen": boxed(right), "rejected": boxed(right + mistake)}
         rows.append({**pair, "margin": float(abs(mistake))} if options.margins else pair)
     return rows
 

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets.arithmetic import check_split, demonstrate_arithmetic, generated_options, in_split, sampled
+from nemo_rl.data.datasets.arithmetic import demonstrate_arithmetic, generated_options, in_split, sampled
 from nemo_rl.utils.task_formats import answer, passages, search
 
 _NAMES = """
@@ -45,12 +45,6 @@ def corpus(seed: int = DEFAULT_SEED) -> list[dict[str, str]]:
     return [{"text": fact(place, code_of(place, seed))} for place in PLACES]
 
 
-def places_of(split: str) -> list[str]:
-    """The places of a split: "train", "validation" or "all". ValueError for another split."""
-    check_split("lookup", split)
-    return [place for place in PLACES if in_split(place, split)]
-
-
 class _Options(StrictModel):
     num_samples: int | None = Field(default=None, ge=1)
     corpus_seed: int = DEFAULT_SEED
@@ -67,7 +61,8 @@ def load_lookup(cfg: TableConfig) -> list[dict[str, Any]]:
     """
     options = generated_options(cfg, _Options)
     split = cfg.split or "train"
-    places = sampled(places_of(split), options.num_samples, split, cfg.seed)
+    of_split = [place for place in PLACES if in_split(place, split)]
+    places = sampled(of_split, options.num_samples, split, cfg.seed)
     return [{"problem": question(place), "expected_answer": code_of(place, options.corpus_seed)} for place in places]
 
 

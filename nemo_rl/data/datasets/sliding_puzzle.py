@@ -15,11 +15,10 @@ from pydantic import Field
 
 from nemo_rl.config.rules import StrictModel
 from nemo_rl.data.config import TableConfig
-from nemo_rl.data.datasets.arithmetic import HELD_OUT_ONE_IN, check_split, generated_options, in_split
+from nemo_rl.data.datasets.arithmetic import DEFAULT_NUM_TRAIN_SAMPLES, HELD_OUT_ONE_IN, generated_options, in_split
 from nemo_rl.utils.sliding_puzzle import (
     ACTION_END,
     TILE_MOVES,
-    Board,
     describe,
     is_solved,
     play,
@@ -31,34 +30,35 @@ from nemo_rl.utils.sliding_puzzle import (
     solve,
 )
 
-DEFAULT_NUM_SAMPLES = {"train": 10_000, "validation": 256, "all": 256}
+_reachable = functools.cache(reachable)
 MAX_TRIES = 1_000  # shuffled boards in a row that belong to the other split
 DEMONSTRATED_MOVES = 6  # no 2x2 board needs more
 
 
-def sliding_puzzle_rows(
-    *,
-    size: int | list[int] = 5,
-    shuffle_moves: int | list[int] = 10,
-    num_samples: int | None = None,
-    max_moves: int | None = None,
-    seed: int = 42,
-    split: str = "train",
-) -> list[dict[str, Any]]:
+class _Options(StrictModel):
+    size: int | list[int] = 5
+    shuffle_moves: int | list[int] = 10
+    num_samples: int | None = Field(default=None, ge=1)
+    max_moves: int | None = None
+
+
+def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
     """Rows {"problem": the board as text, "extra_env_info": {"game_state": ...}, "stop_strings": ["</action>"]}.
 
+    `kwargs` are {size, shuffle_moves, num_samples, max_moves}; `split` and `seed` are those of the section.
     `shuffle_moves` is a number or [fewest, most], from which each board draws a number. `num_samples` defaults to
     10,000 for training and otherwise to 256; boards may repeat. `max_moves` overrides the limit of the environment.
 
     Raises:
-        ValueError: for an option out of range, or if shuffling gives no board of the split.
+        ValueError: for an unknown or invalid option, or if shuffling gives no board of the split.
     """
-    rows, columns = rows_and_columns(size)
-    fewest, most = shuffle_range(shuffle_moves)
-    check_split("sliding_puzzle", split)
-    num_samples = DEFAULT_NUM_SAMPLES[split] if num_samples is None else num_samples
-    rng = random.Random(seed)
-    limit = {} if max_moves is None else {"max_moves": max_moves}
+    options = generated_options(cfg, _Options)
+    rows, columns = rows_and_columns(options.size)
+    fewest, most = shuffle_range(options.shuffle_moves)
+    split = cfg.split or "train"
+    num_samples = options.num_samples or (DEFAULT_NUM_TRAIN_SAMPLES if split == "train" else 256)
+    rng = random.Random(cfg.seed)
+    limit = {} if options.max_moves is None else {"max_moves": options.max_moves}
     made: list[dict[str, Any]] = []
     num_tries = 0
     while len(made) < num_samples:
@@ -76,23 +76,6 @@ def sliding_puzzle_rows(
     return made
 
 
-class _Options(StrictModel):
-    size: int | list[int] = 5
-    shuffle_moves: int | list[int] = 10
-    num_samples: int | None = Field(default=None, ge=1)
-    max_moves: int | None = None
-
-
-def load_sliding_puzzle(cfg: TableConfig) -> list[dict[str, Any]]:
-    """Rows for a dataset section with `kwargs` {size, shuffle_moves, num_samples, max_moves}, `split` and `seed`.
-
-    Raises:
-        ValueError: for an unknown or invalid option.
-    """
-    options = generated_options(cfg, _Options)
-    return sliding_puzzle_rows(**options.model_dump(), seed=cfg.seed, split=cfg.split or "train")
-
-
 def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -> list[dict[str, str]]:
     """A game on 2x2, for the warm-up of tiny models: any of the 11 unsolved boards, and up to six moves.
 
@@ -100,7 +83,7 @@ def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -
     two are impossible there. Not every game ends with the solved board. Held-out boards are among them, as a real model
     has seen such boards before.
     """
-    board = rng.choice(_unsolved_2x2())
+    board = rng.choice(_reachable(2, 2)[1:])
     conversation = [{"role": "user", "content": render(board)}]
     for _ in range(DEMONSTRATED_MOVES):
         direction = rng.choice(list(TILE_MOVES)) if rng.random() < mistake_probability else solve(board)[0]
@@ -111,8 +94,3 @@ def demonstrate_sliding_puzzle(rng: random.Random, mistake_probability: float) -
             break
         conversation.append({"role": "environment", "content": describe(board, wrong)})
     return conversation
-
-
-@functools.cache
-def _unsolved_2x2() -> list[Board]:
-    return reachable(2, 2)[1:]

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.data.config import DatasetConfig
-from nemo_rl.data.datasets.arithmetic import arithmetic_rows, arithmetic_space, load_arithmetic
+from nemo_rl.data.datasets.arithmetic import arithmetic_space, load_arithmetic
 from nemo_rl.data.datasets.registry import load_rows
 
 
@@ -27,10 +27,15 @@ def test_answers_are_right_and_the_split_is_whole():
 
 
 def test_rows_depend_on_the_seed_and_repeat_only_after_the_whole_split():
-    rows = arithmetic_rows(num_samples=400, seed=1)
+    settings = {
+        "dataset_name": "arithmetic",
+        "processor": "default",
+        "env_name": "math",
+        "kwargs": {"num_samples": 400},
+    }
+    rows, again, others = (load_arithmetic(DatasetConfig(**settings, seed=seed)) for seed in (1, 1, 2))
     size = len(arithmetic_space(max_operand=9, operators="+-", split="train"))
-    assert rows == arithmetic_rows(num_samples=400, seed=1)
-    assert rows != arithmetic_rows(num_samples=400, seed=2)
+    assert rows == again != others
     assert len({row["problem"] for row in rows[:size]}) == size
     assert len(rows) == 400
 

@@ -7,7 +7,7 @@ from nemo_rl.data.config import DatasetConfig
 from nemo_rl.data.datasets import sliding_puzzle
 from nemo_rl.data.datasets.arithmetic import in_split
 from nemo_rl.data.datasets.registry import load_rows
-from nemo_rl.data.datasets.sliding_puzzle import demonstrate_sliding_puzzle, sliding_puzzle_rows
+from nemo_rl.data.datasets.sliding_puzzle import demonstrate_sliding_puzzle, load_sliding_puzzle
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.rows.processors import find_processor
 from nemo_rl.data.tiny_model import TinyModelRecipe, build_tiny_tokenizer, ensure_tiny_model, recipe_hash
@@ -30,6 +30,10 @@ def dataset(**kwargs):
     return DatasetConfig(
         dataset_name="sliding_puzzle", processor="episode_processor", env_name="sliding_puzzle_game", **kwargs
     )
+
+
+def sliding_puzzle_rows(seed=42, split="train", **kwargs):
+    return load_sliding_puzzle(dataset(seed=seed, split=split, kwargs=kwargs))
 
 
 def grids(rows):
