@@ -176,5 +176,5 @@ class FakeRollouts:
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
         return {"math/num_groups": float(len(groups))}
 
-    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
-        return [{"role": "user", "content": group.prompt_id}]
+    def conversations(self, groups: Sequence[GroupHandle]) -> list[list[list[dict[str, str]]]]:
+        return [[[{"role": "user", "content": group.prompt_id}]] for group in groups]

@@ -132,8 +132,7 @@ class RolloutCollector:
     def finished(self, *, wait: bool) -> list[GroupHandle]:
         """Submitted groups that have finished since the last call; with `wait`, at least one.
 
-        Raises:
-            WorkerError: the rollout worker or the engines die repeatedly, or hang.
+        WorkerError if the rollout worker or the engines die repeatedly, or hang.
         """
         assert self._submitted or not wait, "nothing to wait for"
         self.poll()
@@ -209,10 +208,10 @@ class RolloutCollector:
 
     def _recover_worker(self, error: WorkerError) -> None:
         """`_recover` if the worker died during a call; raise any other error."""
-        if not isinstance(error, WorkerDied):
-            self.check_keeper(error)
-            raise error
-        self._recover(error)
+        if isinstance(error, WorkerDied):
+            return self._recover(error)
+        self.check_keeper(error)
+        raise error
 
     def _recover(self, error: WorkerError) -> None:
         """Restart what died and play its groups again. Raises errors that a restart cannot fix, or that repeat."""
@@ -242,11 +241,8 @@ class RolloutCollector:
             raise error
 
     def check_keeper(self, error: WorkerError) -> None:
-        """Check whether the loss of the keeper of finished groups caused `error`.
-
-        Raises:
-            WorkerDied: the keeper, worker `KEEPER`-0, is gone or does not answer; all finished groups are lost.
-        """
+        """WorkerDied if the keeper of finished groups, worker `KEEPER`-0, is lost with all of them, which explains
+        `error`."""
         loss = first_line(error) if error.exception_type == KeeperLost.__name__ else self._keeper_loss()
         if loss is not None:
             text = f"{KEEPER}-0, the process that holds finished groups, is lost: {loss}"
@@ -284,10 +280,6 @@ class RolloutCollector:
         """The messages of each sample of each group, without tokens, in one call."""
         return self._call("conversations", *(group.ref for group in groups))
 
-    def messages(self, group: GroupHandle, index: int = 0) -> list[dict[str, str]]:
-        """The messages of one sample."""
-        return self.conversations([group])[0][index]
-
     def save(self, groups: Sequence[GroupHandle], folder: Path) -> None:
         """Write finished groups into a folder; see `records.write_groups`."""
         self._call("save", folder, *_names_and_refs(groups))
@@ -306,19 +298,16 @@ class RolloutCollector:
     def finish_records(self) -> int:
         """Wait for all records that `start_record` began. Returns the bytes written.
 
-        Raises:
-            WorkerError: a step could not be written.
+        WorkerError if a step could not be written.
         """
         num_bytes = 0
         while self._recording:
             ref = next(iter(self._recording))
             try:
-                [written] = self.group.wait([ref])
+                num_bytes += self.group.wait([ref])[0]
+                del self._recording[ref]
             except WorkerError as error:
                 self._recover_worker(error)
-                continue
-            num_bytes += written
-            del self._recording[ref]
         return num_bytes
 
     def generation_use(self) -> GenerationUse:
@@ -364,8 +353,7 @@ class RecordedRollouts(RolloutCollector):
     ) -> list[GroupHandle]:
         """The next batch that step `step` received when it was recorded; empty after the last recorded step.
 
-        Raises:
-            FileNotFoundError, ValueError: the step cannot be read, or it received fewer batches than are requested now.
+        FileNotFoundError or ValueError if the step cannot be read, or received fewer batches than are requested now.
         """
         if step > self.steps[-1]:
             logger.info("the record in %s ends with step %d", self.root, self.steps[-1])
@@ -373,9 +361,8 @@ class RecordedRollouts(RolloutCollector):
         if is_first:
             self._index = read_index(self.root, step)
             handles = {handle.group_id: handle for handle in self.load(step_folder(self.root, step))}
-            groups = [handles[group_id] for group_id in self._index.group_ids]
-            size = self._index.groups_per_batch
-            self._batches = [groups[start : start + size] for start in range(0, len(groups), size)]
+            ids, size = self._index.group_ids, self._index.groups_per_batch
+            self._batches = [[handles[i] for i in ids[at : at + size]] for at in range(0, len(ids), size)]
         if not self._batches:
             raise ValueError(
                 f"step {step} wants more groups than it got when {self.root} was recorded: other settings decide now "
@@ -392,9 +379,6 @@ class RecordedRollouts(RolloutCollector):
 class NoWeightSync:
     """Replaces a refit if nothing generates."""
 
-    def prepare(self) -> None:
-        """Does nothing."""
-
+    def prepare(self) -> None: ...
     def sync(self, version: int) -> dict[str, float]:
-        """Does nothing."""
         return {}

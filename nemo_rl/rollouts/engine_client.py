@@ -65,10 +65,9 @@ class Engines:
         self._replaced = asyncio.Event()
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
-        """Complete one prompt on the least loaded replica. The tokens do not depend on the replica.
+        """Complete one prompt on the least loaded replica, on which the tokens do not depend.
 
-        Raises:
-            RequestFailed: a living engine did not answer.
+        RequestFailed if a living engine does not answer.
         """
         while True:
             replaced = self._replaced
@@ -76,14 +75,20 @@ class Engines:
             if not alive:
                 await replaced.wait()
                 continue
-            client = min(alive, key=lambda client: client.in_flight)
+            client = min(alive, key=lambda client: len(client.results))
             try:
                 return await client.generate(prompt_token_ids, sampling, seed)
             except _RequestDropped:
                 continue
             except EngineDied as death:
                 if not replaced.is_set() and self._death is None:
-                    self._on_death(death)
+                    self._death = death
+                    self._died.set()
+                    now = asyncio.get_running_loop().time()
+                    for limit in self._limits:
+                        if (when := limit.when()) is not None and not limit.expired():
+                            self._limits[limit] = when - now
+                            limit.reschedule(None)
 
     async def died(self) -> EngineDied:
         """Wait until a replica is dead."""
@@ -106,16 +111,6 @@ class Engines:
             finally:
                 del self._limits[limit]
 
-    def _on_death(self, death: EngineDied) -> None:
-        self._death = death
-        self._died.set()
-        now = asyncio.get_running_loop().time()
-        for limit in self._limits:
-            when = limit.when()
-            if when is not None and not limit.expired():
-                self._limits[limit] = when - now
-                limit.reschedule(None)
-
 
 class EngineClient:
     """The client of one replica, in one event loop. It makes one call per batch of requests, not per sample.
@@ -133,13 +128,9 @@ class EngineClient:
         self._waiting: list[GenerationRequest] = []  # not sent yet
         self._sent: set[str] = set()  # accepted by the replica, not answered
         self._cancelled: list[str] = []  # to be aborted by the replica
-        self._results: dict[str, asyncio.Future[Completion]] = {}
+        self.results: dict[str, asyncio.Future[Completion]] = {}  # of the requests in flight
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_draining = False
-
-    @property
-    def in_flight(self) -> int:
-        return len(self._results)
 
     async def generate(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, seed: int) -> Completion:
         """Complete one prompt. Raises EngineDied, or RequestFailed with the engine's message.
@@ -149,47 +140,48 @@ class EngineClient:
         request = GenerationRequest(
             request_id=next(self._ids), prompt_token_ids=list(prompt_token_ids), sampling=sampling, seed=seed
         )
-        result = self._results[request.request_id] = asyncio.get_running_loop().create_future()
+        result = self.results[request.request_id] = asyncio.get_running_loop().create_future()
         self._waiting.append(request)
         if len(self._waiting) == 1:
             self._start(self._submit())
         try:
             return await result
         finally:
-            del self._results[request.request_id]
+            del self.results[request.request_id]
             if request.request_id in self._sent:
                 self._sent.discard(request.request_id)
                 self._cancel(request.request_id)
 
     def fail_all(self, error: Exception) -> None:
-        for result in self._results.values():
+        for result in self.results.values():
             if not result.done():
                 result.set_exception(error)
 
     def _start(self, coroutine: Any) -> None:
+        """Run it. An exception fails all requests, so that no caller waits forever."""
+
+        def done(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, EngineDied):
+                self.is_dead = True
+                self._cancelled = []
+                self.fail_all(error)
+            elif error is not None:
+                logger.error("generation worker %d: a call failed", self.number, exc_info=error)
+                self.fail_all(RequestFailed(f"generation worker {self.number}: {error!r}"))
+
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Fail all requests after an unexpected exception, so that no caller waits forever."""
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            logger.error("generation worker %d: a call failed", self.number, exc_info=error)
-            self.fail_all(RequestFailed(f"generation worker {self.number}: {error!r}"))
+        task.add_done_callback(done)
 
     async def _submit(self) -> None:
         await asyncio.sleep(0)  # let other episodes that are ready add their requests
-        batch = [request for request in self._waiting if request.request_id in self._results]
+        batch = [request for request in self._waiting if request.request_id in self.results]
         self._waiting = []
-        try:
-            await self._call("submit", batch, *self._client_id)
-        except EngineDied as death:
-            self._die(death)
-            return
+        await self._call("submit", batch, *self._client_id)
         for request in batch:
-            if request.request_id in self._results:
+            if request.request_id in self.results:
                 self._sent.add(request.request_id)
             else:  # cancelled during the call
                 self._cancel(request.request_id)
@@ -199,10 +191,10 @@ class EngineClient:
 
     async def _drain(self) -> None:
         try:
-            while self._results:
+            while self.results:
                 for answer in await self._call("drain", *self._client_id):
                     self._sent.discard(answer.request_id)
-                    result = self._results.get(answer.request_id)
+                    result = self.results.get(answer.request_id)
                     if result is None or result.done():  # the caller was cancelled
                         continue
                     if answer.completion is not None:
@@ -210,12 +202,9 @@ class EngineClient:
                         continue
                     text = f"generation worker {self.number}: {answer.failure}"
                     if answer.failure_type == EngineDied.__name__:
-                        self._die(EngineDied(text))
-                    else:
-                        result.set_exception(RequestFailed(text))
+                        raise EngineDied(text)
+                    result.set_exception(RequestFailed(text))
                 await asyncio.sleep(0)  # callers remove their entry, or send the next request
-        except EngineDied as death:
-            self._die(death)
         finally:
             self._is_draining = False
 
@@ -228,10 +217,7 @@ class EngineClient:
     async def _abort(self) -> None:
         await asyncio.sleep(0)
         request_ids, self._cancelled = self._cancelled, []
-        try:
-            await self._call("abort", request_ids)
-        except EngineDied as death:
-            self._die(death)
+        await self._call("abort", request_ids)
 
     async def _call(self, method: str, *args: Any) -> Any:
         """Call the replica. Raises EngineDied if it is gone, or gives no sign of life for `timeout_s`.
@@ -241,7 +227,7 @@ class EngineClient:
         call = asyncio.ensure_future(_value(self.replica.call.remote(method, *args)))
         try:
             while not (await asyncio.wait([call], timeout=self._timeout_s / 2))[0]:
-                if self._results:
+                if self.results:
                     await asyncio.wait_for(_value(self.replica.call.remote("check_health")), self._timeout_s / 2)
             return call.result()
         except RayActorError as error:
@@ -256,11 +242,6 @@ class EngineClient:
             raise EngineDied(f"generation worker {self.number}: {error.cause.text}") from error
         finally:
             call.cancel()
-
-    def _die(self, death: EngineDied) -> None:
-        self.is_dead = True
-        self._cancelled = []
-        self.fail_all(death)
 
 
 async def _value(ref: Any) -> Any:

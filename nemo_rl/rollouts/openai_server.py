@@ -12,6 +12,7 @@ the turn included, which training needs. Every request must carry `Authorization
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
@@ -30,30 +31,10 @@ MAX_BODY_BYTES = 16 << 20
 _SHUTDOWN_TIMEOUT_S = 3.0  # for answers that are being sent when the server stops
 
 
-class ToolCall(Protocol):
-    """A tool call in the model's text; `problem` is empty if it can be made."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> Mapping[str, Any]: ...
-    @property
-    def problem(self) -> str: ...
-
-
-class ChatPrompt(Protocol):
-    """A tokenised conversation."""
-
-    @property
-    def token_ids(self) -> list[int]: ...
-    @property
-    def retokenized(self) -> int: ...
-
-
 class Chat(Protocol):
     """Converts messages to token ids. Sampled turns keep their sampled tokens; see `data/chat/served.py`."""
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> ChatPrompt: ...
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any) -> Any: ...  # `token_ids`, `retokenized`
     def remember(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -74,7 +55,7 @@ class OpenAIServerSettings:
     model: str  # its name
     sampling: SamplingParams  # defaults of requests
     make_chat: Callable[[], Chat]  # called inside the worker
-    calls_of: Callable[[str], Sequence[ToolCall]] | None  # the tool calls in a text; None: they stay text
+    calls_of: Callable[[str], Sequence[Any]] | None  # the calls (`code/tools.py`) in a text; None: they stay text
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
     vocab_size: int
@@ -152,11 +133,8 @@ class SamplingRequest(BaseModel):
 
     def sampling(self, default: SamplingParams, room: int) -> SamplingParams:
         """Sampling parameters; `room` is the number of tokens that fit after the prompt."""
-        given: dict[str, Any] = {}
-        if self.temperature is not None:
-            given["temperature"] = float(self.temperature)
-        if self.top_p is not None:
-            given["top_p"] = float(self.top_p)
+        floats = {"temperature": self.temperature, "top_p": self.top_p}
+        given: dict[str, Any] = {name: float(value) for name, value in floats.items() if value is not None}
         if self.top_k is not None:
             given["top_k"] = self.top_k if self.top_k > 0 else None
         if self.stop is not None:
@@ -225,7 +203,7 @@ class OpenAIServer:
         self.generate: GenerateFn = self.engines.generate
         self.chat = settings.make_chat()
         self._closed = asyncio.Event()
-        self.app = web.Application(middlewares=[self._guard()], client_max_size=MAX_BODY_BYTES)
+        self.app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/completions", self._completions)
         self.app.router.add_post("/v1/chat/completions", self._chat)
@@ -252,44 +230,39 @@ class OpenAIServer:
     def close(self) -> None:
         self._closed.set()
 
-    def _guard(self) -> Any:
-        @web.middleware
-        async def guard(
-            request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-        ) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.settings.token.encode()):
-                return _error("a token is needed: Authorization: Bearer <token>", 401)
-            try:
-                return await handler(request)
-            except RequestError as error:
-                return _error(str(error), error.status)
-            except RequestFailed as error:
-                return _error(str(error), 503)
-            except web.HTTPException as error:  # unknown path, body too large
-                return _error(f"{error.reason}: {request.method} {request.path}", error.status)
-
-        return guard
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(errors="surrogateescape"), self.settings.token.encode()):
+            return _error("a token is needed: Authorization: Bearer <token>", 401)
+        try:
+            return await handler(request)
+        except RequestError as error:
+            return _error(str(error), error.status)
+        except RequestFailed as error:
+            return _error(str(error), 503)
+        except web.HTTPException as error:  # unknown path, body too large
+            return _error(f"{error.reason}: {request.method} {request.path}", error.status)
 
     async def _models(self, request: web.Request) -> web.Response:
-        model = {
-            "id": self.settings.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "nemo_rl",
-            "max_model_len": self.settings.max_model_len,
-        }
+        model = {"id": self.settings.model, "object": "model", "created": 0, "owned_by": "nemo_rl"}
+        model["max_model_len"] = self.settings.max_model_len
         return web.json_response({"object": "list", "data": [model]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         wanted = parse_request(CompletionRequest, await request.read())
 
         def choice(completion: Completion, text: str) -> dict[str, Any]:
-            return {
-                "text": text,
-                "finish_reason": completion.stop_reason.value,
-                "logprobs": completion_logprobs(completion, self.settings.decode),
+            tokens = [self.settings.decode([token_id]) for token_id in completion.token_ids]
+            logprobs = {
+                "tokens": tokens,
+                "token_logprobs": completion.logprobs,
+                "text_offset": [0, *itertools.accumulate(map(len, tokens))][:-1],
+                "top_logprobs": None,
             }
+            return {"text": text, "finish_reason": completion.stop_reason.value, "logprobs": logprobs}
 
         return await self._respond(request, wanted, "text_completion", self._prompt(wanted.prompt), choice)
 
@@ -315,10 +288,15 @@ class OpenAIServer:
             message = answer_message(text, calls_of(text) if calls_of is not None else [])
             token_ids = [*prompt.token_ids, *completion.token_ids]
             self.chat.remember(wanted.messages, tools, message, token_ids, prompt.retokenized)
+            logprobs = []
+            for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
+                token = self.settings.decode([token_id])
+                as_bytes = None if "\ufffd" in token else list(token.encode())  # None for a part of a character
+                logprobs.append({"token": token, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []})
             return {
                 "message": message,
                 "finish_reason": "tool_calls" if "tool_calls" in message else completion.stop_reason.value,
-                "logprobs": chat_logprobs(completion, self.settings.decode),
+                "logprobs": {"content": logprobs, "refusal": None},
             }
 
         more = {"retokenized_turns": prompt.retokenized}
@@ -344,24 +322,19 @@ class OpenAIServer:
         completions = await self._sample(token_ids, sampling, wanted.seed, wanted.n)
         choices = []
         for index, completion in enumerate(completions):
-            own = choice(completion, self._text(completion, sampling))
+            own = {"index": index, **choice(completion, self._text(completion, sampling))}
             if wanted.logprobs is False:
                 own["logprobs"] = None
-            choices.append(
-                {"index": index, **own, "token_ids": completion.token_ids, "token_logprobs": completion.logprobs}
-            )
+            choices.append(own | {"token_ids": completion.token_ids, "token_logprobs": completion.logprobs})
         num_sampled = sum(len(completion.token_ids) for completion in completions)
+        usage = {"prompt_tokens": len(token_ids), "completion_tokens": num_sampled}
         answer = {
             "id": f"{kind}-{secrets.token_hex(8)}",
             "object": kind,
             "created": int(time.time()),
             "model": self.settings.model,
             "choices": choices,
-            "usage": {
-                "prompt_tokens": len(token_ids),
-                "completion_tokens": num_sampled,
-                "total_tokens": len(token_ids) + num_sampled,
-            },
+            "usage": usage | {"total_tokens": len(token_ids) + num_sampled},
             "prompt_token_ids": token_ids,
             "weight_version": min(completion.weight_version for completion in completions),
             **(more or {}),
@@ -391,42 +364,19 @@ class OpenAIServer:
             await asyncio.gather(sampled, *tasks, return_exceptions=True)
 
 
-def answer_message(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+def answer_message(text: str, calls: Sequence[Any]) -> dict[str, Any]:
     """The assistant's message, with `tool_calls` for the calls. If one of them cannot be made, all stay text."""
     if not calls or any(call.problem for call in calls):
         return {"role": "assistant", "content": text}
-    before = text.partition("<tool_call>")[0].strip() if "<tool_call>" in text else ""
+    before, mark, _ = text.partition("<tool_call>")
+    functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
     return {
         "role": "assistant",
-        "content": before or None,
+        "content": (mark and before.strip()) or None,
         "tool_calls": [
-            {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
-            }
-            for call in calls
+            {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function} for function in functions
         ],
     }
-
-
-def chat_logprobs(completion: Completion, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Logprobs in the format of chat completions."""
-    content = []
-    for token_id, logprob in zip(completion.token_ids, completion.logprobs, strict=True):
-        text = decode([token_id])
-        as_bytes = None if "\ufffd" in text else list(text.encode())  # None for a part of a character
-        content.append({"token": text, "logprob": logprob, "bytes": as_bytes, "top_logprobs": []})
-    return {"content": content, "refusal": None}
-
-
-def completion_logprobs(completion: Completion, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Logprobs in the format of completions."""
-    tokens = [decode([token_id]) for token_id in completion.token_ids]
-    offsets = [0]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
-    return {"tokens": tokens, "token_logprobs": completion.logprobs, "text_offset": offsets[:-1], "top_logprobs": None}
 
 
 async def _streamed(request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:

@@ -63,8 +63,7 @@ def write_groups(folder: Path, groups: Sequence[RolloutGroup], task_names: Seque
 def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
     """The groups of a folder, and the task name of each.
 
-    Raises:
-        FileNotFoundError, ValueError: the folder holds no groups, or its two files do not match.
+    FileNotFoundError or ValueError if it holds no groups, or its two files do not match.
     """
     with (folder / GROUPS).open(encoding="ascii") as lines:
         records = [json.loads(line) for line in lines]
@@ -80,10 +79,9 @@ def read_groups(folder: Path) -> tuple[list[RolloutGroup], list[str]]:
             tokens = {name: columns[name][start : start + meta.length] for name in COLUMNS}
             start += meta.length
             count = meta.routed_experts_bytes // bytes_per_token
-            own_experts = experts[experts_start : experts_start + count] if count else None
+            own = experts[experts_start : experts_start + count] if count else None
             experts_start += count
-            text, metrics = stored["messages"], stored.get("metrics", {})
-            samples.append(Sample(meta=meta, messages=text, metrics=metrics, routed_experts=own_experts, **tokens))
+            samples.append(Sample(**{**stored, **tokens, "meta": meta, "routed_experts": own}))
         groups.append(RolloutGroup(group_id=record["group_id"], prompt_id=record["prompt_id"], samples=samples))
     for what, expected, found in (
         ("tokens", start, len(columns["token_ids"])),
@@ -124,10 +122,8 @@ def write_step(
 ) -> int:
     """Write the groups of a step, in the order of `index.group_ids`, below `root`. Returns the bytes written.
 
-    The step's folder appears complete or not at all. With `keep`, only the newest `keep` steps stay.
-
-    Raises:
-        OSError: the disk is full or not writable. Nothing of the step is left then.
+    The step's folder appears complete or not at all: after an OSError (the disk is full) nothing of the step is left.
+    With `keep`, only the newest `keep` steps stay.
     """
     assert [group.group_id for group in groups] == index.group_ids
     folder = step_folder(root, index.step)
@@ -158,12 +154,7 @@ def recorded_steps(root: Path) -> list[int]:
 
 
 def read_index(root: Path, step: int) -> StepIndex:
-    """The index of a recorded step.
-
-    Raises:
-        FileNotFoundError: the step does not exist.
-        ValueError: its files have changed since they were written.
-    """
+    """The index of a recorded step. FileNotFoundError if there is none, ValueError if a file of it has changed."""
     folder = step_folder(root, step)
     if not folder.is_dir():
         raise FileNotFoundError(f"{root} holds no step {step}; it holds: {steps_text(recorded_steps(root))}")

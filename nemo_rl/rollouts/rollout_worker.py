@@ -143,13 +143,10 @@ class RolloutWorker:
         return await self._keep(group, request.prompt.task_name)
 
     async def _keep(self, group: RolloutGroup, task_name: str) -> GroupHandle:
-        async def ref_of_kept() -> ray.ObjectRef:
-            [ref] = await self.keeper.keep.remote(group)
-            return ref
-
         limit_s = self.settings.engine_timeout_s
         try:
-            ref = await asyncio.wait_for(ref_of_kept(), limit_s)
+            async with asyncio.timeout(limit_s):
+                [ref] = await self.keeper.keep.remote(group)
         except TimeoutError:
             raise KeeperLost(f"it kept nothing within {limit_s:g} s") from None
         except RayActorError as error:
@@ -213,12 +210,12 @@ class RolloutWorker:
             environment = self.environments[task_name]
             _, samples = by_name.setdefault(environment.name, (environment, []))
             samples += [(group.group_id, sample) for sample in group.samples if sample.meta.has_reward]
-        metrics = {}
-        for name, (environment, samples) in by_name.items():
-            if samples:
-                found = await environment.metrics(samples)
-                metrics.update({f"{name}/{metric}": value for metric, value in found.items()})
-        return metrics
+        return {
+            f"{name}/{metric}": value
+            for name, (environment, samples) in by_name.items()
+            if samples
+            for metric, value in (await environment.metrics(samples)).items()
+        }
 
     async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
         """The messages of each sample of each group."""
@@ -242,9 +239,9 @@ class GroupKeeper:
 
     async def forget(self, unused: Sequence[tuple[str, str]]) -> None:
         """Release groups, given by group id and hexadecimal id of the reference."""
-        for group_id, ref in unused:
-            if group_id in self.groups and self.groups[group_id].hex() == ref:
-                del self.groups[group_id]
+        present = {(group_id, ref.hex()) for group_id, ref in self.groups.items()}
+        for group_id, _ in present.intersection(unused):
+            del self.groups[group_id]
 
     async def ping(self) -> None:
         """Return while this process lives."""
@@ -289,8 +286,7 @@ class BusyTime:
     def take(self) -> GenerationUse:
         """The use since the last call, or since construction."""
         self._count()
-        use = GenerationUse(
-            busy_s=self._busy_s, window_s=self._counted_to - self._window_began, num_tokens=self.num_tokens
-        )
+        window_s = self._counted_to - self._window_began
+        use = GenerationUse(busy_s=self._busy_s, window_s=window_s, num_tokens=self.num_tokens)
         self._busy_s, self.num_tokens, self._window_began = 0.0, 0, self._counted_to
         return use

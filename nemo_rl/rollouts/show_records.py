@@ -66,8 +66,7 @@ def _meets(group: RecordedGroup, sample: Sample, filters: Sequence[tuple[str, st
 def recorded_groups(root: Path, filters: Sequence[tuple[str, str]] = ()) -> Iterator[RecordedGroup]:
     """The groups below `root`, step by step, with at least one sample that meets all filters (field, value).
 
-    Raises:
-        FileNotFoundError: there is no record.
+    FileNotFoundError if there is no record.
     """
     steps = recorded_steps(root)
     if not steps:
@@ -114,12 +113,9 @@ def groups_table(groups: Sequence[RecordedGroup]) -> Table:
 def show_group(
     recorded: RecordedGroup, samples: Sequence[int] | None = None, decode: Decode | None = None
 ) -> RenderableType:
-    """All samples of a group, or those with the numbers `samples`.
+    """All samples of a group, or those with the numbers `samples`. ValueError if the group has no such sample.
 
     With `decode`, also the tokens, with sampled tokens coloured by probability.
-
-    Raises:
-        ValueError: the group has no such sample.
     """
     group = recorded.group
     chosen = range(len(group.samples)) if samples is None else samples
@@ -189,16 +185,12 @@ def token_text(sample: Sample, decode: Decode) -> Text:
 def find_group(groups: Sequence[RecordedGroup], group_id: str | None, *, worst: bool) -> RecordedGroup:
     """The group `group_id`; without an id the first group or, with `worst`, the one with the lowest mean reward.
 
-    Raises:
-        ValueError: there is no such group.
+    ValueError if there is no such group.
     """
-    if group_id is not None:
-        found = [group for group in groups if group.group.group_id == group_id]
-        if not found:
-            raise ValueError(f"no group {group_id}; --list shows the groups")
-        return found[0]
-    if not groups:
-        raise ValueError("no group meets the conditions")
-    if worst and any(group.rewards for group in groups):
-        return min((group for group in groups if group.rewards), key=lambda group: group.mean_reward)
-    return groups[0]
+    found = [group for group in groups if group_id in (None, group.group.group_id)]
+    if not found:
+        raise ValueError(
+            "no group meets the conditions" if group_id is None else f"no group {group_id}; --list shows the groups"
+        )
+    rewarded = [group for group in found if group.rewards]
+    return min(rewarded, key=lambda group: group.mean_reward) if worst and rewarded else found[0]

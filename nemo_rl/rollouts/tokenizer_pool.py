@@ -124,11 +124,8 @@ class TokenizerPool:
     def finish(self, pending: list[PendingGroup]) -> list[ExampleHandle]:
         """Wait for a batch. Its groups hold the rows in the order of the prompts; lost groups are made again.
 
-        May be called several times for a batch.
-
-        Raises:
-            ValueError: the error of a row.
-            WorkerError: a worker dies repeatedly, or hangs.
+        May be called several times for a batch. ValueError is the error of a row; WorkerError if a worker hangs or dies
+        repeatedly.
         """
         num_restarts = 0
         for worker in range(len(self._workers)):

@@ -299,7 +299,7 @@ class RolloutTrainer(Trainer):
         if num_shown > 0:
             shown = groups[:num_shown]
             self.tools.console.show_samples(
-                [self.rollouts.messages(group) for group in shown],
+                [samples[0] for samples in self.rollouts.conversations(shown)],
                 [group.samples[0].reward for group in shown],
                 num_samples=num_shown,
                 title=f"validation after step {self.state.total_steps}",
