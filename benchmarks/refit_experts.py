@@ -151,7 +151,7 @@ def sources_of(model: Model, sizes: Sizes, layout: Layout) -> Shards:
         parts.append(whole_shards(model.metas, first_rank[whole] + rank, whole))
         lo, hi = size[divided] * part // layout.tensor, size[divided] * (part + 1) // layout.tensor
         parts.append(Shards(first_rank[divided] + rank, divided, cut[divided], lo, hi))
-    return Shards.concatenate(parts)
+    return Shards(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def first_layer(rank: int, num_layers: int) -> int:

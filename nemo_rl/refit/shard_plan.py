@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,7 @@ _MOVE_ALIGNMENT = 16
 Ints = np.ndarray  # int64
 
 
-@dataclass(frozen=True)
-class Shards:
+class Shards(NamedTuple):
     """Shards and who holds them: row i is lo[i] to hi[i] of dimension dim[i] of tensor[i], on rank[i].
 
     All columns are int64 [N]; `tensor` numbers the list of tensors, `rank` the members of the group. A scalar counts as
@@ -40,22 +40,11 @@ class Shards:
     lo: Ints
     hi: Ints
 
-    @classmethod
-    def concatenate(cls, parts: Sequence[Shards]) -> Shards:
-        """The rows of all `parts`, in order."""
-        columns = zip(*((p.rank, p.tensor, p.dim, p.lo, p.hi) for p in parts), strict=True)
-        return cls(*(np.concatenate(column).astype(np.int64) for column in columns))
-
-    def take(self, rows: Ints) -> Shards:
-        """Some rows."""
-        return Shards(self.rank[rows], self.tensor[rows], self.dim[rows], self.lo[rows], self.hi[rows])
-
 
 # -- the plan
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """A slice of a tensor to copy from a shard to a bucket.
 
     It begins at `local` (index per dimension) of the source's shard and has `size` elements per dimension. In its
@@ -71,8 +60,7 @@ class Move:
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """What one source sends one receiver for one bucket: `nbytes` with the trailer, and its slices."""
 
     peer: int
@@ -80,8 +68,7 @@ class Message:
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """One rank's part in an exchange between all ranks. `sends` and `receives` are in order of peers."""
 
     sends: tuple[Message, ...]
@@ -165,8 +152,8 @@ class ShardPlan:
         columns = (self.tensor, self.local, self.size, self.at, self.offset, self.strides)
         moves = []
         for tensor, local, size, at, offset, strides in zip(*(c[rows].tolist() for c in columns), strict=True):
-            rank = len(self.tensors[tensor].shape)  # arrays have the columns of the tensor with most dimensions
-            moves.append(Move(tensor, tuple(local[:rank]), tuple(size[:rank]), at, offset, tuple(strides[:rank])))
+            dims = slice(len(self.tensors[tensor].shape))  # arrays have the columns of the tensor with most dimensions
+            moves.append(Move(tensor, tuple(local[dims]), tuple(size[dims]), at, offset, tuple(strides[dims])))
         return tuple(moves)
 
 
@@ -203,7 +190,7 @@ def build_plan(
     chosen = _choose_sources(held, pairs, receiver, np.asarray(nodes, dtype=np.int64))
     limit = 2 * layouts[0].bucket_bytes if send_bytes is None else send_bytes
     messages, rows = _group(pairs, units, chosen, receiver, world=len(nodes), limit=limit)
-    pairs = pairs.take(rows)
+    pairs = _Pairs(*(column[rows] for column in pairs))
     tensor = units.tensor[pairs.unit]
     strides = table.strides[tensor]
     return ShardPlan(
@@ -221,8 +208,7 @@ def build_plan(
 # -- tables of tensors and of the shards that ranks hold
 
 
-@dataclass(frozen=True)
-class _TensorTable:
+class _TensorTable(NamedTuple):
     metas: Sequence[TensorMeta]
     shape: Ints  # [T, D], padded with ones
     strides: Ints  # [T, D], of contiguous tensors
@@ -256,8 +242,7 @@ class _TensorTable:
         return Shards(shards.rank, shards.tensor, dim, shards.lo, hi)
 
 
-@dataclass(frozen=True)
-class _HeldShards:
+class _HeldShards(NamedTuple):
     """The S distinct shards, by tensor (`of_tensor[t]` to `of_tensor[t + 1]`), and the sets of ranks that hold them."""
 
     origin: Ints  # [S, D]
@@ -272,9 +257,10 @@ class _HeldShards:
         for key in keys[counts > 1].tolist():
             rank, tensor = divmod(key, len(table.metas))
             raise ValueError(f"rank {rank} holds two shards of {table.metas[tensor].name}; one is possible")
-        rows = sources.take(np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor)))
+        order = np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor))
+        rows = Shards(*(column[order] for column in sources))
         starts = _run_starts(rows.tensor, rows.dim, rows.lo, rows.hi)
-        parts = rows.take(starts)
+        parts = Shards(*(column[starts] for column in rows))
         _check_tiling(table, parts)
         of_tensor = np.append(0, np.cumsum(np.bincount(parts.tensor, minlength=len(table.metas))))
         holders = np.split(rows.rank, starts[1:])
@@ -307,8 +293,7 @@ def _check_tiling(table: _TensorTable, parts: Shards) -> None:
 # -- the slices that receivers want, by bucket
 
 
-@dataclass(frozen=True)
-class _Units:
+class _Units(NamedTuple):
     """Slices of wanted tensors that lie in one bucket: nearly always the whole tensor.
 
     Element x of the tensor is at byte `base` + (flat index of x) x itemsize of the bucket.
@@ -367,8 +352,7 @@ def _slices_of_range(shape: list[int], start: int, stop: int) -> list[tuple[list
 # -- which source sends which slice, in which message
 
 
-@dataclass(frozen=True)
-class _Pairs:
+class _Pairs(NamedTuple):
     """Intersections of units with held shards."""
 
     unit: Ints
@@ -376,9 +360,6 @@ class _Pairs:
     lo: Ints  # [P, D]
     hi: Ints
     nbytes: Ints
-
-    def take(self, rows: Ints) -> _Pairs:
-        return _Pairs(self.unit[rows], self.shard[rows], self.lo[rows], self.hi[rows], self.nbytes[rows])
 
 
 def _intersect(table: _TensorTable, held: _HeldShards, units: _Units) -> _Pairs:

@@ -69,7 +69,7 @@ class ShardSender(Sender):
         nodes = sorted({offer.node for offer in self._offers})
         plan = build_plan(
             self.layout.tensors,
-            Shards.concatenate([offer.shards for offer in self._offers]),
+            Shards(*map(np.concatenate, zip(*(offer.shards for offer in self._offers), strict=True))),
             {number: range(len(tensors)) for number, offer in enumerate(self._offers) if offer.has_buffer},
             nodes=[nodes.index(offer.node) for offer in self._offers],
             bucket_bytes=self.layout.bucket_bytes,

@@ -101,7 +101,7 @@ def test_a_receiver_takes_all_from_one_of_equal_replicas():
 def test_equal_for_any_order_of_the_sources():
     case = random_case(1)
     shuffled = np.random.default_rng(0).permutation(len(case.sources.rank))
-    again = replace(case, sources=Shards(*(getattr(case.sources, f.name)[shuffled] for f in fields(Shards))))
+    again = replace(case, sources=Shards(*(column[shuffled] for column in case.sources)))
     first, second = case.plan(512), again.plan(512)
     for field in fields(first):
         if isinstance(value := getattr(first, field.name), np.ndarray):
