@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -95,10 +95,10 @@ class SharedWeights:
     def sync(self, version: int) -> dict[str, float]:
         """Stamp later samples with `version`. Returns `sync_s`, and zeros for the other metrics of a refit."""
         started = time.perf_counter()
-        self.generation.start_weight_update()
+        self.generation.rest()
         self.generation.finish_weight_update(version)
-        seconds = time.perf_counter() - started
-        return {"sync_s": seconds, "gather_s": 0.0, "pack_s": 0.0, "bytes": 0.0, "num_buckets": 0.0}
+        no_transfer = dict.fromkeys(("gather_s", "pack_s", "bytes", "num_buckets"), 0.0)
+        return {"sync_s": time.perf_counter() - started} | no_transfer
 
 
 class HfWorker:
@@ -128,9 +128,6 @@ class HfWorker:
         await self.rest()
         self._ranks, self._data_ranks = ranks, data_ranks
         self._death = None
-
-    async def start_weight_update(self, *, clear_cache: bool) -> None:
-        await self.rest()
 
     async def finish_weight_update(self, version: int) -> None:
         """Set the version of the policy's weights. No batch may be in progress."""
@@ -220,7 +217,7 @@ class HfWorker:
         self._in_batch = set()
 
 
-def _failures(request_ids: Any, failure_type: str, failure: str) -> list[GenerationAnswer]:
+def _failures(request_ids: Iterable[str], failure_type: str, failure: str) -> list[GenerationAnswer]:
     return [GenerationAnswer(request_id=key, failure_type=failure_type, failure=failure) for key in request_ids]
 
 

@@ -41,9 +41,8 @@ class BoundMultiprocExecutor(MultiprocExecutor):
 
 def executor_class(config: VllmConfig) -> type[Executor]:
     """The bound form of the executor that vLLM chose."""
-    return {bound.__base__: bound for bound in (BoundUniProcExecutor, BoundMultiprocExecutor)}[
-        Executor.get_class(config)
-    ]
+    chosen = Executor.get_class(config)
+    return next(bound for bound in (BoundUniProcExecutor, BoundMultiprocExecutor) if bound.__base__ is chosen)
 
 
 def end_with_parent() -> None:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_args
@@ -98,32 +99,30 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             raise RefitError(f"{self.transport}: init_transfer_engine must come before the first sync")
         self._updating = False
         self._why_reload = _why_not_in_place(self.model)
+        addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
+        if self._why_reload is None and (self._targets is None or addresses != self._addresses):
+            self._targets, self._addresses = None, addresses
+            try:
+                targets, stale = trace_load(self.model, self._receiver.layout.weights)
+                self._refuse_stale(stale)
+                self._targets = targets
+            except NotTraceable as error:
+                self._why_reload = str(error)
         if self._why_reload is None:
-            addresses = [parameter.data_ptr() for parameter in self.model.parameters()]
-            if self._targets is None or addresses != self._addresses:
-                self._targets, self._addresses = None, addresses
-                try:
-                    targets, stale = trace_load(self.model, self._receiver.layout.weights)
-                except NotTraceable as error:
-                    self._why_reload = str(error)
-                else:
-                    self._refuse_stale(stale)
-                    self._targets = targets
-        if self._why_reload is not None and self._receiver.layout.num_base_buckets:
+            return
+        if self._receiver.layout.num_base_buckets:
             raise RefitError(
                 f"{self.transport}: policy.dtensor_cfg.lora_cfg.refit=adapter needs an engine that uses its weights as "
                 f"they are loaded, and {self._why_reload}; set it to merged"
             )
-        if self._why_reload is not None:
-            logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
-            self._expected = {name for name, _ in self.model.named_parameters()}
-            self._loaded = set()
-            for module in self.model.modules() if self.device.type == "cpu" else ():
-                # vLLM packs the experts' weights for the CPU kernel only when it creates the kernel, and a reload keeps
-                # the kernel: unpacked weights would be copied into the memory of packed ones.
-                if hasattr(module, "quant_method") and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
-                    module.quant_method.moe_kernel = None
-            initialize_layerwise_reload(self.model)
+        logger.info("weights go through vLLM's layerwise reload: %s", self._why_reload)
+        self._expected, self._loaded = {name for name, _ in self.model.named_parameters()}, set()
+        for module in self.model.modules() if self.device.type == "cpu" else ():
+            # vLLM packs the experts' weights for the CPU kernel only when it creates the kernel, and a reload keeps the
+            # kernel: unpacked weights would be copied into the memory of packed ones.
+            if hasattr(module, "quant_method") and isinstance(module.quant_method, UnquantizedFusedMoEMethod):
+                module.quant_method.moe_kernel = None
+        initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: PackedUpdateInfo) -> None:
         """Verify one bucket and load it. Raises RefitError with version, bucket and tensor."""
@@ -223,7 +222,7 @@ class _CopyRecorder(TorchDispatchMode):
         super().__init__()
         self._index = {_storage(source): index for index, source in enumerate(sources)}
         self.segments: list[list[Segment]] = [[] for _ in sources]
-        self.written: dict[int, int] = {}  # storage -> elements written, fills included
+        self.written: Counter[int] = Counter()  # storage -> elements written, fills included
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -236,18 +235,14 @@ class _CopyRecorder(TorchDispatchMode):
                 raise NotTraceable(f"a part of shape {list(part.shape)} is stored as {list(target.shape)}")
             segment = Segment(tuple(part.shape), part.stride(), part.storage_offset(), target.detach())
             self.segments[self._index[_storage(part)]].append(segment)
-            self._count(target)
+            self.written[_storage(target)] += target.numel()
             return target
         if func in (aten.fill_.Scalar, aten.zero_.default):  # padding, which already holds this value
-            self._count(args[0])
+            self.written[_storage(args[0])] += args[0].numel()
             return args[0]
         if func._schema.is_mutable or func is aten._local_scalar_dense.default:
             raise NotTraceable(f"loading calls {func}")
         return func(*args, **(kwargs or {}))
-
-    def _count(self, target: torch.Tensor) -> None:
-        key = _storage(target)
-        self.written[key] = self.written.get(key, 0) + target.numel()
 
 
 def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[list[list[Segment]], list[str]]:
@@ -261,10 +256,10 @@ def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[l
     recorder = _CopyRecorder(sources)
     with torch.no_grad(), disable_mtp_completeness_check(), recorder:
         model.load_weights((meta.name, source) for meta, source in zip(tensors, sources, strict=True))
-    sizes: dict[int, int] = {}
+    sizes: Counter[int] = Counter()  # parameters may share a storage
     for parameter in model.parameters():
-        sizes[_storage(parameter)] = sizes.get(_storage(parameter), 0) + parameter.numel()
-    stale = [n for n, p in model.named_parameters() if recorder.written.get(_storage(p), 0) < sizes[_storage(p)]]
+        sizes[_storage(parameter)] += parameter.numel()
+    stale = [n for n, p in model.named_parameters() if recorder.written[_storage(p)] < sizes[_storage(p)]]
     return recorder.segments, stale
 
 

@@ -57,7 +57,7 @@ class VllmWorker:
         self._sleep_mode = device == "cuda" and cfg.colocated.enabled
         self._asleep: set[str] = set()
         self._request_ids = itertools.count()
-        self._serving: dict[str, asyncio.Task[GenerationAnswer]] = {}  # by request id
+        self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
         self._answers = AnswerQueue()
         self._turns = asyncio.Condition()
         self._turn = 0  # of the bucket to read next
@@ -131,7 +131,8 @@ class VllmWorker:
     async def submit(self, requests: Sequence[GenerationRequest], client_id: str = "") -> None:
         """Begin to answer `requests`; `drain` with the same `client_id` returns the answers."""
         for request in requests:
-            task = self._serving[request.request_id] = asyncio.create_task(self._serve(request))
+            completion = self.generate(request.prompt_token_ids, request.sampling, request.seed)
+            task = self._serving[request.request_id] = asyncio.create_task(completion)
             task.add_done_callback(partial(self._on_served, request.request_id, client_id))
 
     async def drain(self, client_id: str = "") -> list[GenerationAnswer]:
@@ -151,24 +152,19 @@ class VllmWorker:
         await self.abort(list(self._serving))
         self._answers.clear()
 
-    async def _serve(self, request: GenerationRequest) -> GenerationAnswer:
-        try:
-            completion = await self.generate(request.prompt_token_ids, request.sampling, request.seed)
-        except (EngineDied, ValueError, RuntimeError) as error:
-            kind = type(error).__name__
-            return GenerationAnswer(request_id=request.request_id, failure_type=kind, failure=str(error))
-        return GenerationAnswer(request_id=request.request_id, completion=completion)
-
-    def _on_served(self, request_id: str, client_id: str, task: asyncio.Task[GenerationAnswer]) -> None:
-        """Queue the answer, or an unexpected exception, for the client. An aborted request gets no answer."""
+    def _on_served(self, request_id: str, client_id: str, task: asyncio.Task[Completion]) -> None:
+        """Queue the answer for the client. An aborted request gets no answer."""
         del self._serving[request_id]
         if task.cancelled():
             return
         if (error := task.exception()) is None:
-            answer = task.result()
+            answer = GenerationAnswer(request_id=request_id, completion=task.result())
         else:
-            logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
-            answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=repr(error))
+            text = str(error)
+            if not isinstance(error, ValueError | RuntimeError):
+                logger.error("%s: an unexpected failure of request %s", self._name, request_id, exc_info=error)
+                text = repr(error)
+            answer = GenerationAnswer(request_id=request_id, failure_type=type(error).__name__, failure=text)
         self._answers.put([answer], client_id)
 
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
@@ -179,7 +175,6 @@ class VllmWorker:
         return np.frombuffer(data, dtype=dtype).reshape(shape)
 
     async def draft_counts(self) -> DraftCounts:
-        """Statistics of speculative decoding since the start."""
         return self._draft_counts
 
     # -- weights
