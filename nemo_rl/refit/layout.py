@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -90,12 +91,9 @@ class Segment:
 
     def is_flat(self, dtype: torch.dtype) -> bool:
         """Whether the bytes can be copied as they are: same dtype, contiguous on both sides."""
-        expected = 1
-        for size, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.target.dtype == dtype and self.target.is_contiguous()
+        strides = zip(self.size, self.stride, self.target.stride(), strict=True)
+        same = all(size == 1 or ours == theirs for size, ours, theirs in strides)
+        return same and self.target.dtype == dtype and self.target.is_contiguous()
 
 
 @dataclass(frozen=True)
@@ -227,30 +225,23 @@ class ExportedTensor:
         return default if self.dtype.is_floating_point and not self.keeps_dtype else self.dtype
 
 
-class GatheredParts:
-    """Several exported tensors that one `gather(dtype)` gives: called for the first, its result dropped after the last.
+def gathers_of_parts(
+    count: int, gather: Callable[[torch.dtype | None], list[torch.Tensor]]
+) -> list[Callable[[torch.dtype | None], torch.Tensor]]:
+    """The `gather` of each of `count` tensors that one `gather(dtype)` gives: called for the first, its result dropped
+    after the last. Ranks gather the parts in order."""
+    parts: list[torch.Tensor] = []
 
-    At most one such group is held at a time. Ranks gather the parts in order.
-    """
+    def part(index: int, dtype: torch.dtype | None) -> torch.Tensor:
+        if index == 0:
+            parts[:] = gather(dtype)
+        assert len(parts) == count, "parts are gathered in order"
+        found = parts[index].contiguous()
+        if index == count - 1:
+            parts.clear()  # so that the memory of one group at most is held
+        return found
 
-    def __init__(self, count: int, gather: Callable[[torch.dtype | None], list[torch.Tensor]]) -> None:
-        self._count = count
-        self._gather = gather
-        self._parts: list[torch.Tensor] = []
-
-    def part(self, index: int) -> Callable[[torch.dtype | None], torch.Tensor]:
-        """The `gather` of part number `index`."""
-
-        def gather(dtype: torch.dtype | None) -> torch.Tensor:
-            if index == 0:
-                self._parts = self._gather(dtype)
-            assert len(self._parts) == self._count, "parts are gathered in order"
-            part = self._parts[index].contiguous()
-            if index == self._count - 1:
-                self._parts = []
-            return part
-
-        return gather
+    return [partial(part, index) for index in range(count)]
 
 
 def exported(name: str, tensor: Callable[[], torch.Tensor], *, keeps_dtype: bool = False) -> ExportedTensor:

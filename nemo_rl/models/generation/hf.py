@@ -167,12 +167,6 @@ class HfWorker:
         if self._generating is not None:
             await self._generating
 
-    async def onload(self, tags: Sequence[str] | None) -> None:
-        """Nothing to move: the weights are the policy's."""
-
-    async def offload(self) -> None:
-        await self.rest()
-
     async def check_health(self) -> None:
         """Raise EngineDied if a rank of the policy died."""
         if self._death is not None:

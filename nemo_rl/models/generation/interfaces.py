@@ -141,14 +141,6 @@ class GenerationInterface(ABC):
         """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
         self._call_all("finish_weight_update", version)
 
-    def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Move "weights", "kv_cache", or both (None) back onto the device."""
-        self._call_all("onload", list(tags) if tags is not None else None)
-
-    def offload(self) -> None:
-        """Free the device. No request may be in flight."""
-        self._call_all("offload")
-
     @abstractmethod
     def dead_workers(self) -> list[int]:
         """Replicas whose process or engine is gone."""

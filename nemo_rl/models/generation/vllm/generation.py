@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -80,6 +81,14 @@ class VllmGeneration(GenerationInterface):
     def num_engine_ranks(self) -> int:
         """Number of ranks of all engines together."""
         return sum(len(bundles) for nodes in self._bundle_groups for bundles in nodes)
+
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Move "weights", "kv_cache", or both (None) back onto the device."""
+        self._call_all("onload", tags)
+
+    def offload(self) -> None:
+        """Free the device. No request may be in flight."""
+        self._call_all("offload")
 
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())

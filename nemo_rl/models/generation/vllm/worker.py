@@ -241,20 +241,16 @@ class VllmWorker:
         """Free the GPU (vLLM's sleep level 1). Without sleep mode, only drop the prefix cache.
 
         Drops all requests and holds back new ones until the engine is awake: while another replica is replaced,
-        episodes still send requests to this one.
+        episodes still send requests to this one. Without sleep mode, requests in flight are a RuntimeError.
         """
         if self._sleep_mode and not self._asleep:
             self._sampling_allowed.clear()
             await self.abandon_requests()
-        await self.reset_prefix_cache()
+        if not await self._engine_call(self._engine.reset_prefix_cache()):
+            raise RuntimeError(f"{self._name}: requests in flight hold the KV cache")
         if self._sleep_mode and not self._asleep:
             await self._engine_call(self._engine.sleep(level=1))
             self._asleep = set(_SLEEP_TAGS)
-
-    async def reset_prefix_cache(self) -> None:
-        """Drop the KV of finished requests. Raises RuntimeError while requests are in flight."""
-        if not await self._engine_call(self._engine.reset_prefix_cache()):
-            raise RuntimeError(f"{self._name}: requests in flight hold the KV cache")
 
     # -- health
 

@@ -33,7 +33,7 @@ from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, draw_head, is_scalar
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta, decoder_layers
 from nemo_rl.models.policy.weight_loading import hf_name, load_weights, named_tensors
-from nemo_rl.refit.layout import ExportedTensor, GatheredParts, exported, gathered
+from nemo_rl.refit.layout import ExportedTensor, exported, gathered, gathers_of_parts
 from nemo_rl.types import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -290,17 +290,11 @@ def _plain(name: str, module: nn.Module, attribute: str, names: ExpertNames) -> 
     if len(pieces) == 1:
         yield exported(pieces[0][0], current, keeps_dtype=is_buffer)
         return
-    whole = GatheredParts(
+    gathers = gathers_of_parts(
         len(pieces), lambda dtype: [part for _, part in names.split(name, gathered(current().detach(), dtype))]
     )
-    for index, (piece_name, shape) in enumerate(pieces):
-        yield ExportedTensor(
-            name=piece_name,
-            shape=shape,
-            dtype=current().dtype,
-            gather=whole.part(index),
-            keeps_dtype=is_buffer,
-        )
+    for (piece, shape), gather in zip(pieces, gathers, strict=True):
+        yield ExportedTensor(name=piece, shape=shape, dtype=current().dtype, gather=gather, keeps_dtype=is_buffer)
 
 
 def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.device) -> list[ExportedTensor]:
