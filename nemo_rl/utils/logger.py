@@ -13,14 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from nemo_rl.utils import files
-
-if TYPE_CHECKING:
-    from nemo_rl.utils.config import LoggerConfig, WandbConfig
+from nemo_rl.utils.config import LoggerConfig, WandbConfig
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -34,7 +32,7 @@ class LogError(RuntimeError):
 class Logger:
     """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`) and to the backends of `cfg`."""
 
-    def __init__(self, cfg: "LoggerConfig", run_dir: Path | str) -> None:
+    def __init__(self, cfg: LoggerConfig, run_dir: Path | str) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
@@ -133,7 +131,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, cfg: "WandbConfig", run_dir: Path) -> None:
+    def __init__(self, cfg: WandbConfig, run_dir: Path) -> None:
         import wandb
 
         self._histogram = wandb.Histogram

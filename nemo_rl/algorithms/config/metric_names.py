@@ -13,14 +13,9 @@ UPDATE = frozenset({"loss", "grad_norm", "lr", "global_valid_seqs", "global_vali
 
 PACKING = frozenset(
     {
-        "packing/fill",
-        "packing/num_logprob_micro_batches",
-        "packing/num_micro_batches",
-        "packing/padding_fraction",
-        "packing/samples_per_micro_batch",
-        "packing/token_imbalance",
-        "packing/wait_imbalance",
-        "packing/work_imbalance",
+        *("packing/fill", "packing/padding_fraction", "packing/samples_per_micro_batch"),
+        *("packing/num_micro_batches", "packing/num_logprob_micro_batches"),
+        *("packing/token_imbalance", "packing/work_imbalance", "packing/wait_imbalance"),
     }
 )
 """Every plan of micro-batches."""
@@ -35,28 +30,13 @@ TRAINING = UPDATE | PACKING | MOE
 
 ROLLOUT = frozenset(
     {
-        "reward",
-        "mean_prompt_length",
-        "total_num_tokens",
-        "num_failed_samples",
-        "total_turns",
-        "avg_turns_per_sample",
-        "max_turns_per_sample",
-        "natural_termination_rate",
-        "truncation_rate",
-        "mean_total_tokens_per_sample",
-        "mean_gen_tokens_per_sample",
-        "max_gen_tokens_per_sample",
-        "mean_env_tokens_per_sample",
-        "failed_sample_rate",
-        "num_prompts_too_long",
-        "weight_version_lag/mean",
-        "weight_version_lag/max",
-        "max_turns_reached_rate",
-        "truncated_by_turn_tokens_rate",
-        "truncated_by_total_tokens_rate",
-        "timed_out_rate",
-        "mean_gen_tokens_per_turn",
+        *("reward", "num_failed_samples", "failed_sample_rate", "num_prompts_too_long"),
+        *("total_num_tokens", "mean_prompt_length", "mean_total_tokens_per_sample", "mean_env_tokens_per_sample"),
+        *("mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "mean_gen_tokens_per_turn"),
+        *("total_turns", "avg_turns_per_sample", "max_turns_per_sample", "max_turns_reached_rate"),
+        *("natural_termination_rate", "truncation_rate", "timed_out_rate"),
+        *("truncated_by_turn_tokens_rate", "truncated_by_total_tokens_rate"),
+        *("weight_version_lag/mean", "weight_version_lag/max"),
     }
 )
 """Every step that samples."""
@@ -71,37 +51,18 @@ TASK = frozenset(
 
 POLICY_GRADIENT = frozenset(
     {
-        "probs_ratio",
-        "probs_ratio_clamped",
-        "probs_ratio_min",
-        "probs_ratio_max",
-        "probs_ratio_clamped_min",
-        "probs_ratio_clamped_max",
-        "clip_fraction",
-        "kl_penalty",
-        "token_mult_prob_error",
-        "gen_kl_error",
-        "policy_kl_error",
-        "js_divergence_error",
-        "sampling_importance_ratio",
-        "num_valid_samples",
-        "approx_entropy",
-        "is_oob_ratio",
+        *("probs_ratio", "probs_ratio_min", "probs_ratio_max", "clip_fraction"),
+        *("probs_ratio_clamped", "probs_ratio_clamped_min", "probs_ratio_clamped_max"),
+        *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        *("sampling_importance_ratio", "is_oob_ratio", "kl_penalty", "approx_entropy", "num_valid_samples"),
     }
 )
 """The clipped policy-gradient loss."""
 
 VALUE = frozenset(
     {
-        "value_loss",
-        "num_valid_samples",
-        "value_clip_fraction",
-        "values_mean",
-        "returns_mean",
-        "returns_square_mean",
-        "value_error_mean",
-        "value_error_square_mean",
-        "explained_variance",
+        *("value_loss", "value_clip_fraction", "explained_variance", "num_valid_samples"),
+        *("values_mean", "returns_mean", "returns_square_mean", "value_error_mean", "value_error_square_mean"),
     }
 )
 """The value model, under `value/`, beside the names of every optimizer step."""
@@ -112,14 +73,8 @@ TOP_K = frozenset({"teacher_entropy", "student_entropy", "student_topk_mass", "t
 
 GROUP_ADVANTAGES = frozenset(
     {
-        "advantages/mean",
-        "advantages/sum",
-        "advantages/max",
-        "advantages/min",
-        "baseline_reward/pct_0",
-        "baseline_reward/pct_1",
-        "baseline_reward/pct_mixed",
-        "num_zero_variance_groups",
+        *("advantages/mean", "advantages/sum", "advantages/max", "advantages/min", "num_zero_variance_groups"),
+        *("baseline_reward/pct_0", "baseline_reward/pct_1", "baseline_reward/pct_mixed"),
     }
 )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 def divide_by_count(total: Tensor, count: Tensor | float) -> Tensor:
     """`total / count`, and 0 with the graph of `total` if the count is 0 (then the total is 0 too)."""
+    # A where and not a Python if: the count is on the device, and reading it would wait for the device.
     count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
     return total / torch.where(count > 0, count, torch.ones_like(count))
 
@@ -52,5 +53,6 @@ def masked_max(values: Tensor, valid: Tensor) -> Tensor:
 
 def nan_unless_finite(loss: Tensor, values: Iterable[Tensor]) -> Tensor:
     """`loss`, or NaN when any of `values` is not finite: a clamp or a saturated function would hide that."""
+    # Adding NaN to the loss, and not raising here, lets every rank reach the same collectives before the run decides.
     all_finite = torch.stack([torch.isfinite(value).all() for value in values]).all()
     return loss + torch.where(all_finite, 0.0, torch.nan)

@@ -68,7 +68,7 @@ class ClippedPGLoss:
         log_ratio = curr - (curr.detach() if cfg.force_on_policy_ratio else prev)
         if cfg.sequence_level_importance_ratios:  # GSPO, arXiv 2507.18071, eq. 7: geometric mean over the sequence
             log_ratio = masked_row_mean(log_ratio, mask)[:, None].expand_as(log_ratio)
-        ratio = log_ratio.exp()
+        ratio = log_ratio.exp()  # 1 with force_on_policy_ratio, and its gradient is the gradient of log pi
         ratio_clamped = ratio.clamp(1.0 - cfg.ratio_clip_min, 1.0 + cfg.ratio_clip_max)
         policy_loss, clipped = self._policy_loss(curr, ratio, ratio_clamped, advantages)
         must_be_finite = [curr, prev, gen, advantages, ratio]
@@ -81,6 +81,7 @@ class ClippedPGLoss:
             minimum=cfg.truncated_importance_sampling_ratio_min,
             maximum=cfg.truncated_importance_sampling_ratio,
         )
+        # The weight multiplies after the clip: the clip bounds the step, the weight only says whose sample it is.
         if cfg.use_importance_sampling_correction:
             policy_loss = policy_loss * weights.used
             must_be_finite.append(weights.raw)

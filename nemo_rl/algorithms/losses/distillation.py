@@ -10,8 +10,6 @@ Jensen-Shannon divergence interpolates in another way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -47,7 +45,9 @@ class DistillationLoss:
     def __call__(
         self, outputs: Tensor, inputs: DistillationInputs, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, LossMetrics]:
-        """Metrics: loss, both KLs, number of sequences; over a top k also `_TopK.metrics`."""
+        """Metrics: loss, both KLs, number of sequences; over a top k also the entropies in nats, of the teacher over
+        the k tokens and of the student over all, the student's mass on the k tokens, and whether the teacher's first
+        token is also, among these, the student's."""
         assert outputs.shape[:2] == inputs.token_mask.shape, (outputs.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
         valid = mask[..., None] > 0
@@ -57,11 +57,28 @@ class DistillationLoss:
         if inputs.teacher_topk.ndim == 2:
             forward, reverse = outputs.unbind(-1)
         else:
-            teacher = torch.where(valid, inputs.teacher_topk, 0.0)
-            used.append(teacher)
-            topk = _TopK.of(outputs, teacher)
-            forward, reverse = topk.full_kl() if self.cfg.zero_outside_topk else topk.renormalised_kl()
-            extra = topk.metrics()
+            k = outputs.shape[-1] - 1
+            assert inputs.teacher_topk.shape[-1] == 2 * k, (inputs.teacher_topk.shape, outputs.shape)
+            used.append(torch.where(valid, inputs.teacher_topk, 0.0))
+            # Softmax over these k: the teacher's mass elsewhere does not reach the student's workers.
+            teacher, student, entropy = used[-1][..., :k].log_softmax(-1), outputs[..., :k], outputs[..., k]
+            if self.cfg.zero_outside_topk:
+                # KL(p || q) = -H(p) - sum p log q, where log q is the constant LOG_OUTSIDE outside of the top k.
+                probabilities = student.exp()
+                within = (probabilities * teacher).sum(-1)
+                outside = (1.0 - probabilities.sum(-1)) * LOG_OUTSIDE
+                forward, reverse = _kl(teacher, student), -entropy - within - outside
+            else:
+                renormalised = student.log_softmax(-1)
+                forward, reverse = _kl(teacher, renormalised), _kl(renormalised, teacher)
+            with torch.no_grad():
+                extra = {
+                    "teacher_entropy": torch.special.entr(teacher.exp()).sum(-1),
+                    "student_entropy": entropy,
+                    "student_topk_mass": student.exp().sum(-1),
+                    "top1_agreement": (student.argmax(-1) == 0).to(student.dtype),  # the teacher's first token is at 0
+                }
+        # Divided by the tokens of the whole optimizer step, so that micro-batches and ranks add up to one mean.
         weight = {"forward": 1.0, "reverse": 0.0, "mixed": self.cfg.mixed_kl_weight}[self.cfg.kl_type]
         loss = token_mean(weight * forward + (1.0 - weight) * reverse, mask, global_valid_toks)
         loss = nan_unless_finite(loss, used)
@@ -69,45 +86,6 @@ class DistillationLoss:
         metrics = {name: token_mean(values, mask, global_valid_toks) for name, values in per_token.items()}
         metrics |= {"loss": loss, "num_valid_samples": inputs.sample_mask.sum()}
         return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-@dataclass(frozen=True)
-class _TopK:
-    """Both distributions at the teacher's k largest logits, in its order."""
-
-    teacher: Tensor  # [B, S, k]; log-softmax over these k
-    student: Tensor  # [B, S, k]; log-probabilities under the whole distribution
-    entropy: Tensor  # [B, S]; of the student's whole distribution
-
-    @classmethod
-    def of(cls, outputs: Tensor, teacher_topk: Tensor) -> _TopK:
-        k = outputs.shape[-1] - 1
-        assert teacher_topk.shape[-1] == 2 * k, (teacher_topk.shape, outputs.shape)
-        return cls(teacher_topk[..., :k].log_softmax(-1), outputs[..., :k], outputs[..., k])
-
-    def renormalised_kl(self) -> tuple[Tensor, Tensor]:
-        """Forward and reverse [B, S] of the two softmaxes over the k tokens."""
-        student = self.student.log_softmax(-1)
-        return _kl(self.teacher, student), _kl(student, self.teacher)
-
-    def full_kl(self) -> tuple[Tensor, Tensor]:
-        """Forward and reverse [B, S] with the student's whole distribution."""
-        # KL(p || q) = -H(p) - sum p log q, where log q is the constant LOG_OUTSIDE outside of the top k.
-        probabilities = self.student.exp()
-        within = (probabilities * self.teacher).sum(-1)
-        outside = (1.0 - probabilities.sum(-1)) * LOG_OUTSIDE
-        return _kl(self.teacher, self.student), -self.entropy - within - outside
-
-    def metrics(self) -> dict[str, Tensor]:
-        """[B, S] each: entropies in nats, of the teacher over the k tokens and of the student over all; the student's
-        mass on the k tokens; whether the teacher's first token is also, among these, the student's."""
-        with torch.no_grad():
-            return {
-                "teacher_entropy": torch.special.entr(self.teacher.exp()).sum(-1),
-                "student_entropy": self.entropy,
-                "student_topk_mass": self.student.exp().sum(-1),
-                "top1_agreement": (self.student.argmax(-1) == 0).to(self.student.dtype),
-            }
 
 
 def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -73,6 +73,7 @@ def raw_importance_weights(
     Weighting by the ratio of trainer to engine probability makes an expectation over the engine's samples one over the
     trainer's policy. Inputs must be 0 wherever `mask` is 0.
     """
+    # Detached: the weight corrects where samples come from and is no part of what is optimised.
     log_weights = (prev_logprobs - generation_logprobs).detach()
     if sequence_level:
         log_weights = (log_weights * mask).sum(-1, keepdim=True).expand_as(log_weights)
@@ -117,6 +118,7 @@ def agreement_metrics(
     js_divergence_error    half the KL of each to their equal mixture, k3
     """
     prev, gen = prev_logprobs.detach(), generation_logprobs.detach()
+    # The log of (p + q) / 2 from logs, because p and q themselves underflow for unlikely tokens.
     mixture = torch.logaddexp(prev, gen) - math.log(2.0)
 
     def k3(logprobs: Tensor, reference: Tensor) -> Tensor:

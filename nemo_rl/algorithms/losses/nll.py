@@ -24,7 +24,7 @@ class NLLLoss:
         """Metrics: the loss, the mean probability of a loss token, and the numbers of loss tokens and sequences."""
         assert logprobs.shape == inputs.token_mask.shape, (logprobs.shape, inputs.token_mask.shape)
         mask = inputs.token_mask * inputs.sample_mask[:, None]
-        logprobs = torch.where(mask > 0, logprobs, 0.0)
+        logprobs = torch.where(mask > 0, logprobs, 0.0)  # before the product: 0 * inf would be NaN
         loss = nan_unless_finite(token_mean(-logprobs, mask, global_valid_toks), [logprobs])
         metrics = {
             "loss": loss,

@@ -23,6 +23,7 @@ class Pairs:
     @classmethod
     def of(cls, inputs: LossInputs, global_valid_seqs: Tensor) -> Pairs:
         """`global_valid_seqs` counts sequences, so pairs are half of it."""
+        # A pair with one sequence left out has nothing to compare, so its other sequence is left out too.
         assert len(inputs.sample_mask) % 2 == 0, "half a pair"
         return cls(mask=inputs.sample_mask[::2] * inputs.sample_mask[1::2], global_count=global_valid_seqs / 2)
 
@@ -73,7 +74,7 @@ class PreferenceLoss:
         assert scores.shape == inputs.token_mask.shape, (scores.shape, inputs.token_mask.shape)
         pairs = Pairs.of(inputs, global_valid_seqs)
         chosen, rejected = split_pairs(torch.where(pairs.row_mask[:, None] > 0, scores, 0.0).sum(-1))
-        difference = chosen - rejected
+        difference = chosen - rejected  # a constant added to all scores changes nothing
         must_be_finite = [chosen, rejected]
         if self.cfg.use_margin:
             margin = torch.where(pairs.mask > 0, inputs.margin[::2], 0.0)
@@ -123,6 +124,7 @@ class DPOLoss:
         mask = inputs.token_mask * pairs.row_mask[:, None]
         # In float64: the loss needs a small difference of two large sums, which float32 rounding would swamp.
         sums = torch.where(mask > 0, logprobs, 0.0).double().sum(-1).float()
+        # logsigmoid saturates and would hide an infinite log-ratio, so sums and reference are checked below.
         reference = torch.where(pairs.row_mask > 0, inputs.reference_logprob_sum, 0.0)
         num_tokens = mask.sum(-1)
 

@@ -42,9 +42,11 @@ class ValueLoss:
             held = old + (values - old).clamp(-self.cfg.value_clip, self.cfg.value_clip)
             squared_held = (held - returns).square()
             clipped = (squared_held > squared).to(mask.dtype)
+            # The larger error: clipping may hide progress towards the return, never a step away from it.
             squared = torch.maximum(squared, squared_held)
             must_be_finite.append(old)
         loss = nan_unless_finite(self.cfg.scale * token_mean(squared, mask, global_valid_toks), must_be_finite)
+        # Means of squares add up over micro-batches and ranks; a variance of each part would not.
         metrics = {"loss": loss, "value_loss": loss, "num_valid_samples": inputs.sample_mask.sum()}
         for name, of_tokens in {
             "value_clip_fraction": clipped,

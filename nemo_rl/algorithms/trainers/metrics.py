@@ -154,23 +154,17 @@ def performance_metrics(
     num_tokens: int,
     num_generated_tokens: int,
     generation_s: float,
+    num_devices: int,
     num_training_devices: int,
     num_generation_devices: int,
-    colocated: bool,
 ) -> dict[str, float]:
     """Throughput of one step. A device is a GPU, or one worker on a CPU machine.
 
     `timings_s`: seconds of the phases `total_step_time`, `policy_training` and, in steps that have it,
     `policy_and_reference_logprobs`. `num_tokens` includes prompts. `generation_s`: seconds in which engines were busy;
-    if 0, the rates of generation are left out. Colocated training and generation share their devices.
+    if 0, the rates of generation are left out. Colocated training and generation share the `num_devices` of the run.
     """
-    num_devices = (
-        max(num_training_devices, num_generation_devices)
-        if colocated
-        else num_training_devices + num_generation_devices
-    )
-    step_s = timings_s["total_step_time"]
-    training_s = timings_s["policy_training"]
+    step_s, training_s = timings_s["total_step_time"], timings_s["policy_training"]
     logprobs_s = timings_s.get("policy_and_reference_logprobs", 0.0)
     worker_group_rate = num_tokens / (training_s + logprobs_s)
     metrics = {
@@ -187,8 +181,7 @@ def performance_metrics(
         metrics["generation_tokens_per_sec"] = rate
         metrics["generation_tokens_per_sec_per_gpu"] = rate / num_generation_devices
     if logprobs_s > 0:
-        rate = num_tokens / logprobs_s / num_training_devices
-        metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = rate
+        metrics["policy_and_reference_logprobs_tokens_per_sec_per_gpu"] = num_tokens / logprobs_s / num_training_devices
     return metrics
 
 

@@ -63,9 +63,8 @@ def check_record_folder(root: Path, identity: Mapping[str, Any], key: str) -> No
         ValueError: the differences.
     """
     steps = recorded_steps(root) if root.is_dir() else []
-    if not steps:
-        return
-    if differences := flat_differences(read_index(root, steps[0]).identity, identity, theirs="the record"):
+    found = read_index(root, steps[0]).identity if steps else identity
+    if differences := flat_differences(found, identity, theirs="the record"):
         raise ValueError(
             f"{root} holds the record of another run; set {key} to another folder:\n" + "\n".join(differences)
         )

@@ -220,9 +220,9 @@ class RolloutTrainer(Trainer):
             num_tokens=num_tokens,
             num_generated_tokens=use.num_tokens,
             generation_s=use.busy_s,
+            num_devices=run.cluster.num_workers,
             num_training_devices=num_training,
             num_generation_devices=run.generation_cluster.num_workers,
-            colocated=run.policy.generation.colocated.enabled,
         )
         throughput |= idle_metrics(seconds, use)
         can_overlap = self.source.overlaps_training or not run.policy.generation.colocated.enabled

@@ -156,7 +156,7 @@ def test_performance_metrics_by_hand():
     }
     sizes = {"num_samples": 20, "num_tokens": 1000, "num_generated_tokens": 500, "generation_s": 5.0}
     devices = {"num_training_devices": 2, "num_generation_devices": 2}
-    metrics = performance_metrics(timings, **sizes, **devices, colocated=True)
+    metrics = performance_metrics(timings, **sizes, **devices, num_devices=2)
     assert metrics == {
         "samples_per_sec": 2.0,
         "samples_per_sec_per_gpu": 1.0,
@@ -169,7 +169,7 @@ def test_performance_metrics_by_hand():
         "generation_tokens_per_sec": 100.0,
         "generation_tokens_per_sec_per_gpu": 50.0,
     }
-    apart = performance_metrics(timings, **sizes, **devices, colocated=False)
+    apart = performance_metrics(timings, **sizes, **devices, num_devices=4)
     assert apart["tokens_per_sec_per_gpu"] == 25.0
-    replayed = performance_metrics(timings, **{**sizes, "generation_s": 0.0}, **devices, colocated=True)
+    replayed = performance_metrics(timings, **{**sizes, "generation_s": 0.0}, **devices, num_devices=2)
     assert set(metrics) - set(replayed) == {"generation_tokens_per_sec", "generation_tokens_per_sec_per_gpu"}
