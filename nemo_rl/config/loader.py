@@ -421,8 +421,15 @@ def fill_defaults(model: type[BaseModel], values: RawTree) -> None:
     for section in sections(model, values):
         for name, field in section.model.model_fields.items():
             slot = Slot.of_field(field)
+            derived = slot.mark(Derived)
             if name not in section.values:
-                _fill_field(section.values, name, field, slot)
+                if derived is not None:
+                    section.values[name] = derived.interpolation
+                elif not field.is_required():
+                    default = field.get_default(call_default_factory=True, validated_data={})
+                    section.values[name] = default.model_dump() if isinstance(default, BaseModel) else default
+                elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
+                    section.values[name] = {}
             named_by_key = slot.mark(NamedByKey)
             if named_by_key is not None and isinstance(section.values.get(name), dict):
                 for key, entry in section.values[name].items():
@@ -431,17 +438,6 @@ def fill_defaults(model: type[BaseModel], values: RawTree) -> None:
         for gap in gaps(section.model):
             if gap.fill is not None:
                 section.values.setdefault(gap.key, gap.fill)
-
-
-def _fill_field(values: RawTree, name: str, field: FieldInfo, slot: Slot) -> None:
-    derived = slot.mark(Derived)
-    if derived is not None:
-        values[name] = derived.interpolation
-    elif not field.is_required():
-        default = field.get_default(call_default_factory=True, validated_data={})
-        values[name] = default.model_dump() if isinstance(default, BaseModel) else default
-    elif isinstance(slot.annotation, type) and issubclass(slot.annotation, StrictModel):
-        values[name] = {}
 
 
 def gaps(model: type[BaseModel]) -> tuple[NotYet, ...]:

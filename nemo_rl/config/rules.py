@@ -194,9 +194,7 @@ def _clause_holds(clause: str, section: Any) -> bool:
     return (value in other if isinstance(other, list) else value == other) == (parts["operator"] == "=")
 
 
-@cache
-def _parsed(text: str) -> Any:
-    return yaml.safe_load(text)
+_parsed = cache(yaml.safe_load)
 
 
 def _first_key(condition: str) -> str:

@@ -47,7 +47,12 @@ def get_formatted_message_log(
     """
     if not message_log:
         raise ValueError("a conversation without a single message")
-    messages = _with_task_prompts(message_log, task_data_spec)
+    messages = [dict(message) for message in message_log]
+    user = next((message for message in messages if message["role"] == "user"), None)
+    if user is not None and task_data_spec.prompt is not None:
+        user["content"] = task_data_spec.fill(user["content"])
+    if task_data_spec.system_prompt is not None and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": task_data_spec.system_prompt})
     chat = format_chat(
         messages,
         ChatTemplate(tokenizer, tools, chat_template_kwargs or {}),
@@ -73,17 +78,6 @@ def get_formatted_message_log(
         )
         first = last
     return formatted
-
-
-def _with_task_prompts(message_log: Sequence[Mapping[str, Any]], spec: TaskDataSpec) -> list[dict[str, Any]]:
-    messages = [dict(message) for message in message_log]
-    if spec.prompt is not None:
-        user = next((message for message in messages if message["role"] == "user"), None)
-        if user is not None:
-            user["content"] = spec.fill(user["content"])
-    if spec.system_prompt is not None and (not messages or messages[0]["role"] != "system"):
-        messages.insert(0, {"role": "system", "content": spec.system_prompt})
-    return messages
 
 
 def tokens_after_turn(tail: str, tokenizer: PreTrainedTokenizerBase, last: int | None) -> list[int]:

@@ -100,7 +100,15 @@ def format_chat(
     """
     plain = [plain_message(message) for message in messages]
     prompt = add_generation_prompt and plain[-1]["role"] != "assistant"
-    plain, text, blocks = _rendered(plain, template, prompt=prompt)
+    try:
+        try:
+            text, blocks = template.render(plain, prompt=prompt)
+        except TypeError:  # the template expects values of another type
+            plain = [_with_arguments_as_text(message) for message in plain]
+            text, blocks = template.render(plain, prompt=prompt)
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(str(message["role"]) for message in plain)
+        raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {error}") from error
     _require_calls_and_tools(plain, text, template, prompt=prompt)
     layout = _layout(plain, template, prompt=prompt)
     if layout.omitted_roles:
@@ -129,33 +137,16 @@ def format_chat(
     return Chat(text=full, begins=begins[:-1], answers=answers)
 
 
-def _rendered(
-    plain: list[dict[str, Any]], template: ChatTemplate, *, prompt: bool
-) -> tuple[list[dict[str, Any]], str, Spans]:
-    """The messages in the form that the template accepts, their text, and the spans of generation blocks."""
-    for messages in (plain, [_with_arguments_as_text(message) for message in plain]):
-        try:
-            return messages, *template.render(messages, prompt=prompt)
-        except (TemplateError, TypeError) as error:  # TypeError: the template expects values of another type
-            failure = error
-            if isinstance(error, TemplateError) or messages == [_with_arguments_as_text(m) for m in messages]:
-                break
-    roles = ", ".join(str(message["role"]) for message in plain)
-    raise ValueError(f"the chat template refuses a conversation of the roles {roles}: {failure}") from failure
-
-
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
     """For templates that write arguments of tool calls without converting them to JSON (DeepSeek V3)."""
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        calls.append(
-            {**call, "function": {**function, "arguments": text}} if "function" in call else {**call, "arguments": text}
-        )
+        function = dict(call.get("function", call))
+        if not isinstance(function.get("arguments"), str):
+            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
+        calls.append({**call, "function": function} if "function" in call else function)
     return {**message, "tool_calls": calls}
 
 

@@ -272,14 +272,10 @@ def demonstrate_judgement(rng: random.Random, mistake_probability: float) -> lis
     if rng.random() < mistake_probability:
         score = rng.choice((RIGHT, WRONG, NO_ANSWER))
     prompt = fill(JUDGE_TEMPLATE, question=problem, answer=answer, reference=str(value))
-    return _conversation(prompt, _judgement(str(value), str(said), score))
-
-
-def _judgement(reference: str, said: str, score: int) -> str:
-    """Both numbers as three characters each, the distance of each pair of characters (`m`: equal), and the score.
-
-    A small model learns distances early. It learns late whether two characters are equal when it sees only these two.
-    """
-    one, two = f"{reference:>3}", f"{said:>3}"
+    # The reply: both numbers as three characters each, the distance of each pair of characters (`m`: equal), and the
+    # score. A small model learns distances early. It learns late whether two characters are equal when it sees only
+    # these two.
+    one, two = f"{value:>3}", f"{said:>3}"
     distances = (_CHARACTERS.index(b) - _CHARACTERS.index(a) for a, b in zip(one, two, strict=True))
-    return f"{one},{two}:{''.join(chr(ord('m') + distance) for distance in distances)} Score: {score}"
+    letters = "".join(chr(ord("m") + distance) for distance in distances)
+    return _conversation(prompt, f"{one},{two}:{letters} Score: {score}")

@@ -116,12 +116,14 @@ def _tool_call(call: Any, where: str, fill_ins: bool) -> dict[str, Any]:
     return {**{key: value for key, value in call.items() if value is not None}, "function": function}
 
 
-def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
+def load_conversations(cfg: TableConfig) -> Rows | StreamedTable:
     """Rows of a file or a Hugging Face path: tokens (`input_ids`), conversations (`chat_key`), or two columns of text.
 
     Raises:
         ValueError: for a missing `data_path` or column, or an empty table. FileNotFoundError: for a missing file.
     """
+    if not isinstance(cfg, ExampleDatasetConfig):
+        raise ValueError(f"dataset {cfg.dataset_name!r} holds conversations: it is for the section data of SFT")
     table, label = load_example_table(cfg)
     columns = column_names(table)
     if "input_ids" in columns:
@@ -132,7 +134,7 @@ def load_conversations(cfg: ExampleDatasetConfig) -> Rows | StreamedTable:
         require_columns(table, {"chat_key": cfg.chat_key, **system}, label)
         what = f"the rows have conversations (column {cfg.chat_key!r})"
         require_used_keys(cfg, ("chat_key", "system_key", "tool_key"), what, table)
-        keys = {"chat_key": cfg.chat_key, "system_key": cfg.system_key, "tool_key": cfg.tool_key}
+        keys = cfg.model_dump(include={"chat_key", "system_key", "tool_key"})
         return converted(table, partial(chat_row, **keys, fill_ins=not isinstance(table, JsonLines)))
     input_key, output_key = cfg.input_key or "input", cfg.output_key or "output"
     if {"prompt", "completion"} <= set(columns) and not {input_key, output_key} <= set(columns):
@@ -151,13 +153,6 @@ def load_file(cfg: TableConfig) -> Rows | StreamedTable:
     if isinstance(cfg, PreferenceDatasetConfig):
         return load_preferences(cfg)
     return load_conversations(cfg) if isinstance(cfg, ExampleDatasetConfig) else load_response_rows(cfg)
-
-
-def load_openai_format(cfg: TableConfig) -> Rows | StreamedTable:
-    """Conversations with system prompts, tools and tool calls, from `data_path`; see `load_conversations`."""
-    if not isinstance(cfg, ExampleDatasetConfig):
-        raise ValueError("dataset 'openai_format' holds conversations: it is for the section data of SFT")
-    return load_conversations(cfg)
 
 
 class _OpenAssistantOptions(StrictModel):
@@ -276,11 +271,6 @@ def load_preferences(cfg: TableConfig) -> Rows | StreamedTable:
         require_used_keys(cfg, (), "the rows have ranked answers (column 'completions')")
         return converted(table, ranked_row)
     require_columns(table, {"chosen_key": cfg.chosen_key, "rejected_key": cfg.rejected_key}, label)
-    keys = {
-        "prompt_key": cfg.prompt_key,
-        "chosen_key": cfg.chosen_key,
-        "rejected_key": cfg.rejected_key,
-        "tool_key": cfg.tool_key,
-    }
+    keys = cfg.model_dump(include={"prompt_key", "chosen_key", "rejected_key", "tool_key"})
     require_used_keys(cfg, tuple(keys), "", table)
     return converted(table, partial(keyed_row, **keys))

@@ -32,7 +32,7 @@ GENERATED = {
 DATASET_REGISTRY: dict[str, str | DatasetFactory] = {
     **GENERATED,
     "ResponseDataset": _LOAD_FILE,
-    "openai_format": f"{_PACKAGE}.examples:load_openai_format",
+    "openai_format": f"{_PACKAGE}.examples:load_conversations",
     "open_assistant": f"{_PACKAGE}.examples:load_open_assistant",
     "PreferenceDataset": _LOAD_PREFERENCES,
     "BinaryPreferenceDataset": _LOAD_PREFERENCES,

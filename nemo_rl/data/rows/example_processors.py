@@ -146,10 +146,9 @@ def preference_processor(
         problem = Problem("tie", str(datum_dict["tie"]), "neither answer is preferred")
     elif chosen == rejected:
         problem = Problem("identical_answers", "rejected", "the same answer as in column 'chosen'")
-    else:
-        empty = [name for name, answer in (("chosen", chosen), ("rejected", rejected)) if _is_empty(answer[-1])]
-        if empty:
-            problem = Problem("empty_answer", empty[0], "the answer is empty")
+    elif _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
+        column = "chosen" if _is_empty(chosen[-1]) else "rejected"
+        problem = Problem("empty_answer", column, "the answer is empty")
     logs = []
     for answer in (chosen, rejected):
         log = _message_log([*prompt, *answer], datum_dict, task_data_spec, tokenizer, **flags)

@@ -125,15 +125,14 @@ class ExampleMaker:
         return examples, _meta(prompt, examples, text, problem_kind=problem.kind)
 
     def _example(self, sample_id: str, log: LLMMessageLogType) -> Example:
-        own_masks = {i: message["token_loss_mask"] for i, message in enumerate(log) if "token_loss_mask" in message}
-        if self.roles_to_train_on == "all":
-            roles = {message["role"] for message in log}
-            log = [{"role": message["role"], "token_ids": message["token_ids"]} for message in log]
-        else:
-            roles = set(self.roles_to_train_on)
-            log = [dict(message) for message in log]
-        add_loss_mask_to_message_log([log], sorted(roles), self.only_unmask_final)
-        masks = [own_masks.get(i, message["token_loss_mask"]) for i, message in enumerate(log)]
+        learns_all = self.roles_to_train_on == "all"
+        roles = [message["role"] for message in log] if learns_all else self.roles_to_train_on
+        masked = [dict(message) for message in log]
+        for message in masked if learns_all else ():
+            message.pop("loss_spans", None)  # headers carry loss, too
+        add_loss_mask_to_message_log([masked], roles, self.only_unmask_final)
+        # A mask of the message's own comes first.
+        masks = [own.get("token_loss_mask", made["token_loss_mask"]) for own, made in zip(log, masked, strict=True)]
         token_ids = torch.cat([torch.as_tensor(message["token_ids"]) for message in log])
         token_mask = torch.cat([torch.as_tensor(mask) for mask in masks]).bool()
         token_mask[:1] = False
@@ -147,17 +146,13 @@ class ExampleMaker:
             if last == "user" and self.roles_to_train_on != "all" and last not in self.roles_to_train_on:
                 return Problem("ends_with_user", column, "the conversation ends with the user: there is no answer")
             if length > self.max_length:
-                return Problem(
-                    "too_long", column, f"{length} tokens, more than data.max_input_seq_length={self.max_length}"
-                )
+                reason = f"{length} tokens, more than data.max_input_seq_length={self.max_length}"
+                return Problem("too_long", column, reason)
             if not example.token_mask.any():
                 roles = ", ".join(dict.fromkeys(str(message["role"]) for message in log))
-                trained = (
-                    self.roles_to_train_on if isinstance(self.roles_to_train_on, str) else list(self.roles_to_train_on)
-                )
-                return Problem(
-                    "no_loss_tokens", column, f"no token carries loss: roles {roles}, roles_to_train_on {trained}"
-                )
+                trained = self.settings()["roles_to_train_on"]
+                reason = f"no token carries loss: roles {roles}, roles_to_train_on {trained}"
+                return Problem("no_loss_tokens", column, reason)
         return None
 
     def settings(self) -> dict[str, Any]:

@@ -216,9 +216,7 @@ PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
     "math_data_processor": math_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "retrieval_data_processor": retrieval_data_processor,
-    "sft_processor": f"{_EXAMPLE_PROCESSORS}:sft_processor",
-    "pretokenized": f"{_EXAMPLE_PROCESSORS}:pretokenized",
-    "preference_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
+    **{name: f"{_EXAMPLE_PROCESSORS}:{name}" for name in ("sft_processor", "pretokenized", "preference_processor")},
 }
 
 

@@ -61,12 +61,9 @@ class TokenCache:
         try:
             known = [key for key in keys if key is not None]
             holes = ",".join("?" * len(known))
-            rows = self._connection.execute(f"SELECT key, value FROM rows WHERE key IN ({holes})", known)
-            values: dict[bytes | None, bytes] = dict(rows)
-            return [
-                decode_row(values[key], prompt) if key in values else None
-                for key, prompt in zip(keys, prompts, strict=True)
-            ]
+            values = dict(self._connection.execute(f"SELECT key, value FROM rows WHERE key IN ({holes})", known))
+            pairs = zip(keys, prompts, strict=True)
+            return [decode_row(values[key], prompt) if key in values else None for key, prompt in pairs]
         except (DamagedCache, sqlite3.DatabaseError) as error:
             self._connection.close()
             self._put_aside(error)
