@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
@@ -32,7 +35,7 @@ from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, stage_class
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks, Replicated, WeightMap
-from nemo_rl.models.policy.megatron.moe import routers, use_policy_router
+from nemo_rl.models.policy.megatron.moe import PolicyRouter, routers
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
 from nemo_rl.types import SamplingParams
 
@@ -84,8 +87,9 @@ def mark_shards(parameters: Mapping[str, torch.Tensor], weights: WeightMap, rank
         for attribute in ("tensor_model_parallel", "partition_dim", "partition_stride"):
             vars(parameter).pop(attribute, None)
         set_tensor_model_parallel_attributes(parameter, is_shard, entries[name].layout.dim if is_shard else -1, 1)
-        if entries[name].expert is not None and ranks.etp_size != ranks.tp_size:
-            # Megatron sums these gradients only if experts are sharded, but replicas on tensor ranks saw other tokens.
+        if entries[name].expert is not None:
+            # Megatron sums gradients of an expert over its replicas only with expert parallelism. But tensor-parallel
+            # ranks that do not share its matrices (expert below tensor parallelism) are replicas with other tokens.
             vars(parameter)["allreduce"] = False
 
 
@@ -114,12 +118,10 @@ def parameters_by_name(stages: Sequence[PolicyGPTModel]) -> dict[str, torch.Tens
     for stage in stages:
         named = [*stage.named_parameters(), *((n, b) for n, b in stage.named_buffers() if n.endswith("expert_bias"))]
         for name, tensor in named:
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                # Megatron's layer numbers start at 1.
-                layer: Any = stage.decoder.layers[int(parts[2])]
-                parts[2] = str(layer.layer_number - 1)
-            found[".".join(parts)] = tensor
+            if at := re.match(r"decoder\.layers\.(\d+)", name):
+                layer: Any = stage.decoder.layers[int(at[1])]
+                name = f"decoder.layers.{layer.layer_number - 1}{name[at.end() :]}"  # Megatron counts from 1
+            found[name] = tensor
     return found
 
 
@@ -264,22 +266,20 @@ def layer_specs(config: TransformerConfig, *, use_transformer_engine: bool, vp_s
         config, use_transformer_engine=use_transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
     )
     for layer in block.layer_specs:
-        use_policy_router(layer)
+        mlp = layer.submodules.mlp
+        if mlp.module is MoELayer:
+            mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention
-        if not use_transformer_engine:
-            _use_torch(layer.submodules, config)
+        if use_transformer_engine:
+            continue
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        inner: Any = layer.submodules.self_attention.submodules
+        inner.core_attention = PackedAttention
+        norm = LatentNorm if config.multi_latent_attention else RMSNorm
+        for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
+            if config.qk_layernorm and hasattr(inner, name):
+                setattr(inner, name, norm)
     if not use_transformer_engine:
         block.layer_norm = RMSNorm
     return block
-
-
-def _use_torch(parts: Any, config: TransformerConfig) -> None:
-    parts.input_layernorm = RMSNorm
-    parts.pre_mlp_layernorm = RMSNorm
-    inner: Any = parts.self_attention.submodules
-    inner.core_attention = PackedAttention
-    norm = LatentNorm if config.multi_latent_attention else RMSNorm
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if config.qk_layernorm and hasattr(inner, name):
-            setattr(inner, name, norm)

@@ -9,19 +9,13 @@ the batch, on every stage and for every rank's positions, not only where the tok
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    get_updated_expert_bias,
-    save_to_aux_losses_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_updated_expert_bias
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
@@ -41,6 +35,7 @@ are 0 without such tokens."""
 
 def highest(scores: torch.Tensor, count: int) -> torch.Tensor:
     """Indices of the `count` highest scores [..., E], highest first, the lower index first among equals: int64."""
+    # torch.topk breaks ties differently on other devices and shapes, and a token's experts would change with its batch.
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
@@ -155,11 +150,16 @@ class PolicyRouter(TopKRouter):
             assert self.layer_number is not None
             given = batch.routed_experts[0, :, self.layer_number - 1]
             self.choice.given = self._own_positions(given).long()
-        numbers, self._num_sequences = _sequence_numbers(batch, self.config.context_parallel_size)
+        assert batch.cu_seqlens is not None
+        lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=is_token.device)
+        chunks = 2 if self.config.context_parallel_size > 1 else 1  # a rank then has two chunks of each sequence
+        numbers = torch.arange(len(lengths), device=lengths.device) // chunks
+        self._num_sequences = -(-len(lengths) // chunks)
+        numbers = numbers.repeat_interleave(lengths, output_size=batch.input_ids.shape[1])
         self._sequences = self._own_positions(numbers)
         self._own_tokens = is_token.sum()
         result = super().routing(logits, padding_mask=~is_token[:, None])
-        if torch.is_grad_enabled() and self.load is not None:
+        if torch.is_grad_enabled() and self.load is not None:  # off in the first pass of a layer that is recomputed
             self.load.add(self, logits.detach().view(-1, logits.shape[-1]), is_token)
         return result
 
@@ -181,7 +181,7 @@ class PolicyRouter(TopKRouter):
         return values.chunk(self.tp_group.size())[self.tp_group.rank()]
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        """Count tokens for `ExpertBias`. Megatron would count padding and move biases before gradients are checked."""
+        """Count tokens. Megatron would count padding too, and move biases before gradients are checked."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             assert padding_mask is not None
             with torch.no_grad():
@@ -204,9 +204,8 @@ class PolicyRouter(TopKRouter):
         """
         assert self._own_tokens is not None and self.step_tokens is not None
         tokens = self._own_tokens.to(aux_loss.dtype)  # from integers, so this is a copy that the sum may change
-        dist.all_reduce(tokens, group=reduce_group)
-        part = aux_loss * (tokens / self.step_tokens)
-        return self._attach(activation, aux_loss_coeff, part, aux_loss_name, reduce_group, reduce_group_has_dp)
+        dist.all_reduce(tokens, group=reduce_group)  # the ranks that share the experts' counts f_e share T too
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * (tokens / self.step_tokens))
 
     def _apply_seq_aux_loss(
         self,
@@ -230,46 +229,10 @@ class PolicyRouter(TopKRouter):
         share = chosen / chosen.sum(dim=1, keepdim=True).clamp(min=1.0)
         summed = scores_for_aux_loss.new_zeros(shape).index_add(0, self._sequences, scores_for_aux_loss)
         part = (share * summed).sum() * (shape[1] * coeff / self.step_tokens)
-        return self._attach(probs, coeff, part, "seq_load_balancing_loss", self.tp_cp_group, False)
-
-    def _attach(
-        self,
-        activation: torch.Tensor,
-        coeff: float,
-        part: torch.Tensor,
-        name: str,
-        group: dist.ProcessGroup,
-        has_data_ranks: bool,
-    ) -> torch.Tensor:
-        save_to_aux_losses_tracker(
-            name,
-            part / coeff,
-            self.layer_number,  # pyright: ignore[reportArgumentType]
-            self.config.num_layers,
-            reduce_group=group,
-            reduce_group_has_dp=has_data_ranks,
-        )
-        return MoEAuxLossAutoScaler.apply(activation, part)
-
-
-def _sequence_numbers(batch: ModelBatch, context_size: int) -> tuple[torch.Tensor, int]:
-    """The sequence of each position of a padding-free row, int64 [W], and their number, including the padding."""
-    assert batch.cu_seqlens is not None
-    lengths = torch.tensor(batch.cu_seqlens.query_lengths, device=batch.input_ids.device)
-    chunks = 2 if context_size > 1 else 1  # with context parallelism a rank has two chunks of each sequence
-    numbers = torch.arange(len(lengths), device=lengths.device) // chunks
-    count = -(-len(lengths) // chunks)
-    return numbers.repeat_interleave(lengths, output_size=batch.input_ids.shape[1]), count
+        return MoEAuxLossAutoScaler.apply(probs, part)
 
 
 # -- building and connecting
-
-
-def use_policy_router(layer: Any) -> None:
-    """Make the layer of this spec, if it has experts, use a `PolicyRouter`."""
-    mlp = layer.submodules.mlp
-    if mlp.module is MoELayer:
-        mlp.submodules = dataclasses.replace(mlp.submodules, router=PolicyRouter)
 
 
 def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
@@ -278,26 +241,6 @@ def routers(stages: Sequence[nn.Module]) -> Iterator[PolicyRouter]:
         for module in stage.modules():
             if isinstance(module, PolicyRouter):
                 yield module
-
-
-def freeze_routers(stages: Sequence[nn.Module]) -> None:
-    """Freeze the weights of routers. Call it before the stages are wrapped for gradient reduction."""
-    for router in routers(stages):
-        for parameter in router.parameters():
-            parameter.requires_grad_(False)
-
-
-def reduce_experts_over_replicas(stages: Sequence[nn.Module]) -> None:
-    """Make Megatron sum gradients of experts over the ranks that hold the same experts. Before the stages are wrapped.
-
-    Megatron does so only with expert parallelism. But tensor-parallel ranks that do not share experts' matrices
-    (`expert_tensor_parallel_size` below `tensor_model_parallel_size`) are replicas too, and see different tokens.
-    """
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, MoELayer):
-                for parameter in module.experts.parameters():
-                    parameter.allreduce = False
 
 
 def connect_routers(
@@ -329,37 +272,17 @@ def _set_batch(layer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     layer.mlp.router.trains = torch.is_grad_enabled()
 
 
-def set_step_tokens(
-    routers: Sequence[PolicyRouter], batches: Sequence[ModelBatch], group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Tell the routers the number of tokens of an optimizer step. `group`: ranks with other tokens. Collective."""
-    tokens = torch.tensor(float(sum(int(batch.is_token.sum()) for batch in batches)), device=device)
-    dist.all_reduce(tokens, group=group)
-    for router in routers:
-        router.step_tokens = tokens
+@torch.no_grad()
+def move_expert_biases(routers: Sequence[PolicyRouter], rate: float) -> None:
+    """Raise by `rate` the biases of experts with fewer tokens than the mean of the step, lower others. Collective.
 
-
-class ExpertBias:
-    """Moves the biases of experts at every optimizer step towards those with fewer tokens (arXiv 2408.15664)."""
-
-    def __init__(self, stages: Sequence[nn.Module], rate: float) -> None:
-        self.routers = [router for router in routers(stages) if router.enable_expert_bias]
-        self.rate = rate
-
-    @torch.no_grad()
-    def take_step(self) -> None:
-        """Raise by `rate` biases of experts with fewer tokens than the mean of the step, lower others. Collective."""
-        if self.rate == 0:
-            return
-        for router in self.routers:
+    See arXiv 2408.15664.
+    """
+    for router in routers if rate > 0 else ():
+        if router.enable_expert_bias:
             bias, counts = router.expert_bias, router.step_choices
             assert isinstance(bias, torch.Tensor) and counts is not None
-            bias.copy_(get_updated_expert_bias(counts, bias, self.rate))
-
-    def forget_step(self) -> None:
-        """Start to count for the next step."""
-        for router in self.routers:
-            router.step_choices = None
+            bias.copy_(get_updated_expert_bias(counts, bias, rate))
 
 
 class RouterLoad:

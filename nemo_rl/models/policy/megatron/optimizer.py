@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -101,16 +102,11 @@ def clip_gradients(optimizer: MegatronOptimizer, max_norm: float | None) -> floa
     if optimizer.prepare_grads():
         return float("inf")
     norm: Any = optimizer.get_grad_norm()
-    parts = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-    for part in parts:
-        parameters: Any = part.get_parameters()
-        if max_norm is not None and parameters:
-            clip_grad_by_total_norm_fp32(
-                parameters,
-                max_norm=max_norm,
-                total_norm=norm,
-                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-            )
+    for leaf in leaf_optimizers(optimizer):
+        if max_norm is not None and (parameters := leaf.get_parameters()):
+            # All parts take the norm over all of them: each by its own would change the direction of the update.
+            decoupled = leaf.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, max_norm, norm, use_decoupled_grad=decoupled)
     return float(norm)
 
 
@@ -200,29 +196,24 @@ def leaf_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
 def parameter_states(optimizer: MegatronOptimizer) -> Iterator[ParameterState]:
     """The state of all parameters that the optimizer updates on this rank."""
     for leaf in leaf_optimizers(optimizer):
+        inner = leaf.optimizer
         if isinstance(leaf, DistributedOptimizer):
-            groups = leaf.optimizer.param_groups
-            updates = optimizers_by_main(leaf.optimizer)
+            updates = optimizers_by_main(inner)
             for parameter, (group, order) in leaf.model_param_group_index_map.items():
                 held = leaf._get_model_param_range_map(parameter)["param"]
                 flat = range(held.start, held.end)
-                main = groups[group]["params"][order]
-                if isinstance(leaf.optimizer, HybridDeviceOptimizer):
-                    main = leaf.optimizer.param_to_inner_param[main]
+                main = inner.param_groups[group]["params"][order]
+                if isinstance(inner, HybridDeviceOptimizer):
+                    main = inner.param_to_inner_param[main]
                 yield ParameterState(owner=leaf, inner=updates[main], parameter=parameter, main=main, flat=flat)
-        elif isinstance(leaf, Float16OptimizerWithFloat16Params):
-            for parameters, mains in (
-                *zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True),
-                *zip(leaf.fp32_from_fp32_groups, leaf.fp32_from_fp32_groups, strict=True),
-            ):
-                for parameter, main in zip(parameters, mains, strict=True):
-                    yield ParameterState(owner=leaf, inner=leaf.optimizer, parameter=parameter, main=main, flat=None)
+            continue
+        if isinstance(leaf, Float16OptimizerWithFloat16Params):
+            groups = [*leaf.float16_groups, *leaf.fp32_from_fp32_groups]
+            main_groups = [*leaf.fp32_from_float16_groups, *leaf.fp32_from_fp32_groups]
         else:
-            for group in leaf.optimizer.param_groups:
-                for parameter in group["params"]:
-                    yield ParameterState(
-                        owner=leaf, inner=leaf.optimizer, parameter=parameter, main=parameter, flat=None
-                    )
+            groups = main_groups = [group["params"] for group in inner.param_groups]
+        for parameter, main in zip(chain(*groups), chain(*main_groups), strict=True):
+            yield ParameterState(owner=leaf, inner=inner, parameter=parameter, main=main, flat=None)
 
 
 def _inner_optimizers(optimizer: Any) -> list[Any]:
@@ -260,7 +251,7 @@ def set_steps_taken(optimizer: MegatronOptimizer, steps: int | None) -> None:
             if _counts_per_parameter(inner):
                 for state in inner.state.values():
                     state[STEP] = torch.tensor(float(steps))
-            elif "Adam" in type(inner).__name__:
+            elif "Adam" in type(inner).__name__:  # Transformer Engine's and APEX's count by group
                 for group in inner.param_groups:
                     group[STEP] = steps
         if isinstance(leaf.optimizer, HybridDeviceOptimizer):
@@ -288,19 +279,15 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[dict[str, Any]],
+        config: OptimizerConfig,
         *,
-        lr: float,
-        weight_decay: float,
-        momentum: float,
-        num_steps: int,
-        scale_mode: ScaleMode,
         qkv_rows: tuple[int, int, int],
         tensor_group: dist.ProcessGroup,
         expert_group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
-        self.momentum, self.num_steps, self.qkv_rows = momentum, num_steps, qkv_rows
-        self.scale_mode: ScaleMode = scale_mode
+        super().__init__(groups, {"lr": config.lr, "weight_decay": config.weight_decay})
+        self.momentum, self.num_steps, self.qkv_rows = config.muon_momentum, config.muon_num_ns_steps, qkv_rows
+        self.scale_mode: ScaleMode = config.muon_scale_mode  # pyright: ignore[reportAttributeAccessIssue]
         self.tensor_group, self.expert_group = tensor_group, expert_group
 
     @torch.no_grad()
@@ -325,13 +312,13 @@ class Muon(torch.optim.Optimizer):
     def _update(self, matrix: torch.Tensor, owner: Any, group: dist.ProcessGroup) -> torch.Tensor:
         """This rank's shard of the whole matrix's update. Collective if `group` shares the matrix."""
         dim = owner.partition_dim if group.size() > 1 and owner.tensor_model_parallel else -1
-        if dim < 0:
-            return scaled(orthogonalized(matrix, self.num_steps), self.scale_mode)
-        parts = [torch.empty_like(matrix) for _ in range(group.size())]
-        dist.all_gather(parts, matrix.contiguous(), group=group)
+        if dim >= 0:  # singular values are those of the whole matrix, not of a shard
+            parts = [torch.empty_like(matrix) for _ in range(group.size())]
+            dist.all_gather(parts, matrix.contiguous(), group=group)
+            matrix = torch.cat(parts, dim=dim)
+        update = scaled(orthogonalized(matrix, self.num_steps), self.scale_mode)
         # The gathered rows or columns may be permuted. The update is permuted in the same way, and `chunk` undoes it.
-        whole = scaled(orthogonalized(torch.cat(parts, dim=dim), self.num_steps), self.scale_mode)
-        return whole.chunk(group.size(), dim=dim)[group.rank()]
+        return update if dim < 0 else update.chunk(group.size(), dim=dim)[group.rank()]
 
 
 def momentum_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
@@ -393,31 +380,19 @@ def _build_muon(
             "a fused projection of more than queries, keys and values"
         )
 
-    def muon(groups_of: list[dict[str, Any]]) -> Muon:
-        return Muon(
-            groups_of,
-            lr=config.lr or 0.0,
-            weight_decay=config.weight_decay,
-            momentum=config.muon_momentum,
-            num_steps=config.muon_num_ns_steps,
-            scale_mode=config.muon_scale_mode,  # pyright: ignore[reportArgumentType]
-            qkv_rows=(per_group, model.kv_channels, model.kv_channels),
-            tensor_group=groups.tp,
-            expert_group=groups.expt_tp,
-        )
-
+    rows = (per_group, model.kv_channels, model.kv_channels)
     whole = replace(config, bf16=False) if is_distributed else config  # main weights are then made after the split
-    dense = [group for group in found if not group["is_expert_parallel"]]
-    experts = [group for group in found if group["is_expert_parallel"]]
-    parts = [
-        _wrapped(muon(own), whole, stats) for own, stats in ((dense, groups.mp), (experts, groups.tp_ep_pp)) if own
-    ]
+    parts: list[MegatronOptimizer] = []
+    for is_expert, stats_group in ((False, groups.mp), (True, groups.tp_ep_pp)):
+        if own := [group for group in found if group["is_expert_parallel"] == is_expert]:
+            muon = Muon(own, config, qkv_rows=rows, tensor_group=groups.tp, expert_group=groups.expt_tp)
+            parts.append(_wrapped(muon, whole, stats_group))
+    starts: list[Any] = [_init_momentum] * len(parts)
     with _frozen(matrices):
         others: Any = get_megatron_optimizer(whole, list(chunks))
     parts += others.chained_optimizers
     if not is_distributed:
         return ChainedOptimizer(parts)
-    starts = [_init_momentum] * (len(parts) - len(others.chained_optimizers))
     starts += [part.init_state_fn for part in others.chained_optimizers]
     return LayerWiseDistributedOptimizer(parts, config, groups, init_state_fn_list=starts)
 

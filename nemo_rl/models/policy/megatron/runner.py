@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
-from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
-from nemo_rl.models.policy.megatron.moe import PolicyRouter, set_step_tokens
+from nemo_rl.models.policy.megatron.mesh import MegatronMesh
+from nemo_rl.models.policy.megatron.moe import routers
 
 
 class MegatronRunner:
@@ -48,16 +47,24 @@ class MegatronRunner:
         self.width_divisor = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self.empty_level = settings.empty_unused_memory_level if device.type == "cuda" else 0
         self.gathers_late = settings.distributed_data_parallel_config.overlap_param_gather
-        self.groups: Any = _groups()
-        modules = [module for chunk in self.chunks for module in chunk.modules()]
-        self.balanced = [m for m in modules if isinstance(m, PolicyRouter) and m.is_aux_loss_enabled()]
+        self.groups: Any = ProcessGroupCollection.use_mpu_process_groups(
+            ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
+        )
+        self.balanced = [router for router in routers(self.chunks) if router.is_aux_loss_enabled()]
         self.communicator: StageCommunicator | None = None
         if mesh.pipeline_group is not None:
             assert mesh.gradient_group is not None
             self.communicator = StageCommunicator(mesh.pipeline_group, mesh.gradient_group, config, device)
-        config.finalize_model_grads_func = _finalize
+        # Megatron's final reductions, without its division by the number of tokens: losses are divided already.
+        config.finalize_model_grads_func = lambda chunks, num_tokens=None, **others: finalize_model_grads(
+            chunks, None, **others
+        )
         if settings.distributed_data_parallel_config.overlap_grad_reduce:
-            self._overlap(config)
+            # While the backward pass of the last micro-batch runs or, in a pipeline, in its bubble.
+            syncs: Any = config
+            syncs.no_sync_func = self._of_chunks([chunk.no_sync for chunk in self.chunks])
+            if self.communicator is not None:
+                syncs.grad_sync_func = self._of_chunks([chunk.start_grad_sync for chunk in self.chunks])
         if self.gathers_late:
             for chunk in self.chunks:
                 _wait_for_head(chunk)
@@ -66,14 +73,9 @@ class MegatronRunner:
             chunk.eval()
         self.gather_parameters()
 
-    def _overlap(self, config: TransformerConfig) -> None:
-        """Reduce gradients while the backward pass of the last micro-batch runs, or in the pipeline's bubble."""
-        several = len(self.chunks) > 1
-        without_sync = [chunk.no_sync for chunk in self.chunks]
-        config.no_sync_func = without_sync if several else without_sync[0]  # pyright: ignore[reportAttributeAccessIssue]
-        if self.communicator is not None:
-            starts = [chunk.start_grad_sync for chunk in self.chunks]
-            config.grad_sync_func = starts if several else starts[0]  # pyright: ignore[reportAttributeAccessIssue]
+    def _of_chunks(self, values: list[Any]) -> Any:
+        """Megatron's form of one value per chunk: a list only for interleaved stages."""
+        return values if len(self.chunks) > 1 else values[0]
 
     def gather_parameters(self) -> None:
         """Gather updated parameters before anything but a forward pass reads them. Collective.
@@ -88,22 +90,19 @@ class MegatronRunner:
         """Forward and backward of all micro-batches. `loss` is called on the last pipeline rank only."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
-        if self.balanced:
-            set_step_tokens(self.balanced, batches, self.groups.dp_cp, self.device)
-        with self._training():
-            self._schedule(batches, task, loss)
-        if self.empty_level >= 1:
-            torch.cuda.empty_cache()
-
-    @contextmanager
-    def _training(self) -> Iterator[None]:
-        for chunk in self.chunks:
             chunk.train()
+        if self.balanced:  # their losses are divided by the tokens of the whole step
+            tokens = torch.tensor(float(sum(int(batch.is_token.sum()) for batch in batches)), device=self.device)
+            dist.all_reduce(tokens, group=self.groups.dp_cp)
+            for router in self.balanced:
+                router.step_tokens = tokens
         try:
-            yield
+            self._schedule(batches, task, loss)
         finally:
             for chunk in self.chunks:
                 chunk.eval()
+        if self.empty_level >= 1:
+            torch.cuda.empty_cache()
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         """The output of `task` for each micro-batch, in order, on all pipeline ranks, without gradients."""
@@ -133,12 +132,10 @@ class MegatronRunner:
         if self.communicator is not None:
             widths = [batch.input_ids.shape[1] // self.width_divisor for batch in batches]
             self.communicator.expect(widths, forward_only=loss is None)
-        iterators: list[Any] = [enumerate(batches) for _ in self.chunks]
-        several = len(self.chunks) > 1
         done = self._run(
             forward_step_func=step,
-            data_iterator=iterators if several else iterators[0],
-            model=self.chunks if several else self.chunks[0],
+            data_iterator=self._of_chunks([enumerate(batches) for _ in self.chunks]),
+            model=self._of_chunks(self.chunks),
             num_microbatches=len(batches),
             seq_length=batches[0].input_ids.shape[1],  # not used: `communicator` knows every width
             micro_batch_size=1,
@@ -160,23 +157,6 @@ def _wait_for_head(chunk: Any) -> None:
             head, norm = stage.output_layer, stage.decoder.final_layernorm
             assert norm is not None
             norm.register_forward_pre_hook(lambda module, inputs, head=head: wait(head))
-
-
-def _groups() -> ProcessGroupCollection:
-    """The groups that Megatron's schedules use."""
-    groups: Any = ProcessGroupCollection()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return groups
-
-
-def _finalize(chunks: list[Any], num_tokens: torch.Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's final reductions, without its division by the number of tokens."""
-    finalize_model_grads(chunks, None, **kwargs)
 
 
 # -- point-to-point messages between pipeline stages: hidden states forward, their gradients backward

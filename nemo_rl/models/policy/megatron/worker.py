@@ -34,12 +34,7 @@ from nemo_rl.models.policy.megatron.lora import Adapters
 from nemo_rl.models.policy.megatron.mapping import scalar_map, weight_map
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh
 from nemo_rl.models.policy.megatron.model import build_stages, mark_shards, parameters_by_name, wrap
-from nemo_rl.models.policy.megatron.moe import (
-    ExpertBias,
-    connect_routers,
-    freeze_routers,
-    reduce_experts_over_replicas,
-)
+from nemo_rl.models.policy.megatron.moe import connect_routers, move_expert_biases, routers
 from nemo_rl.models.policy.megatron.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -89,10 +84,9 @@ class MegatronPolicyWorker(PolicyWorker):
         self.router_load = connect_routers(
             self.stages, self.mesh, self.device, per_layer=self.megatron.moe_per_layer_logging
         )
-        self.expert_bias = ExpertBias(self.stages, self.megatron.moe_router_bias_update_rate)
-        reduce_experts_over_replicas(self.stages)
-        if self.megatron.freeze_moe_router:
-            freeze_routers(self.stages)
+        self.routers = list(routers(self.stages))
+        for router in self.routers if self.megatron.freeze_moe_router else ():
+            router.requires_grad_(False)
         self.weight_map = weight_map(
             self.hf_config,
             implementation="transformer_engine" if use_te else "local",
@@ -170,22 +164,21 @@ class MegatronPolicyWorker(PolicyWorker):
 
     def _take_step(self) -> None:
         take_step(self.optimizer)
-        self.expert_bias.take_step()
+        move_expert_biases(self.routers, self.megatron.moe_router_bias_update_rate)
 
     def _step_scheduler(self) -> None:
         self.scheduler.step(1)
 
     def _zero_gradients(self) -> None:
         self.optimizer.zero_grad()
-        self.expert_bias.forget_step()
+        for router in self.routers:
+            router.step_choices = None
 
     def _training_mode(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def _model_metrics(self) -> dict[str, float]:
-        if self.router_load is None:
-            return {}
-        return self.router_load.read(replays=self.config.router_replay.enabled)
+        return {} if self.router_load is None else self.router_load.read(replays=self.config.router_replay.enabled)
 
     # -- checkpoints
 
@@ -287,7 +280,7 @@ class MovedStorages:
     """Storages whose device memory was freed, with host copies of their contents (none for scratch memory)."""
 
     def __init__(self) -> None:
-        self._moved: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
+        self._moved: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
 
     def take(self, tensors: Iterable[torch.Tensor], device: torch.device, *, keep: bool) -> None:
         """Free the memory of those `tensors` that are on `device`; `keep` the contents."""
@@ -295,21 +288,17 @@ class MovedStorages:
             storage = tensor.untyped_storage()
             if tensor.device != device or storage.nbytes() == 0:  # freed with another view of it
                 continue
-            host = _bytes(storage, device).to("cpu", copy=True) if keep else None
-            self._moved.append((storage, storage.nbytes(), host))
+            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            self._moved.append((whole, storage.nbytes(), whole.to("cpu", copy=True) if keep else None))
             storage.resize_(0)
 
-    def put_back(self, device: torch.device) -> None:
+    def put_back(self) -> None:
         """Inverse of `take`. Contents that were not kept are undefined."""
-        for storage, nbytes, host in self._moved:
-            storage.resize_(nbytes)
+        for whole, nbytes, host in self._moved:
+            whole.untyped_storage().resize_(nbytes)
             if host is not None:
-                _bytes(storage, device).copy_(host)
+                whole.copy_(host)
         self._moved = []
-
-
-def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 class Residency:
@@ -339,6 +328,6 @@ class Residency:
 
     def onload(self, *, with_optimizer: bool) -> None:
         """Move the weights, and what training needs besides, back to the device. A no-op for what is there already."""
-        self._weights.put_back(self.device)
+        self._weights.put_back()
         if with_optimizer:
-            self._training.put_back(self.device)
+            self._training.put_back()

@@ -32,7 +32,7 @@ def test_views_of_a_storage_that_comes_back_are_views_still():
     moved.take([part, whole], HOST, keep=True)
     moved.take([scratch], HOST, keep=False)
     assert whole.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
-    moved.put_back(HOST)
+    moved.put_back()
     assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and len(scratch.zero_()) == 3
     part.fill_(7.0)
     assert whole.tolist() == [0.0, 1.0, 7.0, 7.0, 4.0, 5.0]
@@ -41,7 +41,7 @@ def test_views_of_a_storage_that_comes_back_are_views_still():
 def test_what_is_elsewhere_stays_there():
     moved, tensor = MovedStorages(), torch.ones(3)
     moved.take([tensor], torch.device("cuda", 0), keep=True)
-    moved.put_back(torch.device("cuda", 0))
+    moved.put_back()
     assert tensor.tolist() == [1.0, 1.0, 1.0]
 
 
