@@ -29,7 +29,7 @@ from functools import cache
 from typing import Any, ClassVar, Self
 
 import yaml
-from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, PrivateAttr, model_validator
 
 Rules = Mapping[str, str]
 """Rule -> message."""
@@ -81,7 +81,10 @@ class CrossCheckError(ValueError):
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration models: unknown keys are errors, "1" is not 1, and nothing changes after loading."""
+    """Base of all configuration models: unknown keys are errors, "1" is not 1, and nothing changes after loading.
+
+    Every section knows its place in the whole configuration, so that messages name keys as users write them (`key`).
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -104,6 +107,23 @@ class StrictModel(BaseModel):
     checked_by_parent: ClassVar[bool] = False
     """The section above checks this one too, so that nothing is checked while that is switched off."""
 
+    _path: str = PrivateAttr("")  # a class has the usual place of its sections
+
+    def key(self, name: str) -> str:
+        """The whole key of `name`, a dotted key of this section: `tokenizer.name` -> `policy.tokenizer.name`."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def at(self, path: str) -> Self:
+        """This section at the dotted key `path`, and its own sections below that."""
+        section = self if self._path == path else self.model_copy()
+        section._path = path
+        for name, value in list(section.__dict__.items()):
+            section.__dict__[name] = _placed(value, section.key(name))
+        return section
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__  # wherever they stand
+
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         """Yield (key relative to this section, message) for problems that have to be computed."""
         yield from ()
@@ -122,10 +142,21 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        self.at(self._path)
         problems = [] if self.checked_by_parent else list(dict.fromkeys(self.problems()))
         if problems:
             raise CrossCheckError(problems)
         return self
+
+
+def _placed(value: Any, path: str) -> Any:
+    if isinstance(value, StrictModel):
+        return value.at(path)
+    if isinstance(value, dict):
+        return {name: _placed(entry, f"{path}.{name}") for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_placed(entry, f"{path}.{index}") for index, entry in enumerate(value)]
+    return value
 
 
 _CLAUSE = re.compile(

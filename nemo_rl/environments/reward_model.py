@@ -141,7 +141,7 @@ class RewardModelEnvironment(EnvironmentInterface[ConversationMetadata]):
         if self.max_length is not None and len(ids) > self.max_length:
             raise ValueError(
                 f"a conversation of {len(ids)} tokens is longer than the {self.max_length} that the reward model "
-                "scores; raise max_total_sequence_length, or lower policy.max_total_sequence_length"
+                "scores; raise max_total_sequence_length, or sample shorter conversations"
             )
         return ids
 

@@ -30,15 +30,20 @@ from nemo_rl.types import Prompt
 from nemo_rl.utils.files import cache_root, digest
 from nemo_rl.utils.tokenizer import get_tokenizer
 
-# Parts that evaluation shares with training name the keys of a training configuration.
-KEYS = {
-    "policy.generation.": "generation.",
-    "policy.model_name": "generation.model_name",
-    "policy.max_total_sequence_length": "generation.vllm_cfg.max_model_len",
-    "policy.tokenizer.": "tokenizer.",
-    "policy.hf_config_overrides": "generation.vllm_kwargs.hf_overrides",
-    "grpo.seed": "eval.seed",
-}
+
+class _EvaluatedModel(RolloutPolicyConfig):
+    """The evaluation's model as the section `policy`, for checks that training shares."""
+
+    _path: str = ""
+
+    def key(self, name: str) -> str:
+        """The evaluation's own key."""
+        own = {
+            "model_name": "generation.model_name",
+            "max_total_sequence_length": "generation.vllm_cfg.max_model_len",
+            "hf_config_overrides": "generation.vllm_kwargs.hf_overrides",
+        }
+        return own.get(name, name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +55,6 @@ class EvalModel:
     tokenizer: PreTrainedTokenizerFast
     name: str  # for people
     identity: dict[str, Any]
-
-
-def in_eval_keys(text: str) -> str:
-    """A message about a training configuration as one about an evaluation."""
-    for training, evaluation in KEYS.items():
-        text = text.replace(training, evaluation)
-    return text
 
 
 def prepare_model(config: EvalMasterConfig) -> EvalModel:
@@ -92,7 +90,6 @@ def prepare_model(config: EvalMasterConfig) -> EvalModel:
 
 
 def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
-    """The evaluation's model as the section `policy`, for checks that training shares."""
     own = ("model_name", "num_prompts_per_step")
     generation = config.generation.model_dump()
     values: dict[str, Any] = {
@@ -103,7 +100,7 @@ def _as_policy(config: EvalMasterConfig) -> RolloutPolicyConfig:
         "tokenizer": config.tokenizer.model_dump(),
         "generation": {key: value for key, value in generation.items() if key not in own},
     }
-    return build_config(RolloutPolicyConfig, values)
+    return build_config(_EvaluatedModel, values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.inputs import EvalData, EvalModel, in_eval_keys, load_eval_data, prepare_model
+from nemo_rl.evals.inputs import EvalData, EvalModel, load_eval_data, prepare_model
 from nemo_rl.evals.metrics import Outcome, show_results, summarize
 from nemo_rl.evals.samples import SampleFolder, SampleRecord, open_folder
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
@@ -65,7 +65,6 @@ def run_eval(config: EvalMasterConfig) -> int:
         num_steps=1,
         files="the samples so far are",
         again="continues",
-        spell=in_eval_keys,
     )
 
 
@@ -91,7 +90,7 @@ def prepare(config: EvalMasterConfig) -> Inputs:
     check_environments(config.env, data.environments)
     model = prepare_model(config)
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
-    check_prompts(process, data.prompts, "evaluation")
+    check_prompts(process, data.prompts, "evaluation", config.generation.vllm_cfg.key("max_model_len"))
     sampling = sampling_params(config.generation, model.tokenizer)
     identity = {
         **model.identity,

@@ -22,8 +22,9 @@ def strftime_now(format: str) -> str:
 
 
 class TokenizerSettings(Protocol):
-    """The section `policy.tokenizer`."""
+    """The section `tokenizer` of a model."""
 
+    def key(self, name: str) -> str: ...
     @property
     def name(self) -> str: ...
     @property
@@ -46,7 +47,7 @@ def get_tokenizer(cfg: TokenizerSettings) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.name)
     except (OSError, ValueError) as error:
-        raise ValueError(f"policy.tokenizer.name {cfg.name!r} cannot be loaded: {error}") from error
+        raise ValueError(f"{cfg.key('name')} {cfg.name!r} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ValueError(
             f"tokenizer {cfg.name!r} has no fast version ({type(tokenizer).__name__}), which is needed here"
@@ -72,19 +73,17 @@ def _template(cfg: TokenizerSettings, tokenizer: PreTrainedTokenizerFast) -> str
     if template == "default":
         if tokenizer.chat_template is None:
             raise ValueError(
-                f"tokenizer {cfg.name!r} has no chat template: set policy.tokenizer.chat_template to a Jinja text or "
+                f"tokenizer {cfg.name!r} has no chat template: set {cfg.key('chat_template')} to a Jinja text or "
                 "the path of a .jinja file, or to null to join the messages as they are"
             )
         return tokenizer.get_chat_template()
     if template.endswith(".jinja"):
         if not Path(template).is_file():
-            raise FileNotFoundError(
-                f"policy.tokenizer.chat_template: {template!r} does not exist (looked in {Path.cwd()})"
-            )
+            raise FileNotFoundError(f"{cfg.key('chat_template')}: {template!r} does not exist (looked in {Path.cwd()})")
         return Path(template).read_text(encoding="utf-8")
     if "{" not in template:
         raise ValueError(
-            f"policy.tokenizer.chat_template {template!r} is neither default, null, a .jinja file nor a Jinja text"
+            f"{cfg.key('chat_template')} {template!r} is neither default, null, a .jinja file nor a Jinja text"
         )
     return template
 
@@ -95,6 +94,5 @@ def _literal(value: Any) -> str:
         return repr(value)
     if isinstance(value, list):
         return "[" + ", ".join(_literal(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"
-    raise ValueError(f"policy.tokenizer.chat_template_kwargs: cannot use a {type(value).__name__}")
+    assert isinstance(value, dict), "YAML has no other values"
+    return "{" + ", ".join(f"{_literal(str(k))}: {_literal(v)}" for k, v in value.items()) + "}"

@@ -76,7 +76,7 @@ def run_distillation(config: DistillationMasterConfig) -> int:
 def prepare(config: DistillationMasterConfig) -> DistillationInputs:
     """Load and check what needs no worker; see `prepare_rollouts`."""
     configs = teacher_configs(config)
-    models = {key: prepare_model(teacher, config.checkpointing, key) for key, teacher in configs.items()}
+    models = {key: prepare_model(teacher, config.checkpointing) for key, teacher in configs.items()}
     own_identity = {name: value for model in models.values() for name, value in model.identity.items()}
     rollouts = prepare_rollouts(config, own_identity)
     tasks = tasks_by_teacher(config, {part.task_name for part in rollouts.data.train.parts})

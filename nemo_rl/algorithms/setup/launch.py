@@ -96,7 +96,6 @@ def run_command(
     num_steps: int,
     files: str,
     again: str,
-    spell: Callable[[str], str] = str,
 ) -> int:
     """Prepare and run, and print errors as messages. Returns the exit status.
 
@@ -114,10 +113,10 @@ def run_command(
         path = folder(inputs)
         console.info(run(inputs, path, console))
     except RUN_ERRORS as error:
-        console.error(spell(f"{error}\n{files} in {path}; the same command {again}"))
+        console.error(f"{error}\n{files} in {path}; the same command {again}")
         return 1
     except USER_ERRORS as error:
-        console.error(spell(str(error)))
+        console.error(str(error))
         return 2
     except KeyboardInterrupt:
         console.warn(f"interrupted; the same command {again}")

@@ -35,7 +35,7 @@ def run_ppo(config: PPOMasterConfig) -> int:
 
 def prepare(config: PPOMasterConfig) -> PPOInputs:
     """Load and check what needs no worker; see `prepare_rollouts`."""
-    value = prepare_model(config.value, config.checkpointing, VALUE)
+    value = prepare_model(config.value, config.checkpointing)
     rollouts = prepare_rollouts(config, value.identity)
     if value.tokenizer.get_vocab() != rollouts.model.tokenizer.get_vocab():
         raise ValueError(

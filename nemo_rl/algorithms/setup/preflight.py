@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import secrets
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,7 @@ from nemo_rl.environments.config import BUILT_IN_TOOLS, AnyEnvironmentConfig, Co
 from nemo_rl.environments.registry import find_env_class
 from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.models.generation.config import HttpServerConfig
-from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
+from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, SecondModelConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.pretrained import check_fit, read_model_config
@@ -79,50 +78,37 @@ class ModelInputs:
     flops: ModelFlops
 
 
-def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig, key: str = "policy") -> ModelInputs:
-    """Find and check the model of the section `key`: `policy`, `value`, `teacher` or `teachers.<name>`.
+def prepare_model(policy: PolicyConfig, checkpointing: CheckpointingConfig) -> ModelInputs:
+    """Find and check the model of `policy`, `value`, `teacher` or one of `teachers`.
 
     Raises:
-        ValueError: naming a key of that section.
+        ValueError: naming the key to change.
     """
-    try:
-        model_path, tokenizer_path = resolve_model(policy.model_name), resolve_model(policy.tokenizer.name)
-        model = read_model_config(policy, model_path)
-        tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
-        check_fit(policy, model, tokenizer)
-        import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path, key)
-    except ValueError as error:
-        if key == "policy":
-            raise
-        # A critic or a teacher has the keys of `policy`, and the checks name those.
-        raise ValueError(rename_section(str(error), "policy", key, type(policy).model_fields)) from error
-    metric = checkpointing.metric_name or ""
-    if key == "policy" and checkpointing.enabled and metric.startswith("train:moe/") and num_experts(model) == 0:
+    model_path, tokenizer_path = resolve_model(policy.model_name), resolve_model(policy.tokenizer.name)
+    model = read_model_config(policy, model_path)
+    tokenizer = get_tokenizer(policy.tokenizer.model_copy(update={"name": tokenizer_path}))
+    check_fit(policy, model, tokenizer)
+    import_object(BACKEND_CHECKS[policy.backend_key][0], "check")(policy, model, model_path)
+    metric = checkpointing.metric_name if checkpointing.enabled else None
+    has_metrics = not isinstance(policy, SecondModelConfig)
+    if has_metrics and metric is not None and metric.startswith("train:moe/") and num_experts(model) == 0:
         raise ValueError(
             f"checkpointing.metric_name={metric}: {model.model_type!r} is a dense model and has no metrics of experts; "
             "set it to val:accuracy, train:reward or null"
         )
+    adapters = "peft" if policy.megatron_cfg.enabled else "lora_cfg"
     return ModelInputs(
         model_path=model_path,
         tokenizer_path=tokenizer_path,
         tokenizer=tokenizer,
         config=model,
         identity={
-            f"{key}.model": {"name": policy.model_name, "config_hash": digest(model.to_json_string())},
-            f"{key}.{policy.backend_key}.{'peft' if policy.megatron_cfg.enabled else 'lora_cfg'}": _adapters(policy),
-            f"{key}.tokenizer": tokenizer_identity(tokenizer),
+            policy.key("model"): {"name": policy.model_name, "config_hash": digest(model.to_json_string())},
+            policy.key(f"{policy.backend_key}.{adapters}"): _adapters(policy),
+            policy.key("tokenizer"): tokenizer_identity(tokenizer),
         },
         flops=ModelFlops.of(model),
     )
-
-
-def rename_section(message: str, old: str, new: str, keys: Iterable[str]) -> str:
-    """`message` with every dotted key `old.<one of keys>` below `new`; paths and quoted text stay as they are."""
-    names = "|".join(map(re.escape, keys))
-    # An apostrophe within a word opens no quotation.
-    quoted = r"""(?<!\w)'[^'\n]*'(?!\w)|"[^"\n]*\""""
-    found = re.compile(rf"{quoted}|(?<![\w./-]){re.escape(old)}(?=\.(?:{names})(?![\w/-]))")
-    return found.sub(lambda match: new if match[0] == old else match[0], message)
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -150,8 +136,11 @@ def _adapters(policy: PolicyConfig) -> dict[str, Any]:
 # -- prompts
 
 
-def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) -> None:
-    """Process rows from all parts of the dataset. At least one of them must be short enough."""
+def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str, longest: str) -> None:
+    """Process rows from all parts of the dataset. At least one of them must be short enough.
+
+    `longest`: the key of the longest sequence.
+    """
     indices = np.linspace(0, len(dataset) - 1, min(len(dataset), NUM_TRIED_PROMPTS)).round().astype(int)
     data = [process(dataset[int(index)]) for index in indices]
     if all(datum["loss_multiplier"] == 0.0 for datum in data):
@@ -159,7 +148,7 @@ def check_prompts(process: PromptProcessor, dataset: PromptDataset, label: str) 
         raise ValueError(
             f"all prompts tried of the {label} data are longer than data.max_input_seq_length="
             f"{process.max_input_seq_length} tokens: {len(data)} of them have {min(lengths)} to {max(lengths)}; raise "
-            "it and policy.max_total_sequence_length, or shorten the prompts"
+            f"it and {longest}, or shorten the prompts"
         )
 
 

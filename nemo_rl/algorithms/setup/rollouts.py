@@ -87,10 +87,10 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     )
     process = PromptProcessor(data.tasks, model.tokenizer, config.data.max_input_seq_length)
     check_turns(config, model.tokenizer)
-    check_prompts(process, data.train, "training")
+    check_prompts(process, data.train, "training", config.policy.key("max_total_sequence_length"))
     check_conversations(config, data, process)
     if data.validation is not None and rollout.validates:
-        check_prompts(process, data.validation, "validation")
+        check_prompts(process, data.validation, "validation", config.policy.key("max_total_sequence_length"))
     shape = {
         "seed": rollout.seed,
         "num_prompts_per_step": rollout.num_prompts_per_step,

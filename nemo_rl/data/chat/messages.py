@@ -142,8 +142,8 @@ class ObservationRenderer:
         tail = self._tail(self.role(observation["role"]), observation["content"])
         if tail is None:
             raise ValueError(
-                "the chat template refuses a message of a user after an answer: take one that allows further turns "
-                "with policy.tokenizer.chat_template, or have one turn with max_rollout_turns=1"
+                "the chat template refuses a message of a user after an answer: name one that allows further turns "
+                "as the tokenizer's chat_template, or have one turn with max_rollout_turns=1"
             )
         return tail
 

@@ -118,6 +118,8 @@ class ServingChatConfig(StrictModel):
 class VllmConfig(StrictModel):
     """The vLLM engine."""
 
+    _path: str = "policy.generation.vllm_cfg"
+
     precision: Annotated[Literal["float32", "bfloat16", "float16", "fp8"], Derived("${...precision}")]
     """Data type of weights and activations. `fp8` (GPUs): weights come in bfloat16 at every sync, and weights of linear
     layers and experts are kept in FP8, with a scale for each 128 x 128 of them."""
@@ -231,6 +233,8 @@ _DECIDED = {
 
 class GenerationConfig(StrictModel):
     """Generation: sampling parameters and the engine."""
+
+    _path: str = "policy.generation"
 
     backend: Literal["vllm", "hf", "megatron"] = "vllm"
     """`vllm`: engines of vLLM. `hf` and `megatron`: the policy's own workers, with the transformers or Megatron Core

@@ -77,8 +77,7 @@ def prompt_problem(num_prompt_tokens: int, max_model_len: int) -> str | None:
     if num_prompt_tokens >= max_model_len:
         return (
             f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer: "
-            f"policy.generation.vllm_cfg.max_model_len is {max_model_len}; raise it or shorten the prompts with "
-            "data.max_input_seq_length"
+            f"vllm_cfg.max_model_len is {max_model_len}; raise it or shorten the prompts with data.max_input_seq_length"
         )
     return None
 

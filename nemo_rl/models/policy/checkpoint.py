@@ -193,7 +193,7 @@ def load_optimizer(
 # parameters that had no gradient yet, and move step counters between number and tensor: a resumed run would not be
 # bitwise the uninterrupted one.
 
-_PUT_BACK = "put policy.optimizer back to what the checkpoint's config.yaml says"
+_PUT_BACK = "put `optimizer` back to what the checkpoint's config.yaml says"
 
 
 def _optimizer_values(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _as_tensors(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         if not isinstance(value, torch.Tensor | int | float):
             raise CheckpointError(
                 f"the optimizer keeps a {type(value).__name__} as {name}, which cannot be saved; use another "
-                "policy.optimizer, or set checkpointing.save_optimizer=false"
+                "`optimizer`, or set checkpointing.save_optimizer=false"
             )
     return {name: value if isinstance(value, torch.Tensor) else torch.tensor(value) for name, value in values.items()}
 
@@ -273,7 +273,7 @@ def _load_settings(
         )
     if (settings["scheduler"] is None) != (scheduler is None):
         which = "without a scheduler, this run has one" if scheduler is not None else "with a scheduler, this has none"
-        raise CheckpointError(f"the checkpoint was saved by a run {which}: put policy.scheduler back")
+        raise CheckpointError(f"the checkpoint was saved by a run {which}: put `scheduler` back")
     for saved, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):

@@ -30,6 +30,8 @@ def _as_list(value: Any) -> Any:
 class TokenizerConfig(StrictModel):
     """The tokenizer."""
 
+    _path: str = "policy.tokenizer"
+
     name: Annotated[str, Derived("${..model_name}")]
     """Hugging Face name or folder."""
 
@@ -48,6 +50,8 @@ class TokenizerConfig(StrictModel):
 
 class OptimizerConfig(StrictModel):
     """The optimizer."""
+
+    _path: str = "policy.optimizer"
 
     name: str = "torch.optim.AdamW"
     """Import path of a `torch.optim.Optimizer`."""
@@ -78,6 +82,8 @@ class SchedulerConfig(StrictModel):
 
 class LoRAConfig(StrictModel):
     """Low-rank adapters on linear layers (Hu et al. 2021, arXiv 2106.09685); the model's own weights are frozen."""
+
+    _path: str = "policy.dtensor_cfg.lora_cfg"
 
     enabled: bool = False
     """Train adapters instead of the model."""
@@ -150,6 +156,8 @@ class PipelineConfig(StrictModel):
 
 class DTensorConfig(StrictModel):
     """Training with PyTorch: FSDP2, and tensor, context, expert and pipeline parallelism over one device mesh."""
+
+    _path: str = "policy.dtensor_cfg"
 
     enabled: bool = True
     """Train with PyTorch; false when `policy.megatron_cfg.enabled` is true."""
@@ -279,6 +287,8 @@ class RewardModelConfig(StrictModel):
 
 class PolicyConfig(StrictModel):
     """Policy: model, tokenizer, batch sizes, optimizer, sharding."""
+
+    _path: str = "policy"
 
     model_name: str = Field(min_length=1)
     """Hugging Face name or folder of the model; `tiny:arithmetic` is made on first use."""

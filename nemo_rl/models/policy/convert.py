@@ -128,7 +128,7 @@ def convert_megatron_checkpoint(
         ValueError: also if Megatron did not save it; names the converter to use.
     """
     if not find_source(checkpoint).is_megatron:
-        raise ValueError(f"{checkpoint} was not saved by policy.megatron_cfg; use {DCP_CONVERTER}")
+        raise ValueError(f"{checkpoint} was not saved by megatron_cfg; use {DCP_CONVERTER}")
     convert_checkpoint(checkpoint, output, dtype)
     if tokenizer_from is not None and not (output / "tokenizer_config.json").is_file():
         AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(output)
@@ -137,7 +137,7 @@ def convert_megatron_checkpoint(
 def check_not_megatron(checkpoint: Path) -> None:
     """ValueError naming the other converter for a checkpoint that Megatron saved."""
     if find_source(checkpoint).is_megatron:
-        raise ValueError(f"{checkpoint} was saved by policy.megatron_cfg; use {MEGATRON_CONVERTER}")
+        raise ValueError(f"{checkpoint} was saved by megatron_cfg; use {MEGATRON_CONVERTER}")
 
 
 def find_source(checkpoint: Path) -> Source:
@@ -164,7 +164,7 @@ def find_source(checkpoint: Path) -> Source:
 
 def _only_adapters(directory: Path) -> ValueError:
     return ValueError(
-        f"{directory} holds adapters alone (policy.dtensor_cfg.lora_cfg, policy.megatron_cfg.peft); "
+        f"{directory} holds adapters alone (dtensor_cfg.lora_cfg, megatron_cfg.peft); "
         "examples/converters/convert_lora_to_hf.py merges them into their base model"
     )
 

@@ -32,7 +32,7 @@ class ParallelSizes:
     def of(cls, config: DTensorConfig, world_size: int) -> ParallelSizes:
         """The sizes of `policy.dtensor_cfg` on `world_size` ranks. ValueError if they do not divide."""
         for key, message in _dtensor_problems(config, world_size):
-            raise ValueError(f"policy.dtensor_cfg.{key}: {message}")
+            raise ValueError(f"{config.key(key)}: {message}")
         return cls(
             pipeline_parallel=config.pipeline_parallel_size,
             dp_replicate=config.dp_replicate_size,
@@ -148,7 +148,7 @@ class MegatronSizes(ParallelSizes):
 def training_sizes(policy: PolicyConfig, world_size: int) -> ParallelSizes:
     """The number of ranks along each axis. ValueError if they do not divide `world_size`."""
     for key, message in training_problems(policy, world_size):
-        raise ValueError(f"policy.{key}: {message}")
+        raise ValueError(f"{policy.key(key)}: {message}")
     if policy.megatron_cfg.enabled:
         return MegatronSizes.of_megatron(policy.megatron_cfg, world_size)
     return ParallelSizes.of(policy.dtensor_cfg, world_size)
@@ -222,19 +222,19 @@ def _not_dividing(sizes: dict[str, int], world_size: int) -> tuple[str, str]:
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
-def stage_layers(config: MegatronConfig, num_layers: int, key: str = "policy.megatron_cfg") -> list[list[range]]:
+def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:
     """Layers of every pipeline rank: one range per piece that it holds (virtual stages), in the order of the model.
 
     Raises:
-        ValueError: naming the key of the section `key` and what would work, if the layers cannot be divided so.
+        ValueError: naming the key and what would work, if the layers cannot be divided so.
     """
-    per_rank = _layers_per_rank(config, num_layers, key)
+    per_rank = _layers_per_rank(config, num_layers)
     pieces = config.stages_per_rank
     for count in sorted(set(per_rank)):
         if count % pieces:
             raise ValueError(
-                f"{key}.virtual_pipeline_model_parallel_size={pieces} does not divide the {count} layers of a pipeline "
-                f"rank; these would: {divisors(*per_rank)}"
+                f"{config.key('virtual_pipeline_model_parallel_size')}={pieces} does not divide the {count} "
+                f"layers of a pipeline rank; these would: {divisors(*per_rank)}"
             )
     # Pieces are dealt out in turns: piece 0 of every rank, then piece 1 of every rank.
     stages: list[list[range]] = [[] for _ in per_rank]
@@ -247,11 +247,11 @@ def stage_layers(config: MegatronConfig, num_layers: int, key: str = "policy.meg
     return stages
 
 
-def _layers_per_rank(config: MegatronConfig, num_layers: int, section: str) -> list[int]:
+def _layers_per_rank(config: MegatronConfig, num_layers: int) -> list[int]:
     size = config.pipeline_model_parallel_size
     ends = {FIRST: config.num_layers_in_first_pipeline_stage, LAST: config.num_layers_in_last_pipeline_stage}
     given = {name: count for name, count in ends.items() if count is not None}
-    key = f"{section}.pipeline_model_parallel_size={size}"
+    key = f"{config.key('pipeline_model_parallel_size')}={size}"
     if size > num_layers:
         raise ValueError(f"{key}: the model has {num_layers} layers; use at most that")
     others, left = size - len(given), num_layers - sum(given.values())

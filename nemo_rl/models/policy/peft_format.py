@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
-from nemo_rl.models.policy.dtensor.lora import KEY, adapters, apply_lora, trained_head
+from nemo_rl.models.policy.dtensor.lora import adapters, apply_lora, trained_head
 from nemo_rl.models.policy.head.scalar import HEAD, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
 
@@ -150,17 +150,17 @@ def _compare(
 ) -> None:
     differences = []
     if adapter.rank != cfg.dim:
-        differences.append(f"rank {adapter.rank}, {KEY}.dim={cfg.dim}")
+        differences.append(f"rank {adapter.rank}, {cfg.key('dim')}={cfg.dim}")
     if adapter.alpha != cfg.alpha:
-        differences.append(f"alpha {adapter.alpha:g}, {KEY}.alpha={cfg.alpha:g}")
+        differences.append(f"alpha {adapter.alpha:g}, {cfg.key('alpha')}={cfg.alpha:g}")
     if adapter.base_model_name is not None and last_part(adapter.base_model_name) != last_part(base_model_name):
-        differences.append(f"base model {adapter.base_model_name!r}, policy.model_name={base_model_name!r}")
+        differences.append(f"base model {adapter.base_model_name!r}, model_name={base_model_name!r}")
     for text, names in (
         ("layers without an adapter there", shapes.keys() - adapter.shapes.keys()),
         ("layers without an adapter here", adapter.shapes.keys() - shapes.keys()),
     ):
         if layers := sorted({layer_of(name) for name in names}):
-            differences.append(f"{len(layers)} {text}: {', '.join(layers[:8])}; see {KEY}.target_modules")
+            differences.append(f"{len(layers)} {text}: {', '.join(layers[:8])}; see {cfg.key('target_modules')}")
     if adapter.rank == cfg.dim:
         differences += [
             f"{name} has shape {list(adapter.shapes[name])}, the model needs {list(shape)}"

@@ -31,7 +31,6 @@ from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.head.scalar import (
     HEAD_WEIGHT,
-    KEY,
     auto_class,
     check_scalar_head,
     foreign_heads,
@@ -101,7 +100,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConfig:
-    """config.json of the model with `policy.hf_config_overrides` applied."""
+    """config.json of the model with `overrides` applied."""
     return AutoConfig.from_pretrained(model_path, **overrides)
 
 
@@ -125,12 +124,13 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
             reward model can be made of it.
     """
     name, directory = config.model_name, Path(model_path)
+    key, overrides = config.key("model_name"), config.key("hf_config_overrides")
     is_path = model_path.startswith((".", "/", "~")) or model_path.count("/") > 1
     if is_path and not directory.is_dir():
-        raise ValueError(f"policy.model_name: directory {name!r} does not exist (looked in {Path.cwd()})")
+        raise ValueError(f"{key}: directory {name!r} does not exist (looked in {Path.cwd()})")
     if directory.is_dir() and not (directory / "config.json").is_file():
         raise ValueError(
-            f"policy.model_name: {name!r} is no model directory: it has no config.json. Expected are config.json, "
+            f"{key}: {name!r} is no model directory: it has no config.json. Expected are config.json, "
             "*.safetensors and the tokenizer's files, as save_pretrained writes them"
         )
     try:
@@ -138,49 +138,52 @@ def read_model_config(config: PolicyConfig, model_path: str) -> PretrainedConfig
         model, ignored = loaded
     except StrictDataclassError as error:
         raise ValueError(
-            f"policy.model_name: the config.json of {name!r} (with policy.hf_config_overrides) contradicts itself: "
-            f"{error}"
+            f"{key}: the config.json of {name!r} (with {overrides}) contradicts itself: {error}"
         ) from error
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"policy.model_name: {name!r} cannot be loaded: {error}\nGive a Hugging Face name, the directory of a "
+            f"{key}: {name!r} cannot be loaded: {error}\nGive a Hugging Face name, the directory of a "
             "model, or tiny:arithmetic; without a network the model must be in the Hugging Face cache already"
         ) from error
     if ignored:
         raise ValueError(
-            f"policy.hf_config_overrides: the config.json of {name!r} has no {', '.join(sorted(ignored))}, so it would "
+            f"{overrides}: the config.json of {name!r} has no {', '.join(sorted(ignored))}, so it would "
             "change nothing in training; rope_theta and its like stand in "
             "rope_parameters: {rope_type: default, rope_theta: ...}"
         )
     if type(model) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"policy.model_name: {name!r} is a {model.model_type!r} model, not a causal language model")
+        raise ValueError(f"{key}: {name!r} is a {model.model_type!r} model, not a causal language model")
     has_score = is_scalar(model)
     if config.reward_model_cfg.enabled:
-        model = scalar_config(model, name)
+        model = scalar_config(model, config)
     elif has_score:
         raise ValueError(
-            f"policy.model_name: {name!r} is a reward model or another classifier ({model.architectures[0]}), without "
-            f"the head of a language model; name a language model, or set {KEY}=true to train a reward model"
+            f"{key}: {name!r} is a reward model or another classifier ({model.architectures[0]}), without "
+            f"the head of a language model; name a language model, or set "
+            f"{config.key('reward_model_cfg.enabled')}=true to train a reward model"
         )
     if directory.is_dir() and not any((directory / file).is_file() for file in WEIGHT_FILES):
-        raise ValueError(f"policy.model_name: {name!r} has no weights: none of {', '.join(WEIGHT_FILES)} is there")
+        raise ValueError(f"{key}: {name!r} has no weights: none of {', '.join(WEIGHT_FILES)} is there")
     if directory.is_dir():
-        _check_files(name, directory)
-        _check_tensors(name, model_path, model, has_score=has_score)
+        _check_files(f"{key}: {name!r}", directory)
+        _check_tensors(config, model_path, model, has_score=has_score)
     return model
 
 
-def _check_files(name: str, directory: Path) -> None:
-    """Check that every safetensors file of a model directory exists and has the length that its header says."""
+def _check_files(model: str, directory: Path) -> None:
+    """Check that every safetensors file of a model directory exists and has the length that its header says.
+
+    `model`: key and name, for messages.
+    """
     if (directory / INDEX_FILE).is_file():
         try:
             files = set(json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"policy.model_name: {name!r}: {INDEX_FILE} is damaged ({error}); copy it anew") from error
+            raise ValueError(f"{model}: {INDEX_FILE} is damaged ({error}); copy it anew") from error
         absent = sorted(file for file in files if not (directory / file).is_file())
         if absent:
             raise ValueError(
-                f"policy.model_name: {name!r} is not whole: {INDEX_FILE} names {len(files)} files, of which "
+                f"{model} is not whole: {INDEX_FILE} names {len(files)} files, of which "
                 f"{len(absent)} are missing: {_some(absent)}; copy them too"
             )
     for file in sorted(directory.glob("*.safetensors")):
@@ -188,28 +191,29 @@ def _check_files(name: str, directory: Path) -> None:
             with safe_open(file, framework="pt"):  # reads the header, which knows the size of the file
                 pass
         except SafetensorError as error:
-            raise ValueError(f"policy.model_name: {name!r}: {file.name} is damaged ({error}); copy it anew") from error
+            raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it anew") from error
 
 
-def _check_tensors(name: str, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
+def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
     """Check that the headers in a model directory name the tensors of the model of `config`, with its shapes.
 
     `has_score`: config.json is that of a reward model, whose head must exist; a language model may lack it. A directory
     with unknown names only is left to transformers, which knows the names of older models.
     """
+    name, key, overrides = policy.model_name, policy.key("model_name"), policy.key("hf_config_overrides")
     try:
         model = build_on_meta(copy.deepcopy(config), torch.bfloat16)
     except (ValueError, IndexError, KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"policy.model_name: no model can be built of the config.json of {name!r} (with "
-            f"policy.hf_config_overrides): {type(error).__name__}: {error}"
+            f"{key}: no model can be built of the config.json of {name!r} (with {overrides}): "
+            f"{type(error).__name__}: {error}"
         ) from error
     names = ExpertNames(config.get_text_config().model_type)
     missing, differing, num_found = [], [], 0
     with StoredModel(model_path) as stored:
         if stored.names is None:
             return
-        _check_head(name, stored, wants_score=is_scalar(config), has_score=has_score)
+        _check_head(f"{key}: {name!r}", stored, wants_score=is_scalar(config), has_score=has_score)
         for parameter_name, tensor in named_tensors(model):
             if parameter_name == HEAD_WEIGHT and not has_score:
                 continue
@@ -225,25 +229,24 @@ def _check_tensors(name: str, model_path: str, config: PretrainedConfig, *, has_
     if num_found and (missing or differing):
         lists = {"missing": missing, "of another shape": differing}
         raise ValueError(
-            f"policy.model_name: the weights of {name!r} are not those of its config.json (with "
-            "policy.hf_config_overrides):\n"
+            f"{key}: the weights of {name!r} are not those of its config.json (with {overrides}):\n"
             + "\n".join(f"  {len(found)} tensors {what}: {_some(found)}" for what, found in lists.items() if found)
         )
 
 
-def _check_head(name: str, stored: StoredModel, *, wants_score: bool, has_score: bool) -> None:
+def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score: bool) -> None:
     """Check that the checkpoint has the head that the configuration asks for."""
     assert stored.names is not None
     has_head = HEAD_WEIGHT in stored.names
     if not wants_score:
         if has_head:
             raise ValueError(
-                f"policy.model_name: {name!r} is a reward model: it holds {HEAD_WEIGHT}, and its config.json does not "
+                f"{model} is a reward model: it holds {HEAD_WEIGHT}, and its config.json does not "
                 "say so; name a language model"
             )
         return
     others = foreign_heads(stored.names) + [HEAD_WEIGHT] * (has_head and not has_score)
-    wrong = f"policy.model_name: {name!r} is a reward checkpoint with the wrong head: "
+    wrong = f"{model} is a reward checkpoint with the wrong head: "
     if others:
         raise ValueError(
             f"{wrong}its weights hold {_some(others)}; a reward model has one linear layer of one output, "
@@ -271,9 +274,10 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     sizes = model.to_dict()
     engine = config.generation.vllm_cfg if isinstance(config, RolloutPolicyConfig) else None
     positions, heads = sizes.get("max_position_embeddings"), sizes.get("num_attention_heads")
-    asked = {"policy.max_total_sequence_length": config.max_total_sequence_length}
+    longest = config.key("max_total_sequence_length")
+    asked = {longest: config.max_total_sequence_length}
     if engine is not None:
-        asked["policy.generation.vllm_cfg.max_model_len"] = engine.max_model_len
+        asked[engine.key("max_model_len")] = engine.max_model_len
     is_stretched = "factor" in (
         sizes.get("rope_parameters") or {}
     )  # long-context RoPE: more positions than max_position_embeddings
@@ -281,18 +285,19 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     if too_long and not is_stretched:
         raise ValueError(
             f"{' and '.join(too_long)}: more than the {positions} positions of {config.model_name!r} "
-            f"(max_position_embeddings in its config.json); set policy.max_total_sequence_length={positions} or less"
+            f"(max_position_embeddings in its config.json); set {longest}={positions} or less"
         )
     if engine is not None and heads is not None and heads % engine.tensor_parallel_size:
         raise ValueError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size={engine.tensor_parallel_size} does not divide the "
+            f"{engine.key('tensor_parallel_size')}={engine.tensor_parallel_size} does not divide the "
             f"{heads} attention heads of {config.model_name!r}; these would: {divisors(heads)}"
         )
     vocab_size = model.get_text_config().vocab_size
     if len(tokenizer) > vocab_size:
         beyond = tokenizer.convert_ids_to_tokens(list(range(vocab_size, len(tokenizer)))[:3])
         raise ValueError(
-            f"policy.tokenizer.name: {config.tokenizer.name!r} has {len(tokenizer)} tokens, more than the {vocab_size} "
-            f"of {config.model_name!r}, which does not know {', '.join(map(repr, beyond))}: the two do not belong "
-            "together, or tokenizer_config.json does not name the special tokens (pad_token, eos_token) that there are"
+            f"{config.tokenizer.key('name')}: {config.tokenizer.name!r} has {len(tokenizer)} tokens, more than the "
+            f"{vocab_size} of {config.model_name!r}, which does not know {', '.join(map(repr, beyond))}: the two "
+            "do not belong together, or tokenizer_config.json does not name the special tokens (pad_token, eos_token) "
+            "that there are"
         )

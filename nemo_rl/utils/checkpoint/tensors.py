@@ -110,8 +110,8 @@ def check_checkpoint_fits(
     raise CheckpointError(
         f"the tensors in {directory} belong to a model of another architecture:\n"
         + "\n".join(lines)
-        + "\nUse the model they were saved from (policy.model_name, policy.hf_config_overrides, and "
-        "policy.dtensor_cfg.lora_cfg for adapters), or another checkpoint"
+        + "\nUse the model they were saved from (model_name, hf_config_overrides, and "
+        "dtensor_cfg.lora_cfg or megatron_cfg.peft for adapters), or another checkpoint"
     )
 
 

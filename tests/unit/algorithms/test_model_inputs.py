@@ -13,8 +13,8 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.algorithms.setup.preflight import prepare_model, rename_section
-from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.algorithms.setup.preflight import prepare_model
+from nemo_rl.models.policy.config import SecondModelConfig
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError, check_identity
 from tests.unit.config.run_configs import build
 
@@ -89,37 +89,19 @@ def test_an_adapter_to_begin_with_needs_adapters() -> None:
         build(f"{LORA}.adapter_path=there")
 
 
-@pytest.mark.parametrize(
-    ("message", "wanted"),
-    [
-        ("policy.model_name: no such", "teachers.a.model_name: no such"),
-        (
-            "x, which policy.model_name=y and `policy.dtensor_cfg.z` say",
-            "x, which {}model_name=y and `{}dtensor_cfg.z` say",
-        ),
-        ("the student's policy.model_name and the teacher's", "the student's {}model_name and the teacher's"),
-        ("it is the policy. A policy.modest one", "it is the policy. A policy.modest one"),
-        ("my_policy.model_name and other.policy.model_name", "my_policy.model_name and other.policy.model_name"),
-        ("in /models/policy.model_name/x or policy.optimizer/", "in /models/policy.model_name/x or policy.optimizer/"),
-        ("'a policy.model_name b' of policy.tokenizer.name", "'a policy.model_name b' of {}tokenizer.name"),
-        ('"a policy.model_name b": set policy.precision', '"a policy.model_name b": set {}precision'),
-    ],
-)
-def test_only_keys_of_the_section_are_renamed(message: str, wanted: str) -> None:
-    found = rename_section(message, "policy", "teachers.a", PolicyConfig.model_fields)
-    assert found == wanted.replace("{}", "teachers.a.")
-
-
 def test_a_model_that_is_not_there_is_named_as_it_was_given(tmp_path: Path) -> None:
     there = tmp_path / "policy.model_name"
     config = build(f"policy.model_name={there}")
     with pytest.raises(ValueError, match=rf"^value\.model_name: .*{re.escape(str(there))}"):
-        prepare_model(config.policy, config.checkpointing, "value")
+        prepare_model(config.policy.at("value"), config.checkpointing)
 
 
 def test_metrics_of_experts_are_asked_of_the_policy_alone(tiny_model_dir: Path) -> None:
     overrides = (f"policy.model_name={tiny_model_dir}", "checkpointing.metric_name=train:moe/router_entropy")
     config = build(*overrides)
-    prepare_model(config.policy, config.checkpointing, "value")
+    prepare_model(
+        SecondModelConfig(model_name=str(tiny_model_dir), tokenizer=config.policy.tokenizer, logprob_batch_size=1),
+        config.checkpointing,
+    )
     with pytest.raises(ValueError, match="is a dense model and has no metrics of experts"):
         prepare_model(config.policy, config.checkpointing)

@@ -113,7 +113,7 @@ def test_the_layout_fits_the_published_model(case) -> None:
     policy, model = config.policy, model_of(config)
     check_tensor_parallel(policy.megatron_cfg, model)
     check_experts(policy, model)
-    check_rope(model)
+    check_rope(policy, model)
     assert stage_layers(policy.megatron_cfg, model.num_hidden_layers)
     assert model.num_attention_heads % policy.generation.vllm_cfg.tensor_parallel_size == 0
     assert policy.max_total_sequence_length <= model.max_position_embeddings

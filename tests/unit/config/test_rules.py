@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any, ClassVar, get_type_hints
@@ -17,6 +18,7 @@ from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import Slot, build_config
 from nemo_rl.config.rules import StrictModel, divisors, holds, parse_rule
 from nemo_rl.evals.config import EvalMasterConfig
+from nemo_rl.models.policy.config import TokenizerConfig
 
 RUNS = (
     GRPOMasterConfig,
@@ -121,3 +123,25 @@ def test_every_rule_names_keys_that_exist(run: type[BaseModel]) -> None:
                 keys += [key for text in texts for key in re.findall(r"\{(?!section\})([A-Za-z_][\w.]*)\}", text)]
                 for key in keys:
                     assert has_key(model, key), f"{model.__name__}: {rule!r} names {key}"
+
+
+def test_every_section_knows_its_key() -> None:
+    values = {
+        "distillation": {"val_period": 0},
+        "policy": {"model_name": "a", "train_global_batch_size": 128},
+        "teachers": {"x": {"model_name": "b"}},
+        "checkpointing": {"enabled": False},
+        "data": {"train": {"dataset_name": "arithmetic"}},
+        "env": {"math": {"type": "math"}},
+    }
+    config = build_config(DistillationMasterConfig, values)
+    for copied in (config, pickle.loads(pickle.dumps(config)), config.model_copy(update={"teacher": None})):
+        assert copied.policy.key("model_name") == "policy.model_name"
+        assert copied.policy.generation.vllm_cfg.key("precision") == "policy.generation.vllm_cfg.precision"
+        assert copied.teachers["x"].dtensor_cfg.lora_cfg.key("dim") == "teachers.x.dtensor_cfg.lora_cfg.dim"
+        tokenizer = copied.teachers["x"].tokenizer.model_copy(update={"name": "c"})
+        assert tokenizer.key("name") == "teachers.x.tokenizer.name"
+        assert copied.env["math"].key("type") == "env.math.type"
+    assert config.policy.at("value").tokenizer.key("name") == "value.tokenizer.name"
+    assert TokenizerConfig(name="a").key("name") == "policy.tokenizer.name"  # its usual place
+    assert config.teachers["x"].tokenizer == TokenizerConfig(name="b")

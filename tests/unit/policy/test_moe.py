@@ -25,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor import moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import export_weights, materialize, recompute_activations
@@ -352,15 +353,15 @@ def test_weights_of_another_number_of_experts_are_refused(tmp_path):
 
 
 def test_experts_that_cannot_be_spread_are_refused_before_anything_is_loaded():
-    moe.check_experts(moe_config("qwen3_moe", 8), 4)
-    moe.check_experts(Qwen3Config(), 1)
+    moe.check_experts(moe_config("qwen3_moe", 8), DTensorConfig(expert_parallel_size=4))
+    moe.check_experts(Qwen3Config(), DTensorConfig())
     with pytest.raises(ValueError, match=r"expert_parallel_size=2: 'qwen3' is a dense model"):
-        moe.check_experts(Qwen3Config(), 2)
+        moe.check_experts(Qwen3Config(), DTensorConfig(expert_parallel_size=2))
     for family in FAMILIES:
         with pytest.raises(ValueError, match=r"expert_parallel_size=3 does not divide the 4 experts.*: 1, 2, 4$"):
-            moe.check_experts(moe_config(family, 4), 3)
+            moe.check_experts(moe_config(family, 4), DTensorConfig(expert_parallel_size=3))
     with pytest.raises(ValueError, match=r"experts of 'gpt_oss' are not laid out as"):
-        moe.check_experts(GptOssConfig(), 2)
+        moe.check_experts(GptOssConfig(), DTensorConfig(expert_parallel_size=2))
 
 
 # -- router load

@@ -134,9 +134,7 @@ def runner_of(
     data = dist.get_world_size() // size
     mesh = init_device_mesh("cpu", (size, data), mesh_dim_names=("pipeline_parallel", "dp_shard"))
     pipeline = mesh["pipeline_parallel"]
-    stages = [
-        PipelineStageModel(part, **SAMPLING) for part in split(model, pipeline.get_local_rank(), size, config.pipeline)
-    ]
+    stages = [PipelineStageModel(part, **SAMPLING) for part in split(model, pipeline.get_local_rank(), config)]
     if data > 1:
         for stage in stages:
             for layer in stage.hf.base_model.layers:
@@ -365,8 +363,7 @@ def test_a_stage_keeps_names_and_gives_up_the_rest():
     names = [name for name, _ in whole.named_parameters()]
     found = []
     for rank in range(2):
-        config = PipelineConfig(schedule="interleaved_1f1b", stages_per_rank=2)
-        parts = split(copy.deepcopy(whole), rank, 2, config)
+        parts = split(copy.deepcopy(whole), rank, cut(2, pipeline=INTERLEAVED))
         found += [name for part in parts for name, _ in part.named_parameters()]
         assert all(len(part.base_model.layers) == LAYERS for part in parts)
     assert sorted(found) == sorted(names)
@@ -413,7 +410,7 @@ def test_weights_beside_the_layers_are_refused():
     model = whole_model("llama")
     model.model.projection = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="it has weights in projection; set policy"):
-        split(model, 0, 2, PipelineConfig())
+        split(model, 0, cut(2))
 
 
 def test_another_dtype_than_the_next_stage_expects_ends_the_step():

@@ -264,8 +264,9 @@ def test_an_optimizer_or_argument_that_does_not_exist_is_refused_by_key(model_pa
 
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     with pytest.raises(ValueError, match=r"policy\.optimizer\.name 'torch\.optim\.AdamZ': module"):
-        build_optimizer(OptimizerConfig(name="torch.optim.AdamZ"), parameters)
+        build_optimizer(policy_config(optimizer=OptimizerConfig(name="torch.optim.AdamZ")), parameters)
     with pytest.raises(ValueError, match=r"policy\.optimizer\.kwargs: SGD does not take learning_rate; it takes: lr"):
-        build_optimizer(OptimizerConfig(name="torch.optim.SGD", kwargs={"learning_rate": 1.0}), parameters)
+        sgd = OptimizerConfig(name="torch.optim.SGD", kwargs={"learning_rate": 1.0})
+        build_optimizer(policy_config(optimizer=sgd), parameters)
     with pytest.raises(ValueError, match=r"is not a torch\.optim\.optimizer\.Optimizer"):
-        build_optimizer(OptimizerConfig(name="torch.nn.Linear", kwargs={}), parameters)
+        build_optimizer(policy_config(optimizer=OptimizerConfig(name="torch.nn.Linear", kwargs={})), parameters)

@@ -356,6 +356,6 @@ def test_a_reward_model_is_no_policy(reward_models, tmp_path):
 
 def test_architectures_with_other_heads_are_refused():
     with pytest.raises(ValueError, match=r"BertForSequenceClassification has another head.*classifier"):
-        build_on_meta(scalar_config(BertConfig(num_hidden_layers=1), "x"), torch.float32)
+        build_on_meta(scalar_config(BertConfig(num_hidden_layers=1), policy_config(model_name="x")), torch.float32)
     with pytest.raises(ValueError, match="no sequence classifier of 'cohere' models"):
-        scalar_config(CohereConfig(), "x")
+        scalar_config(CohereConfig(), policy_config(model_name="x"))

@@ -29,7 +29,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from nemo_rl.models.policy.config import LoRAConfig
+from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import materialize, shard
@@ -119,7 +119,10 @@ def cut(
     hf = build_on_meta(copy.deepcopy(source.config), torch.float32).eval()
     if adapters is not None:
         apply_lora(hf, adapters)
-    apply_tensor_parallel(hf, mesh, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
+    settings = DTensorConfig(
+        tensor_parallel_size=mesh.size(), sequence_parallel=sequence_parallel, custom_parallel_plan=custom_plan
+    )
+    apply_tensor_parallel(hf, mesh, settings)
     return hf
 
 
@@ -211,8 +214,8 @@ def test_pipeline_stages_hand_over_their_own_positions(tmp_path):
         shapes = []
         for index in range(2):
             hf = build_on_meta(copy.deepcopy(source.config), torch.float32).eval()
-            split_stages(hf, index, 2)
-            apply_tensor_parallel(hf, mesh, sequence_parallel=True, custom_plan=None)
+            split_stages(hf, index, DTensorConfig(pipeline_parallel_size=2))
+            apply_tensor_parallel(hf, mesh, DTensorConfig(tensor_parallel_size=2, sequence_parallel=True))
             fill(Scored(hf), source)
             out = hf.base_model(**begin, position_ids=positions, use_cache=False).last_hidden_state.detach()
             begin = {"inputs_embeds": out}
@@ -398,7 +401,8 @@ CONFIGS = {
 
 
 def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
-    check_tensor_parallel(config_of(family, **changes), size, sequence_parallel=split, custom_plan=plan)
+    settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
+    check_tensor_parallel(config_of(family, **changes), settings)
 
 
 def test_a_model_that_can_be_cut_is_let_through():

@@ -1,10 +1,10 @@
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 
 from nemo_rl.data.tiny_model import CHAT_TEMPLATE, build_tiny_tokenizer
+from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.tokenizer import get_tokenizer
 
 MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -18,9 +18,7 @@ def saved(tmp_path_factory):
 
 
 def load(path, chat_template="default", **kwargs):
-    cfg = SimpleNamespace(name=str(path), chat_template=chat_template, chat_template_kwargs=None)
-    vars(cfg).update(kwargs)
-    return get_tokenizer(cfg)
+    return get_tokenizer(TokenizerConfig(name=str(path), chat_template=chat_template, **kwargs))
 
 
 def render(tokenizer, **kwargs):

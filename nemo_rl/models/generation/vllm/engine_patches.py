@@ -155,15 +155,11 @@ class ExpertRecorder:
 
     It hooks the routers of `layers`, the MoE layers. Prompts are prefilled whole without a prefix cache, so the rows of
     a step are the requests one after another, each from its first token that is not computed yet.
-
-    Raises:
-        ValueError: the model has no experts.
     """
 
     def __init__(self, runner: Any, layers: Sequence[Any]) -> None:
         config = runner.model_config
-        if not layers:
-            raise ValueError("policy.router_replay.enabled=true: the model has no experts; set it to false")
+        assert layers, "the model has no experts"
         shape = (config.get_total_num_hidden_layers(), config.get_num_experts_per_tok())
         self._dtype = np.uint8 if config.get_num_experts() <= 256 else np.int16
         self._runner = runner

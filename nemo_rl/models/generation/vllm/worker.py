@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nemo_rl.distributed.collectives import own_address, release_port
-from nemo_rl.models.generation.config import engine_settings
+from nemo_rl.models.generation.config import VllmConfig, engine_settings
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import cpu_environment
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
@@ -79,7 +79,7 @@ class VllmWorker:
         self._engine = AsyncLLM(
             config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
         )
-        self._admitted = asyncio.Semaphore(_num_admitted(self._engine) if device == "cpu" else 2**31)
+        self._admitted = asyncio.Semaphore(_num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
 
@@ -434,7 +434,7 @@ def _draft_logger(counts: DraftCounts) -> Any:
     return DraftLogger
 
 
-def _num_admitted(engine: AsyncLLM) -> int:
+def _num_admitted(engine: AsyncLLM, cfg: VllmConfig) -> int:
     """Requests whose KV cache fits to the last token, so that vLLM preempts none and recomputes it in other chunks.
 
     Raises ValueError if not even one fits.
@@ -447,6 +447,6 @@ def _num_admitted(engine: AsyncLLM) -> int:
     if num_fitting < 1:
         raise ValueError(
             f"the KV cache holds {num_blocks * block_size} tokens, fewer than one sequence of "
-            f"max_model_len={config.model_config.max_model_len}: raise policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
+            f"max_model_len={config.model_config.max_model_len}: raise {cfg.key('cpu_kv_cache_space_gb')}"
         )
     return min(num_fitting, config.scheduler_config.max_num_seqs)

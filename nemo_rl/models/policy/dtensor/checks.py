@@ -24,16 +24,15 @@ from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
 
 
-def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
-    """Check layout, optimizer and scheduler of the section `key`.
+def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
+    """Check layout, optimizer and scheduler.
 
     Raises:
         ValueError: naming the key to change and what would work.
     """
-    check_layout(config, model, key)
-    assert config.optimizer is not None
-    optimizer = build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
-    build_scheduler(config.scheduler, optimizer)
+    check_layout(config, model)
+    optimizer = build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
+    build_scheduler(config, optimizer)
 
 
 def check_saved_weights(directory: Path, config: PolicyConfig, model: PretrainedConfig) -> None:
@@ -51,7 +50,7 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
     check_checkpoint_fits(directory / "weights", names_and_shapes(policy_tensors([hf], trained_only=lora_cfg.enabled)))
 
 
-def check_layout(config: PolicyConfig, model: PretrainedConfig, key: str = "policy") -> None:
+def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
     """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
 
     Raises:
@@ -61,22 +60,16 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig, key: str = "poli
     model = copy.deepcopy(model)  # building a model writes into its configuration
     if not is_scalar(model):
         logit_transform(model)
-    if settings.tensor_parallel_size > 1:
-        tensor_parallel.check_tensor_parallel(
-            model,
-            settings.tensor_parallel_size,
-            sequence_parallel=settings.sequence_parallel,
-            custom_plan=settings.custom_parallel_plan,
-        )
+    tensor_parallel.check_tensor_parallel(model, settings)
     reason = unpackable_reason(model)
     if settings.context_parallel_size > 1 and reason is not None:
         raise ValueError(
-            f"{key}.dtensor_cfg.context_parallel_size={settings.context_parallel_size}: sequences of a "
+            f"{settings.key('context_parallel_size')}={settings.context_parallel_size}: sequences of a "
             f"{model.model_type!r} model cannot be cut over ranks, because {reason}; set it to 1 and use "
             "tensor_parallel_size or activation_checkpointing for long sequences"
         )
     pipeline.check_pipeline(model, settings)
-    moe.check_experts(model, settings.expert_parallel_size)
+    moe.check_experts(model, settings)
     if settings.lora_cfg.enabled:
         lora.check_lora(model, settings.lora_cfg)
         if settings.lora_cfg.adapter_path is not None:
@@ -86,9 +79,9 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig, key: str = "poli
         return
     why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
     if config.padding_free:
-        raise ValueError(f"{key}.padding_free=true: {why}; set it to null or false")
+        raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
     if config.sequence_packing.enabled:
         raise ValueError(
-            f"{key}.sequence_packing.enabled=true: {why}; set {key}.sequence_packing.enabled=false and "
-            f"{key}.dynamic_batching.enabled=true"
+            f"{config.key('sequence_packing.enabled')}=true: {why}; set it to false and "
+            f"{config.key('dynamic_batching.enabled')}=true"
         )

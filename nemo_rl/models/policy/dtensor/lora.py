@@ -31,8 +31,6 @@ from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_whole, hf_name
 from nemo_rl.refit.layout import merge
 
-KEY = "policy.dtensor_cfg.lora_cfg"
-
 
 class LoRALinear(nn.Linear):
     """A linear layer with an adapter.
@@ -149,7 +147,7 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
                 near = nearest_key(entry.strip("*."), sorted(counts)) or nearest_key(entry, layers)
                 hint = f"; did you mean {near!r}?" if near else ""
                 raise ValueError(
-                    f"{KEY}.{key}: {entry!r} matches no linear layer of {type(hf).__name__}{hint}\n"
+                    f"{cfg.key(key)}: {entry!r} matches no linear layer of {type(hf).__name__}{hint}\n"
                     f"There are {available}"
                 )
     excluded = {name for name in linears if any(matches(name, entry) for entry in cfg.exclude_modules)}
@@ -158,27 +156,27 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
     else:
         wanted = {name for name in linears if any(matches(name, entry) for entry in cfg.target_modules)} - excluded
     if refused := sorted(wanted - layers.keys()):
-        raise ValueError(_head_refused(refused[0], hf))
+        raise ValueError(_head_refused(refused[0], hf, cfg))
     chosen = {name: module for name, module in layers.items() if name in wanted}
     if not chosen:
-        raise ValueError(f"{KEY}.exclude_modules leaves no layer to adapt; there are {available}")
+        raise ValueError(f"{cfg.key('exclude_modules')} leaves no layer to adapt; there are {available}")
     ranks = {name: min(module.in_features, module.out_features) for name, module in chosen.items()}
     if too_small := sorted({name.rpartition(".")[2] for name, rank in ranks.items() if rank < cfg.dim}):
         smallest = min(ranks.values())
         raise ValueError(
-            f"{KEY}.dim={cfg.dim} is more than the full rank {smallest} of {', '.join(too_small)}; set "
-            f"{KEY}.dim={smallest} or less, or add them to {KEY}.exclude_modules"
+            f"{cfg.key('dim')}={cfg.dim} is more than the full rank {smallest} of {', '.join(too_small)}; set "
+            f"{cfg.key('dim')}={smallest} or less, or add them to {cfg.key('exclude_modules')}"
         )
     return chosen
 
 
-def _head_refused(name: str, hf: PreTrainedModel) -> str:
+def _head_refused(name: str, hf: PreTrainedModel, cfg: LoRAConfig) -> str:
     if is_scalar(hf.config):
-        return f"{KEY}.target_modules takes in {name}, the head, which is trained whole; name other layers"
+        return f"{cfg.key('target_modules')} takes in {name}, the head, which is trained whole; name other layers"
     tied = " and is tied to the embeddings here" if hf.config.get_text_config().tie_word_embeddings else ""
     return (
-        f"{KEY}.target_modules takes in {name}, the output head, which cannot be adapted: logprobs are computed from "
-        f"its weight in parts{tied}. Name other layers, or add {name} to {KEY}.exclude_modules"
+        f"{cfg.key('target_modules')} takes in {name}, the output head, which cannot be adapted: logprobs are computed "
+        f"from its weight in parts{tied}. Name other layers, or add {name} to {cfg.key('exclude_modules')}"
     )
 
 

@@ -61,7 +61,7 @@ def build_stages(
         lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
-        parts = pipeline.split(whole, mesh.pipeline_rank, mesh.pipeline.size(), config.dtensor_cfg.pipeline)
+        parts = pipeline.split(whole, mesh.pipeline_rank, config.dtensor_cfg)
     stages = []
     for part in parts:
         stage = _cut(part, config, mesh, sampling)
@@ -82,12 +82,7 @@ def build_stages(
 def _cut(hf: PreTrainedModel, config: PolicyConfig, mesh: ParallelMesh, sampling: SamplingParams) -> LogprobModel:
     settings = config.dtensor_cfg
     if mesh.tensor is not None:
-        tensor_parallel.apply_tensor_parallel(
-            hf,
-            mesh.tensor,
-            sequence_parallel=settings.sequence_parallel,
-            custom_plan=settings.custom_parallel_plan,
-        )
+        tensor_parallel.apply_tensor_parallel(hf, mesh.tensor, settings)
     moe.apply_expert_parallel(hf, mesh)
     recompute_activations(hf, settings.activation_checkpointing)
     layers = decoder_layers(hf)

@@ -26,6 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nemo_rl.config.rules import divisors
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.experts import (
     LOAD_METRICS,
@@ -43,15 +44,16 @@ EXPERT_PARALLEL = "nemo_rl_expert_parallel"
 """Name of `parallel_experts` among transformers' implementations of experts."""
 
 
-def check_experts(config: PretrainedConfig, ep_size: int) -> None:
-    """Check that the experts of the model can be spread over `ep_size` ranks.
+def check_experts(config: PretrainedConfig, settings: DTensorConfig) -> None:
+    """Check that the experts of the model can be spread over `expert_parallel_size` ranks.
 
     Raises:
-        ValueError: naming `policy.dtensor_cfg.expert_parallel_size` and what would work.
+        ValueError: naming that key and what would work.
     """
+    ep_size = settings.expert_parallel_size
     if ep_size == 1:
         return
-    key, model_type = f"policy.dtensor_cfg.expert_parallel_size={ep_size}", config.get_text_config().model_type
+    key, model_type = f"{settings.key('expert_parallel_size')}={ep_size}", config.get_text_config().model_type
     count = num_experts(config)
     if count == 0:
         raise ValueError(f"{key}: {model_type!r} is a dense model and has no experts to spread; set it to 1")
@@ -199,15 +201,11 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
 
     In place, on the meta device, before `shard_experts`. The experts' parameters become DTensors sharded by expert over
     `mesh.expert`; without that mesh they stay whole. Buffers that routers need in float32 get that dtype.
-
-    Raises:
-        ValueError: for a dense model, or one whose number of experts the ranks do not divide.
     """
     keep_float32_buffers(hf)
     if mesh.expert is None:
         choose_implementation(hf, mesh.world.device_type)
         return
-    check_experts(hf.config, mesh.expert.size())
     for _, module in expert_modules(hf):
         for name, parameter in list(module.named_parameters(recurse=False)):
             assert parameter.is_meta

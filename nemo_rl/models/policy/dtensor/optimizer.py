@@ -12,23 +12,24 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from nemo_rl.models.policy.config import OptimizerConfig, SchedulerConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.utils.registry import import_object
 
 
-def build_optimizer(config: OptimizerConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `policy.optimizer`."""
-    return _construct(config.name, torch.optim.Optimizer, "policy.optimizer", parameters, **config.kwargs)
+def build_optimizer(config: PolicyConfig, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of `config.optimizer`."""
+    chosen = config.optimizer
+    assert chosen is not None
+    return _construct(chosen.name, torch.optim.Optimizer, config.key("optimizer"), parameters, **chosen.kwargs)
 
 
-def build_scheduler(configs: list[SchedulerConfig], optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+def build_scheduler(config: PolicyConfig, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
     """One scheduler, or a SequentialLR if the list ends in `{milestones: [...]}`; None for an empty list."""
+    key = config.key("scheduler")
     parts = [
-        _construct(c.name, LRScheduler, "policy.scheduler", optimizer, **c.kwargs)
-        for c in configs
-        if c.name is not None
+        _construct(c.name, LRScheduler, key, optimizer, **c.kwargs) for c in config.scheduler if c.name is not None
     ]
-    milestones = [c.milestones for c in configs if c.milestones is not None]
+    milestones = [c.milestones for c in config.scheduler if c.milestones is not None]
     if len(parts) > 1:
         return SequentialLR(optimizer, parts, milestones=list(milestones[0]))
     return parts[0] if parts else None

@@ -26,7 +26,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.batch.microbatches import MicroBatchLoss, clear_cache, scored_by_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
-from nemo_rl.models.policy.config import DTensorConfig, PipelineConfig
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor import lora
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import auto_class, is_scalar, output_module
@@ -65,21 +65,21 @@ def layers_of_stages(num_layers: int, num_stages: int) -> list[range]:
     return [range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(num_stages)]
 
 
-def split(hf: PreTrainedModel, rank: int, num_ranks: int, config: PipelineConfig) -> list[PreTrainedModel]:
+def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrainedModel]:
     """The parts of `hf`, a model on the meta device, that pipeline rank `rank` holds, in order. Consumes `hf`.
 
-    Rank r holds stages r, r + num_ranks, ..., `config.stages_per_rank` of them.
+    Rank r holds stages r, r + ranks, ..., `config.pipeline.stages_per_rank` of them.
 
     Raises:
         ValueError: see `split_stages`.
     """
-    copies = [hf, *(copy.deepcopy(hf) for _ in range(config.stages_per_rank - 1))]
+    copies = [hf, *(copy.deepcopy(hf) for _ in range(config.pipeline.stages_per_rank - 1))]
     for turn, part in enumerate(copies):
-        split_stages(part, rank + turn * num_ranks, num_ranks * config.stages_per_rank)
+        split_stages(part, rank + turn * config.pipeline_parallel_size, config)
     return copies
 
 
-def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> range:
+def split_stages(hf: PreTrainedModel, stage_index: int, config: DTensorConfig) -> range:
     """Remove the parts of other stages from `hf`, in place. Returns the layers that remain.
 
     Embeddings stay on the first stage, final norm and head on the last. Names of parameters do not change.
@@ -87,9 +87,9 @@ def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> rang
     Raises:
         ValueError: for a model that is not embeddings, a list of layers and a norm, or has fewer layers than stages.
     """
-    base, norm = _parts(hf)
+    base, norm = _parts(hf, config)
     layers = cast(nn.ModuleList, base.layers)
-    _check_depth(type(hf).__name__, len(layers), num_stages)
+    num_stages = _num_stages(type(hf).__name__, len(layers), config)
     kept = layers_of_stages(len(layers), num_stages)[stage_index]
     for number in set(range(len(layers))) - set(kept):
         layers[number] = _Identity(layers[number])
@@ -102,7 +102,7 @@ def split_stages(hf: PreTrainedModel, stage_index: int, num_stages: int) -> rang
     return kept
 
 
-def _parts(hf: PreTrainedModel) -> tuple[nn.Module, str]:
+def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[nn.Module, str]:
     """(the module that holds embeddings, layers and final norm; the name of that norm)."""
     base, name = cast(nn.Module, hf.base_model), type(hf).__name__
     children = dict(base.named_children())
@@ -111,7 +111,7 @@ def _parts(hf: PreTrainedModel) -> tuple[nn.Module, str]:
     if missing:
         raise ValueError(
             f"{name} cannot be split into pipeline stages: it has no {', '.join(missing)}; set "
-            "policy.dtensor_cfg.pipeline_parallel_size=1, or use a decoder like Llama, Qwen or Mistral"
+            f"{config.key('pipeline_parallel_size')}=1, or use a decoder like Llama, Qwen or Mistral"
         )
     others = [
         child
@@ -121,17 +121,19 @@ def _parts(hf: PreTrainedModel) -> tuple[nn.Module, str]:
     if others:
         raise ValueError(
             f"{name} cannot be split into pipeline stages: besides embeddings, layers and norm it has weights in "
-            f"{', '.join(others)}; set policy.dtensor_cfg.pipeline_parallel_size=1"
+            f"{', '.join(others)}; set {config.key('pipeline_parallel_size')}=1"
         )
     return base, norms[0]
 
 
-def _check_depth(name: str, num_layers: int, num_stages: int) -> None:
+def _num_stages(name: str, num_layers: int, config: DTensorConfig) -> int:
+    num_stages = config.pipeline_parallel_size * config.pipeline.stages_per_rank
     if num_layers < num_stages:
         raise ValueError(
-            f"policy.dtensor_cfg.pipeline_parallel_size x pipeline.stages_per_rank = {num_stages} stages, but {name} "
+            f"{config.key('pipeline_parallel_size')} x pipeline.stages_per_rank = {num_stages} stages, but {name} "
             f"has {num_layers} layers; use at most {num_layers} stages"
         )
+    return num_stages
 
 
 def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
@@ -144,15 +146,15 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
     if size == 1:
         if per_rank > 1:
             raise ValueError(
-                f"policy.dtensor_cfg.pipeline.stages_per_rank={per_rank} needs pipeline_parallel_size above 1; set "
+                f"{dtensor_cfg.key('pipeline.stages_per_rank')}={per_rank} needs pipeline_parallel_size above 1; set "
                 "pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
             )
         return
     text = config.get_text_config()
-    _check_depth(f"the {config.model_type} model", text.num_hidden_layers, size * per_rank)
+    _num_stages(f"the {config.model_type} model", text.num_hidden_layers, dtensor_cfg)
     if (text.tie_word_embeddings or config.tie_word_embeddings) and not is_scalar(config):
         raise ValueError(
-            f"policy.dtensor_cfg.pipeline_parallel_size={size}: this {config.model_type} model shares one matrix "
+            f"{dtensor_cfg.key('pipeline_parallel_size')}={size}: this {config.model_type} model shares one matrix "
             "between its embeddings (first stage) and its head (last stage); set pipeline_parallel_size=1 and use "
             "tensor_parallel_size or more data-parallel ranks, which shard that matrix"
         )
@@ -161,27 +163,27 @@ def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None
     if dtensor_cfg.lora_cfg.enabled:
         lora.apply_lora(model, dtensor_cfg.lora_cfg)
         _check_adapters(model, dtensor_cfg)
-    _check_identity(model)
+    _check_identity(model, dtensor_cfg)
 
 
 def _check_adapters(hf: PreTrainedModel, config: DTensorConfig) -> None:
     """Every rank must have a parameter to train."""
-    layers = list(cast(nn.ModuleList, _parts(hf)[0].layers))
+    layers = list(cast(nn.ModuleList, _parts(hf, config)[0].layers))
     size, per_rank = config.pipeline_parallel_size, config.pipeline.stages_per_rank
     stages = layers_of_stages(len(layers), size * per_rank)
     for rank in range(size):
         held = [number for stage in stages[rank::size] for number in stage]
         if not any(parameter.requires_grad for number in held for parameter in layers[number].parameters()):
             raise ValueError(
-                f"policy.dtensor_cfg.lora_cfg.target_modules adapts none of the layers "
+                f"{config.key('lora_cfg.target_modules')} adapts none of the layers "
                 f"{', '.join(map(str, held))}, which are all that pipeline rank {rank} has; adapt some of them too, or "
-                "set policy.dtensor_cfg.pipeline_parallel_size=1"
+                f"set {config.key('pipeline_parallel_size')}=1"
             )
 
 
-def _check_identity(hf: PreTrainedModel) -> None:
+def _check_identity(hf: PreTrainedModel, config: DTensorConfig) -> None:
     """A model without its embeddings, layers and norm must return hidden states unchanged."""
-    base, norm = _parts(hf)
+    base, norm = _parts(hf, config)
     layers = cast(nn.ModuleList, base.layers)
     setattr(base, "embed_tokens", None)  # noqa: B010
     setattr(base, norm, _Identity(getattr(base, norm)))
@@ -194,7 +196,7 @@ def _check_identity(hf: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(hf).__name__} cannot be split into pipeline stages: its forward changes hidden states outside "
             "embeddings, layers and norm, which would then happen in every stage; set "
-            "policy.dtensor_cfg.pipeline_parallel_size=1"
+            f"{config.key('pipeline_parallel_size')}=1"
         )
 
 

@@ -25,11 +25,10 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.config.rules import divisors
+from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
 from nemo_rl.utils.registry import import_object
-
-PLAN_KEY = "policy.dtensor_cfg.custom_parallel_plan"
 
 SEQUENCE = Shard(1)
 """Layout of hidden states [R, W, H] between the regions of sequence parallelism."""
@@ -38,39 +37,33 @@ Plan = dict[str, ParallelStyle]
 """Name of a module -> its style."""
 
 
-def check_tensor_parallel(
-    config: PretrainedConfig, size: int, *, sequence_parallel: bool, custom_plan: str | None
-) -> None:
-    """Check that a model of `config` can be split over `size` ranks. Loads no weights; needs no process group.
-
-    Args:
-        custom_plan: import path `package.module:name` of a plan, see `user_plan`.
+def check_tensor_parallel(config: PretrainedConfig, settings: DTensorConfig) -> None:
+    """Check that a model of `config` can be split as `settings` say. Loads no weights; needs no process group.
 
     Raises:
-        ValueError: `size` does not divide heads or matrices (says what would work); no plan is known for the
-            architecture (says how to write one); `custom_plan` cannot be imported or is no plan.
+        ValueError: the ranks do not divide heads or matrices (says what would work); no plan is known for the
+            architecture (says how to write one); the user's plan cannot be imported or is no plan.
     """
-    if size == 1:
+    if settings.tensor_parallel_size == 1:
         return
     hf = build_on_meta(config, torch.bfloat16)
-    _check_divisible(hf, styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan), size)
+    _check_divisible(hf, styles(hf, settings), settings)
 
 
-def apply_tensor_parallel(
-    hf: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, custom_plan: str | None
-) -> None:
+def apply_tensor_parallel(hf: PreTrainedModel, mesh: DeviceMesh, settings: DTensorConfig) -> None:
     """Split `hf`, on the meta device, over the 1-D `mesh`, in place.
 
     Afterwards its parameters are DTensors (except those of experts and routers) under unchanged names, and
     `hf.base_model(...)` returns plain hidden states [R, W, H], equal on every rank. The head must not be called: its
-    weight is Shard(0), split by vocabulary. With `sequence_parallel`, W must be a multiple of the ranks, and a pipeline
-    stage without embeddings takes, one without final norm returns, this rank's positions only: [R, W / size, H].
+    weight is Shard(0), split by vocabulary. With sequence parallelism, W must be a multiple of the ranks, and a
+    pipeline stage without embeddings takes, one without final norm returns, this rank's positions only:
+    [R, W / size, H].
 
     Raises:
         ValueError: as `check_tensor_parallel`.
     """
-    plan = styles(hf, sequence_parallel=sequence_parallel, custom_plan=custom_plan)
-    _check_divisible(hf, plan, mesh.size())
+    plan = styles(hf, settings)
+    _check_divisible(hf, plan, settings)
     embeddings, head = hf.get_input_embeddings(), hf.get_output_embeddings()
     is_tied = embeddings is not None and head is not None and head.weight is embeddings.weight
     parallelize_module(hf, mesh, dict(plan), src_data_rank=None)
@@ -79,8 +72,8 @@ def apply_tensor_parallel(
         head.weight = embeddings.weight
 
 
-def _check_divisible(hf: PreTrainedModel, plan: Plan, size: int) -> None:
-    config = hf.config.get_text_config()
+def _check_divisible(hf: PreTrainedModel, plan: Plan, settings: DTensorConfig) -> None:
+    config, size = hf.config.get_text_config(), settings.tensor_parallel_size
     sizes = config.to_dict()
     heads = (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key/value heads"))
     asked = {f"{sizes[key]} {what}": sizes[key] for key, what in heads if sizes.get(key)}
@@ -95,7 +88,7 @@ def _check_divisible(hf: PreTrainedModel, plan: Plan, size: int) -> None:
     failing = [what for what, count in asked.items() if count % size]
     if failing:
         raise ValueError(
-            f"policy.dtensor_cfg.tensor_parallel_size={size} does not divide the {failing[0]} of the "
+            f"{settings.key('tensor_parallel_size')}={size} does not divide the {failing[0]} of the "
             f"{config.model_type!r} model; these would: {divisors(*asked.values())}"
         )
 
@@ -373,9 +366,9 @@ class VocabularyParallelEmbedding(_Style):
 # With sequence parallelism hidden states are split by position from the first block to the final norm, outside regions.
 
 HOW_TO_WRITE = (
-    f"write one and set {PLAN_KEY}=my_package.plans:plan. `plan` is a dict, or a function of the model that returns "
-    'one, from names of modules, layer numbers as *, to words: {"model.layers.*.self_attn.q_proj": "colwise", '
-    '"model.layers.*.self_attn.o_proj": "rowwise", ...}, or to torch.distributed.tensor.parallel.ParallelStyle objects'
+    "write one and set {}=my_package.plans:plan. `plan` is a dict, or a function of the model that returns "
+    'one, from names of modules, layer numbers as *, to words: {{"model.layers.*.self_attn.q_proj": "colwise", '
+    '"model.layers.*.self_attn.o_proj": "rowwise", ...}}, or to torch.distributed.tensor.parallel.ParallelStyle objects'
 )
 
 # Added to transformers' own plans, which leave attention whole where heads are fused or compressed.
@@ -416,14 +409,14 @@ def matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def user_plan(hf: PreTrainedModel, path: str) -> Mapping[str, str] | Mapping[str, ParallelStyle]:
-    """The user's plan for `hf`, all words or all styles; `path` is `package.module:name`.
+def user_plan(hf: PreTrainedModel, path: str, key: str) -> Mapping[str, str] | Mapping[str, ParallelStyle]:
+    """The user's plan for `hf`, all words or all styles; `path`, the value of `key`, is `package.module:name`.
 
     Raises:
         ValueError: it cannot be imported, is no plan, mixes the two, or names modules that do not exist.
     """
     try:
-        found: Any = import_object(path, PLAN_KEY)
+        found: Any = import_object(path, key)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{error}; it must be importable where the job is started and on every node") from error
     plan: Any = found(hf) if callable(found) else found
@@ -431,7 +424,7 @@ def user_plan(hf: PreTrainedModel, path: str) -> Mapping[str, str] | Mapping[str
     kinds = (str, ParallelStyle)
     if not is_mapping or not any(all(isinstance(value, kind) for value in plan.values()) for kind in kinds):
         raise ValueError(
-            f"{PLAN_KEY}={path!r} is no plan but {plan!r:.200}; a plan is a dict that is not empty, or a function of "
+            f"{key}={path!r} is no plan but {plan!r:.200}; a plan is a dict that is not empty, or a function of "
             'the model that returns one, from names of modules ("model.layers.*.mlp.up_proj") either all to words '
             f"({', '.join(sorted(WORDS))}) or all to ParallelStyle objects"
         )
@@ -439,34 +432,35 @@ def user_plan(hf: PreTrainedModel, path: str) -> Mapping[str, str] | Mapping[str
     unmatched = [pattern for pattern in plan if not any(matches(name, pattern) for name in names)]
     if unmatched:
         raise ValueError(
-            f"{PLAN_KEY}={path!r}: {type(hf).__name__} has no modules {', '.join(unmatched)}; names are those of "
+            f"{key}={path!r}: {type(hf).__name__} has no modules {', '.join(unmatched)}; names are those of "
             f"model.named_modules(), for example {names[-1]}"
         )
     return plan
 
 
-def styles(hf: PreTrainedModel, *, sequence_parallel: bool, custom_plan: str | None) -> Plan:
+def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
     """The style of every module that needs one. `hf` may be a pipeline stage, which lacks some of its modules.
 
     Raises:
         ValueError: no plan is known for this architecture or for one of its modules, or the user's is invalid.
     """
-    if custom_plan is None:
+    path, key = settings.custom_parallel_plan, settings.key("custom_parallel_plan")
+    if path is None:
         words = dict(hf.tp_plan) | _OWN_WORDS.get(hf.config.get_text_config().model_type, {})
         if not any(word in _MATRICES for pattern, word in words.items() if "*" in pattern):
             raise ValueError(
-                f"policy.dtensor_cfg.tensor_parallel_size: no tensor-parallel plan is known for {type(hf).__name__}; "
-                f"{HOW_TO_WRITE}. Or set tensor_parallel_size=1"
+                f"{settings.key('tensor_parallel_size')}: no tensor-parallel plan is known for {type(hf).__name__}; "
+                f"{HOW_TO_WRITE.format(key)}. Or set tensor_parallel_size=1"
             )
-        return _Planner(hf, words, sequence_parallel=sequence_parallel).plan()
-    plan = user_plan(hf, custom_plan)
+        return _Planner(hf, words, settings).plan()
+    plan = user_plan(hf, path, key)
     words = {pattern: value for pattern, value in plan.items() if isinstance(value, str)}
     if words:
-        return _Planner(hf, words, sequence_parallel=sequence_parallel).plan()
-    if sequence_parallel:
+        return _Planner(hf, words, settings).plan()
+    if settings.sequence_parallel:
         raise ValueError(
-            f"{PLAN_KEY}={custom_plan!r} gives ParallelStyle objects, which must split the hidden states themselves; "
-            "set policy.dtensor_cfg.sequence_parallel=false, or write the plan in words "
+            f"{key}={path!r} gives ParallelStyle objects, which must split the hidden states themselves; "
+            f"set {settings.key('sequence_parallel')}=false, or write the plan in words "
             f"({', '.join(sorted(WORDS))}), which work with both"
         )
     given: Plan = {}
@@ -488,8 +482,9 @@ def _head_style(hf: PreTrainedModel) -> ParallelStyle:
 class _Planner:
     """Turns words into styles for one model."""
 
-    def __init__(self, hf: PreTrainedModel, words: Mapping[str, str], *, sequence_parallel: bool) -> None:
+    def __init__(self, hf: PreTrainedModel, words: Mapping[str, str], settings: DTensorConfig) -> None:
         self.hf = hf
+        self.settings = settings
         self.config = hf.config.get_text_config()
         self.modules = dict(hf.named_modules())
         self.ends = [hf.get_input_embeddings(), output_module(hf)]
@@ -497,7 +492,7 @@ class _Planner:
         self.layers = [name for name, module in self.modules.items() if id(module) in layers]
         # Blocks with experts. Expert parallelism splits experts and routers; the plan may name modules beside them.
         self.moe_blocks = [name for name, module in self.modules.items() if "experts" in dict(module.named_children())]
-        self.hidden = SEQUENCE if sequence_parallel else Replicate()
+        self.hidden = SEQUENCE if settings.sequence_parallel else Replicate()
         self.words = self._find(words)
         self.regions: dict[str, set[str]] = {}  # name of an attention or MLP -> words of its modules
         for name, word in self.words.items():
@@ -560,8 +555,8 @@ class _Planner:
             self._refuse(name)
         if self.hidden is SEQUENCE and not words & _ROWWISE:
             raise ValueError(
-                f"policy.dtensor_cfg.sequence_parallel=true: the plan of {type(self.hf).__name__} has no row-parallel "
-                f"module in {name}, whose output could be split by position; set it to false"
+                f"{self.settings.key('sequence_parallel')}=true: the plan of {type(self.hf).__name__} has no "
+                f"row-parallel module in {name}, whose output could be split by position; set it to false"
             )
         return Region(self._output(name), fused_heads="fused_qkv" in words)
 
@@ -604,7 +599,7 @@ class _Planner:
         joined = [name for name, style in plan.items() if isinstance(style, Replicated) and style.gather_output]
         if len(joined) > 1 or (not joined and self.ends[1] is not None):
             raise ValueError(
-                f"policy.dtensor_cfg.sequence_parallel=true: {type(self.hf).__name__} has not one final norm with "
+                f"{self.settings.key('sequence_parallel')}=true: {type(self.hf).__name__} has not one final norm with "
                 f"weights after its blocks, where positions are joined, but {', '.join(joined) or 'none'}; set it to "
                 "false"
             )
@@ -613,7 +608,8 @@ class _Planner:
         module = self.modules[name]
         said = f"its plan says {self.words[name]!r}" if name in self.words else "its plan does not name it"
         raise ValueError(
-            f"policy.dtensor_cfg.tensor_parallel_size: how to cut {name} ({type(module).__name__}) of "
-            f"{type(self.hf).__name__} is not known: {said}. Give a plan of your own: {HOW_TO_WRITE}. Known words: "
+            f"{self.settings.key('tensor_parallel_size')}: how to cut {name} ({type(module).__name__}) of "
+            f"{type(self.hf).__name__} is not known: {said}. Give a plan of your own: "
+            f"{HOW_TO_WRITE.format(self.settings.key('custom_parallel_plan'))}. Known words: "
             f"{', '.join(sorted(WORDS))}. Or set tensor_parallel_size=1"
         )

@@ -62,7 +62,7 @@ class DTensorPolicyWorker(PolicyWorker):
         seed_everything(settings.seed + self.rank // sizes.tensor_parallel)  # tensor-parallel ranks draw the same
         hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
-            hf_config = scalar_config(hf_config, config.model_name, settings.pad_token_id)
+            hf_config = scalar_config(hf_config, config, settings.pad_token_id)
         self.stages = build_stages(
             config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
         )
@@ -72,9 +72,8 @@ class DTensorPolicyWorker(PolicyWorker):
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
-            assert config.optimizer is not None
-            self.optimizer = build_optimizer(config.optimizer, trainable(self.stages))
-            self.scheduler = build_scheduler(config.scheduler, self.optimizer)
+            self.optimizer = build_optimizer(config, trainable(self.stages))
+            self.scheduler = build_scheduler(config, self.optimizer)
         self.reference = self._reference_policy() if settings.init_reference_model else None
 
     def _watch_routers(self) -> moe.RouterLoad:

@@ -88,7 +88,7 @@ def _check_head(hf: PreTrainedModel) -> None:
     if len(list(head.parameters())) != 1 + (head.bias is not None):
         raise ValueError(
             "the output head has adapters, which logprobs do not pass through; leave it out of "
-            "policy.dtensor_cfg.lora_cfg.target_modules"
+            "dtensor_cfg.lora_cfg.target_modules"
         )
 
 

@@ -24,11 +24,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.weight_loading import copy_whole
 
 HEAD = "score"
 HEAD_WEIGHT = f"{HEAD}.weight"
-KEY = "policy.reward_model_cfg.enabled"
 
 _CLASSIFIER = "ForSequenceClassification"
 _LANGUAGE_HEADS = ("lm_head", "embed_out")
@@ -46,7 +46,7 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForSequenceClassification if is_scalar(config) else AutoModelForCausalLM
 
 
-def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int | None = None) -> PretrainedConfig:
+def scalar_config(config: PretrainedConfig, policy: PolicyConfig, pad_token_id: int | None = None) -> PretrainedConfig:
     """A copy of `config`, of a causal language model or a reward model, as a reward model with one output.
 
     `pad_token_id`: the tokenizer's, by which transformers finds the last token of a padded row; None keeps the present.
@@ -54,13 +54,13 @@ def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int |
     Raises:
         ValueError: a classifier of several labels, or an architecture without a classifier.
     """
-    known = _class_name(config, model_name)
+    known = _class_name(config, policy)
     if is_scalar(config) and config.num_labels != 1:
         labels = ", ".join(map(str, list((config.id2label or {}).values())[:4]))
         raise ValueError(
-            f"policy.model_name: {model_name!r} is a classifier of {config.num_labels} labels ({labels}), but a reward "
-            "or value model gives one number (num_labels 1 in its config.json); name a reward model, or the language "
-            "model it was made from: its score is then drawn anew"
+            f"{policy.key('model_name')}: {policy.model_name!r} is a classifier of {config.num_labels} labels "
+            f"({labels}), but a reward or value model gives one number (num_labels 1 in its config.json); name a "
+            "reward model, or the language model it was made from: its score is then drawn anew"
         )
     config = copy.deepcopy(config)
     config.architectures = [known]
@@ -70,21 +70,22 @@ def scalar_config(config: PretrainedConfig, model_name: str, pad_token_id: int |
     return config
 
 
-def _class_name(config: PretrainedConfig, model_name: str) -> str:
+def _class_name(config: PretrainedConfig, policy: PolicyConfig) -> str:
     """The name of the classifier of this architecture. ValueError if there is none."""
     kind = type(config)
     if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise ValueError(
-            f"{KEY}=true: transformers has no sequence classifier of {config.model_type!r} models, which "
-            f"{model_name!r} is; use a model of another family, such as Llama, Qwen, Mistral or Gemma"
+            f"{policy.key('reward_model_cfg.enabled')}=true: transformers has no sequence classifier of "
+            f"{config.model_type!r} models, which {policy.model_name!r} is; use a model of another family, such as "
+            "Llama, Qwen, Mistral or Gemma"
         )
     given = config.architectures or []
     plain = {name for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING) for name in _names(mapping, kind)}
     usable = [name for name in given if name in plain or name.endswith(("ForCausalLM", _CLASSIFIER))]
     if given and not usable:
         raise ValueError(
-            f"policy.model_name: {model_name!r} is a {given[0]}, neither a causal language model nor a sequence "
-            "classifier, so no reward model can be made of it"
+            f"{policy.key('model_name')}: {policy.model_name!r} is a {given[0]}, neither a causal language model nor "
+            "a sequence classifier, so no reward model can be made of it"
         )
     (name,) = _names(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, kind)
     return name

@@ -32,7 +32,6 @@ from nemo_rl.models.policy.megatron.mapping import (
 )
 from nemo_rl.models.policy.peft_format import tensor_names
 
-KEY = "policy.megatron_cfg.peft"
 LINEAR_LAYERS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 """Adapted by default."""
 
@@ -76,7 +75,7 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
     for key, patterns in (("target_modules", peft.target_modules), ("exclude_modules", peft.exclude_modules)):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in linears):
-                raise ValueError(f"{KEY}.{key}: {pattern!r} matches no linear layer; there are {_listed(linears)}")
+                raise ValueError(f"{peft.key(key)}: {pattern!r} matches no linear layer; there are {_listed(linears)}")
     targets = peft.target_modules or LINEAR_LAYERS
     chosen = {
         name: entry
@@ -86,7 +85,7 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
         and not (entry.expert is not None and not peft.target_modules)
     }
     if not chosen:
-        raise ValueError(f"{KEY}.exclude_modules leaves no layer to adapt; there are {_listed(linears)}")
+        raise ValueError(f"{peft.key('exclude_modules')} leaves no layer to adapt; there are {_listed(linears)}")
     for name, entry in chosen.items():
         _check_layer(name, entry, peft)
     return [_adapted(name, entry, peft.dim) for name, entry in chosen.items()]
@@ -95,19 +94,19 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
 def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> None:
     if weight.expert is not None:
         raise ValueError(
-            f"{KEY}.target_modules takes in {name}, a layer of an expert, which stays frozen; name other layers, or "
-            f"add '*.experts.*' to {KEY}.exclude_modules"
+            f"{peft.key('target_modules')} takes in {name}, a layer of an expert, which stays frozen; name other "
+            f"layers, or add '*.experts.*' to {peft.key('exclude_modules')}"
         )
     if isinstance(weight.layout, Replicated):
         raise ValueError(
-            f"{KEY}.target_modules takes in {name}, which Transformer Engine does not shard and which has no "
-            f"adapter here; add it to {KEY}.exclude_modules, or set policy.megatron_cfg.transformer_impl=local"
+            f"{peft.key('target_modules')} takes in {name}, which Transformer Engine does not shard and which has no "
+            f"adapter here; add it to {peft.key('exclude_modules')}, or set megatron_cfg.transformer_impl=local"
         )
     largest = min(sum(source.shape[0] for source in weight.sources), weight.sources[0].shape[1])
     if peft.dim > largest:
         raise ValueError(
-            f"{KEY}.dim={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or less, or add "
-            f"the layer to {KEY}.exclude_modules"
+            f"{peft.key('dim')}={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or "
+            f"less, or add the layer to {peft.key('exclude_modules')}"
         )
 
 
@@ -186,27 +185,28 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
         for piece in pieces:
             if not any(name.startswith(f"decoder.layers.{number}.") for number in piece for name in names):
                 raise ValueError(
-                    f"{KEY}.target_modules adapts none of the layers {piece.start} to {piece.stop - 1}, which pipeline "
-                    f"rank {rank} trains; name layers of all ranks, or set "
-                    "policy.megatron_cfg.pipeline_model_parallel_size=1"
+                    f"{settings.key('peft.target_modules')} adapts none of the layers {piece.start} to "
+                    f"{piece.stop - 1}, which pipeline rank {rank} trains; name layers of all ranks, or set "
+                    f"{settings.key('pipeline_model_parallel_size')}=1"
                 )
 
 
 def _check_others(settings: MegatronConfig, layers: Sequence[AdaptedLayer], *, has_experts: bool) -> None:
+    enabled = settings.key("peft.enabled")
     if settings.fp8_cfg.enabled and settings.fp8_cfg.fp8_param:
         raise ValueError(
-            f"policy.megatron_cfg.fp8_cfg.fp8_param=true: adapters ({KEY}.enabled=true) are merged with weights in the "
-            "dtype of policy.precision; set it to false"
+            f"{settings.key('fp8_cfg.fp8_param')}=true: adapters ({enabled}=true) are merged with weights in the "
+            "dtype of `precision`; set it to false"
         )
     if not has_experts:
         return
     if not settings.freeze_moe_router:
         raise ValueError(
-            f"policy.megatron_cfg.freeze_moe_router=false: {KEY}.enabled=true trains adapters alone; set it to true, "
+            f"{settings.key('freeze_moe_router')}=false: {enabled}=true trains adapters alone; set it to true, "
             "and moe_router_bias_update_rate to 0"
         )
     if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
         raise ValueError(
-            "policy.megatron_cfg.moe_shared_expert_overlap=true: shared experts with adapters do not overlap; set it "
-            f"to false, or add '*.shared_experts.*' to {KEY}.exclude_modules"
+            f"{settings.key('moe_shared_expert_overlap')}=true: shared experts with adapters do not overlap; set it "
+            f"to false, or add '*.shared_experts.*' to {settings.key('peft.exclude_modules')}"
         )

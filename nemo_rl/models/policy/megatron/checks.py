@@ -54,34 +54,30 @@ FOR_EXPERTS = {
 """Keys that a dense model has to leave at these values. Not `moe_permute_fusion`: NeMo RL 0.7 always sets it."""
 
 
-def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str, key: str = "policy") -> None:
-    """Raises ValueError naming the key of the section `key` to change and what would work."""
+def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
+    """Raises ValueError naming the key to change and what would work."""
     settings = policy.megatron_cfg
     installed = {name for name in ("megatron", "transformer_engine") if importlib.util.find_spec(name) is not None}
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
-    check_packages(settings, installed=installed, capability=capability, key=key)
-    check_megatron_layout(policy, model, key, model_path)
+    check_packages(settings, installed=installed, capability=capability)
+    check_megatron_layout(policy, model, model_path)
     if Path(model_path).is_dir():
-        check_conversion(policy.model_name, model_path, model, force=settings.force_reconvert_from_hf)
+        check_conversion(policy, model_path, model)
 
 
-def check_megatron_layout(
-    policy: PolicyConfig, model: PretrainedConfig, key: str = "policy", model_path: str | None = None
-) -> None:
+def check_megatron_layout(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None = None) -> None:
     """The part of `check_megatron` that needs neither weights nor installed packages, for `--dry-run`."""
     settings, text = policy.megatron_cfg, model.get_text_config()
-    check_mapping(policy, model, model_path, key)
-    check_rope(text, key)
-    check_tensor_parallel(settings, text, key)
-    check_experts(policy, text, key)
-    stage_layers(settings, text.num_hidden_layers, f"{key}.megatron_cfg")
-    _check_recomputation(settings, text, key)
+    check_mapping(policy, model, model_path)
+    check_rope(policy, text)
+    check_tensor_parallel(settings, text)
+    check_experts(policy, text)
+    stage_layers(settings, text.num_hidden_layers)
+    _check_recomputation(settings, text)
     check_adapters(policy, model)
 
 
-def check_packages(
-    settings: MegatronConfig, *, installed: Collection[str], capability: tuple[int, int] | None, key: str = "policy"
-) -> None:
+def check_packages(settings: MegatronConfig, *, installed: Collection[str], capability: tuple[int, int] | None) -> None:
     """Whether Megatron Core is `installed`, and Transformer Engine and the GPUs can do what is configured.
 
     `capability` is the compute capability of this machine's GPUs, or None without one: a driver may have none although
@@ -89,13 +85,13 @@ def check_packages(
     """
     if "megatron" not in installed:
         raise ValueError(
-            f"{key}.megatron_cfg.enabled=true: Megatron Core is not installed; start the run with `uv run --extra "
-            f"mcore ...`, or set {key}.megatron_cfg.enabled=false and {key}.dtensor_cfg.enabled=true"
+            f"{settings.key('enabled')}=true: Megatron Core is not installed; start the run with `uv run --extra "
+            "mcore ...`, or set it to false and dtensor_cfg.enabled to true"
         )
     for name, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
         if "transformer_engine" not in installed:
             raise ValueError(
-                f"{key}.megatron_cfg.{name}={value} needs Transformer Engine, which is not installed; start the run "
+                f"{settings.key(name)}={value} needs Transformer Engine, which is not installed; start the run "
                 f"with `uv run --extra mcore --extra te ...`, or set it to {neutral}"
             )
     recipe = settings.fp8_cfg.fp8_recipe
@@ -104,17 +100,17 @@ def check_packages(
         works = [name for name, least in FP8_CAPABILITY.items() if capability >= least]
         fix = f"set fp8_recipe to {' or '.join(works)}" if works else "set enabled=false"
         raise ValueError(
-            f"{key}.megatron_cfg.fp8_cfg.fp8_recipe={recipe} needs GPUs of compute capability {needed[0]}.{needed[1]}, "
+            f"{settings.key('fp8_cfg.fp8_recipe')}={recipe} needs GPUs of compute capability {needed[0]}.{needed[1]}, "
             f"and these have {capability[0]}.{capability[1]}; {fix}"
         )
 
 
-def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None, key: str = "policy") -> None:
+def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str | None) -> None:
     """Whether the architecture, and every tensor of its checkpoint, has a mapping. Reads names only.
 
     Without a local directory only the architecture is checked; workers check the tensors after the download.
     """
-    text, asked = model.get_text_config(), f"{key}.model_name={policy.model_name!r}"
+    text, asked = model.get_text_config(), f"{policy.key('model_name')}={policy.model_name!r}"
     names: set[str] | None = None
     if model_path is not None and Path(model_path).is_dir():
         with StoredModel(model_path) as stored:
@@ -124,7 +120,7 @@ def check_mapping(policy: PolicyConfig, model: PretrainedConfig, model_path: str
         raise ValueError(
             f"{asked}: model_type {text.model_type!r} has no mapping to Megatron Core; known are "
             f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py (docs/adding-a-model.md), "
-            f"or train it with {key}.dtensor_cfg{foreign}"
+            f"or train it with {policy.key('dtensor_cfg')}{foreign}"
         )
     try:
         weights = weight_map(text, implementation="local")
@@ -151,19 +147,19 @@ def _foreign_names(names: Iterable[str]) -> str:
     return "; all names of its tensors are known from other architectures"
 
 
-def check_rope(text: PretrainedConfig, key: str = "policy") -> None:
+def check_rope(policy: PolicyConfig, text: PretrainedConfig) -> None:
     """Whether Megatron's modules have the model's rotary embeddings."""
     rope = {"partial_rotary_factor": 1.0, **text.rope_parameters}
     for name, known in (("rope_type", ROPE_TYPES), ("partial_rotary_factor", (1.0,))):
         if rope[name] not in known:
             raise ValueError(
-                f"{key}.hf_config_overrides.rope_parameters.{name}={rope[name]} of this {text.model_type!r} model is "
-                f"not known to the Megatron backend; train it with {key}.dtensor_cfg, or set it to "
+                f"{policy.key('hf_config_overrides.rope_parameters')}.{name}={rope[name]} of this {text.model_type!r} "
+                f"model is not known to the Megatron backend; train it with {policy.key('dtensor_cfg')}, or set it to "
                 f"{', '.join(map(str, known))}"
             )
 
 
-def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig, key: str = "policy") -> None:
+def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig) -> None:
     """Whether heads and matrices can be cut over the tensor-parallel ranks."""
     size, what = settings.tensor_model_parallel_size, f"this {text.model_type!r} model"
     heads, groups, _ = heads_of(text)
@@ -189,19 +185,19 @@ def check_tensor_parallel(settings: MegatronConfig, text: PretrainedConfig, key:
 
     for problem in problems(size):
         fix = ", ".join(str(ranks) for ranks in range(1, heads + 1) if not any(problems(ranks)))
-        raise ValueError(f"{key}.megatron_cfg.tensor_model_parallel_size={size} {problem}; these would: {fix}")
+        raise ValueError(f"{settings.key('tensor_model_parallel_size')}={size} {problem}; these would: {fix}")
 
 
-def check_experts(policy: PolicyConfig, text: PretrainedConfig, key: str = "policy") -> None:
+def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
     """Whether the model has experts for the settings of experts, and the ranks can share them."""
     settings, count = policy.megatron_cfg, num_experts(text)
-    model, section = f"this {text.model_type!r} model", f"{key}.megatron_cfg"
+    model = f"this {text.model_type!r} model"
     if count == 0:
         for name, neutral in FOR_EXPERTS.items():
             if (value := value_of(policy, name)) != neutral:
                 raise ValueError(
-                    f"{key}.{name}={written(value)}: {text.model_type!r} is a dense model and has no experts; set it "
-                    f"to {written(neutral)}"
+                    f"{policy.key(name)}={written(value)}: {text.model_type!r} is a dense model and has no experts; "
+                    f"set it to {written(neutral)}"
                 )
         return
     width = text.to_dict().get("moe_intermediate_size") or text.intermediate_size
@@ -211,25 +207,26 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig, key: str = "poli
     ):
         if total % (size := value_of(settings, name)):
             raise ValueError(
-                f"{section}.{name}={size} does not divide the {total} {what}; these would: {divisors(total)}"
+                f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total)}"
             )
     if settings.tensor_model_parallel_size > 1 and not settings.sequence_parallel:
         raise ValueError(
-            f"{section}.sequence_parallel=false: with tensor_model_parallel_size="
+            f"{settings.key('sequence_parallel')}=false: with tensor_model_parallel_size="
             f"{settings.tensor_model_parallel_size} every rank would send every token of {model} to the experts; set "
             "it to true"
         )
     if settings.moe_router_bias_update_rate > 0 and text.model_type not in WITH_EXPERT_BIAS:
         raise ValueError(
-            f"{section}.moe_router_bias_update_rate={settings.moe_router_bias_update_rate}: the routers of {model} "
-            f"have no bias (those of {', '.join(WITH_EXPERT_BIAS)} do); set it to 0, or use "
+            f"{settings.key('moe_router_bias_update_rate')}={settings.moe_router_bias_update_rate}: the routers of "
+            f"{model} have no bias (those of {', '.join(WITH_EXPERT_BIAS)} do); set it to 0, or use "
             "moe_router_load_balancing_type=aux_loss"
         )
     if settings.moe_shared_expert_overlap and not text.to_dict().get("n_shared_experts"):
-        raise ValueError(f"{section}.moe_shared_expert_overlap=true: {model} has no shared experts; set it to false")
+        key = settings.key("moe_shared_expert_overlap")
+        raise ValueError(f"{key}=true: {model} has no shared experts; set it to false")
 
 
-def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig, key: str) -> None:
+def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:
     """Whether the model has the modules that selective recomputation names."""
     lacking = {"moe", "moe_act", "shared_experts"} if num_experts(text) == 0 else set[str]()
     lacking |= set() if is_latent(text) else {"mla_up_proj"}
@@ -237,6 +234,6 @@ def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig, key: 
     for name in settings.recompute_modules if settings.recompute_granularity == "selective" else ():
         if name in lacking:
             raise ValueError(
-                f"{key}.megatron_cfg.recompute_modules: this {text.model_type!r} model has no {name}; use "
+                f"{settings.key('recompute_modules')}: this {text.model_type!r} model has no {name}; use "
                 f"[{', '.join(left)}]"
             )

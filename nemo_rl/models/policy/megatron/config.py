@@ -194,6 +194,8 @@ class MegatronDDPConfig(StrictModel):
 class MegatronPeftConfig(StrictModel):
     """Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685)."""
 
+    _path: str = "policy.megatron_cfg.peft"
+
     enabled: bool = False
     """Train adapters instead of the model."""
 
@@ -242,6 +244,8 @@ class Fp8Config(StrictModel):
 
 class MegatronConfig(StrictModel):
     """Training with Megatron Core: tensor, pipeline, context, sequence and expert parallelism."""
+
+    _path: str = "policy.megatron_cfg"
 
     enabled: bool = False
     """Train with Megatron Core, in place of `dtensor_cfg`."""

@@ -66,10 +66,9 @@ class Counters:
         path = directory / MARKER
         if not path.is_file():
             raise CheckpointError(
-                f"{directory} was not saved by policy.megatron_cfg: {MARKER} is missing. Resume it with "
-                "policy.dtensor_cfg; or start anew from its weights: make a model directory of them with "
-                "examples/converters/convert_dcp_to_hf.py, and name that as policy.model_name with another "
-                "checkpointing.checkpoint_dir"
+                f"{directory} was not saved by megatron_cfg: {MARKER} is missing. Resume it with dtensor_cfg; or start "
+                "anew from its weights: make a model directory of them with examples/converters/convert_dcp_to_hf.py, "
+                "and name that as model_name with another checkpointing.checkpoint_dir"
             )
         try:
             values: dict[str, Any] = json.loads(path.read_bytes())
@@ -86,12 +85,12 @@ def is_megatron_checkpoint(directory: Path) -> bool:
 
 
 def refuse_megatron_checkpoint(directory: Path) -> None:
-    """CheckpointError if Megatron saved `directory`, which policy.dtensor_cfg cannot resume."""
+    """CheckpointError if Megatron saved `directory`, which dtensor_cfg cannot resume."""
     if is_megatron_checkpoint(directory):
         raise CheckpointError(
-            f"{directory} was saved by policy.megatron_cfg. Resume it with that; or start anew from its weights: make "
-            "a model directory of them with examples/converters/convert_megatron_to_hf.py, and name that as "
-            "policy.model_name with another checkpointing.checkpoint_dir"
+            f"{directory} was saved by megatron_cfg. Resume it with that; or start anew from its weights: make a model "
+            "directory of them with examples/converters/convert_megatron_to_hf.py, and name that as model_name with "
+            "another checkpointing.checkpoint_dir"
         )
 
 
@@ -138,7 +137,7 @@ def check_optimizer(directory: Path, counters: Counters, optimizer: str) -> None
         return
     raise CheckpointError(
         f"{directory} holds the state of {counters.optimizer}, this run has {optimizer}: set "
-        f"policy.megatron_cfg.optimizer.optimizer={counters.optimizer}"
+        f"megatron_cfg.optimizer.optimizer={counters.optimizer}"
     )
 
 
@@ -181,7 +180,6 @@ def _read(weights: Path, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, 
 # The first rank of each machine to take the lock converts, some tensors at a time, and the others wait.
 
 DIRECTORY = "NRL_MEGATRON_CHECKPOINT_DIR"
-FORCE = "policy.megatron_cfg.force_reconvert_from_hf"
 VERSION = 1
 """Version of the converted files; a cache with another one is stale."""
 
@@ -196,26 +194,27 @@ def cache_directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "nemo_rl"
 
 
-def check_conversion(name: str, model_path: str, config: PretrainedConfig, *, force: bool) -> None:
+def check_conversion(policy: PolicyConfig, model_path: str, config: PretrainedConfig) -> None:
     """ValueError if the cached conversion of the model is of other weights or another version."""
+    name = policy.model_name
     kept, wanted = _kept(name), _record(name, model_path, config)
-    if force or not kept.is_dir() or checkpoint_files(model_path) is not None:
+    if policy.megatron_cfg.force_reconvert_from_hf or not kept.is_dir() or checkpoint_files(model_path) is not None:
         return
     found = _read_record(kept)
     if any(found.get(key) != value for key, value in wanted.items()):
         different = sorted(key for key, value in wanted.items() if found.get(key) != value)
         raise ValueError(
-            f"policy.model_name={name!r}: the conversion kept in {kept} is stale, its {' and '.join(different)} "
-            f"differing from the model's; set {FORCE}=true to make it anew, or {DIRECTORY} to another directory"
+            f"{policy.key('model_name')}={name!r}: the conversion kept in {kept} is stale, its "
+            f"{' and '.join(different)} differing from the model's; set "
+            f"{policy.key('megatron_cfg.force_reconvert_from_hf')}=true to make it anew, or {DIRECTORY} to another "
+            "directory"
         )
 
 
-def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool) -> str:
+def readable_model(policy: PolicyConfig, model_path: str, config: PretrainedConfig, weight_map: WeightMap) -> str:
     """A directory with the weights of `model_path` as safetensors: itself, or a conversion. Collective.
 
-    Args:
-        name: policy.model_name, the name of the conversion.
-        force: replace an existing conversion.
+    `model_name` names the conversion, and `force_reconvert_from_hf` replaces an existing one.
 
     Raises:
         ValueError: on all ranks: as `check_conversion`; the names do not fit the architecture; or writing failed.
@@ -226,7 +225,7 @@ def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_
     dist.broadcast_object_list(run, src=0)
     problem: str | None = None
     try:
-        _convert_once(name, model_path, config, weight_map, force=force, run=run[0])
+        _convert_once(policy, model_path, config, weight_map, run[0])
     except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
         problem = f"{cache_directory()} cannot be written: {error}; set {DIRECTORY} to another directory"
     except ValueError as error:
@@ -236,16 +235,17 @@ def readable_model(name: str, model_path: str, config: PretrainedConfig, weight_
     found = [text for text in problems if text is not None]
     if found:
         raise ValueError(found[0])
-    return str(_kept(name))
+    return str(_kept(policy.model_name))
 
 
 def _convert_once(
-    name: str, model_path: str, config: PretrainedConfig, weight_map: WeightMap, *, force: bool, run: str
+    policy: PolicyConfig, model_path: str, config: PretrainedConfig, weight_map: WeightMap, run: str
 ) -> None:
+    name, force = policy.model_name, policy.megatron_cfg.force_reconvert_from_hf
     kept = _kept(name)
     kept.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(kept.with_name(f"{kept.name}.lock")):
-        check_conversion(name, model_path, config, force=force)
+        check_conversion(policy, model_path, config)
         if kept.is_dir() and (not force or _read_record(kept).get("run") == run):
             return
         partial = kept.with_name(f"{kept.name}.partial")

@@ -192,20 +192,20 @@ def weight_map(hf_config: Any, *, implementation: Implementation, grouped_expert
     """
     if grouped_experts and implementation == "local":
         raise ValueError(
-            "policy.megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
+            "megatron_cfg.moe_grouped_gemm=true needs Transformer Engine, which is not in use; set it to false"
         )
     family = _FAMILIES.get(hf_config.model_type)
     if family is None:
         raise ValueError(
             f"model_type {hf_config.model_type!r} has no mapping to Megatron Core; known are "
             f"{', '.join(known_model_types())}. Add one in models/policy/megatron/mapping.py "
-            "(docs/adding-a-model.md), or train it with policy.dtensor_cfg"
+            "(docs/adding-a-model.md), or train it with dtensor_cfg"
         )
     for setting, needed in family.needs.items():
         if bool(given := getattr(hf_config, setting)) is not needed:
             raise ValueError(
                 f"config.json: {setting}: {given} of a {hf_config.model_type} model has no mapping to Megatron Core, "
-                f"which needs {needed}; train it with policy.dtensor_cfg"
+                f"which needs {needed}; train it with dtensor_cfg"
             )
     tables = _Tables(hf_config, family, fuses_norms=implementation == "transformer_engine", is_grouped=grouped_experts)
     extra = r"rotary_emb\.inv_freq$"
@@ -529,7 +529,7 @@ def padded_vocabulary(vocabulary: int, tp_size: int) -> int:
     if rows * (tp_size - 1) >= vocabulary:
         raise ValueError(
             f"a vocabulary of {vocabulary} tokens leaves the last of {tp_size} tensor-parallel ranks none; lower "
-            "policy.megatron_cfg.tensor_model_parallel_size"
+            "megatron_cfg.tensor_model_parallel_size"
         )
     return rows * tp_size
 

@@ -55,7 +55,7 @@ def transformer_config(
         raise ValueError(
             f"rms_norm_eps={config.rms_norm_eps} of this {config.model_type} model: the norms of its latents use "
             f"{LATENT_NORM_EPS}, and Transformer Engine has one value for all; set "
-            "policy.megatron_cfg.transformer_impl to local"
+            "megatron_cfg.transformer_impl to local"
         )
     return MLATransformerConfig(**values, **_latent_attention(config))
 
@@ -90,7 +90,7 @@ def _dense_layers(config: PretrainedConfig) -> dict[str, Any]:
     if foreign := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
         raise ValueError(
             f"config.json: layer_types: {', '.join(foreign)} of a {config.model_type} model have no mapping to "
-            "Megatron Core; train it with policy.dtensor_cfg"
+            "Megatron Core; train it with dtensor_cfg"
         )
     return values | {
         "window_size": (window - 1, 0),  # Megatron does not count the query's own key
@@ -156,7 +156,7 @@ def _experts(config: PretrainedConfig, settings: MegatronConfig, moe_layers: lis
         if is_wrong:
             raise ValueError(
                 f"config.json: {setting}: {values[setting]} of a {config.model_type} model has no mapping to Megatron "
-                f"Core, which needs {works}; train it with policy.dtensor_cfg"
+                f"Core, which needs {works}; train it with dtensor_cfg"
             )
     return {
         "num_moe_experts": num_experts(config),
@@ -240,8 +240,8 @@ def _latent_attention(config: PretrainedConfig) -> dict[str, Any]:
     ):
         if is_wrong:
             raise ValueError(
-                f"policy.hf_config_overrides.rope_parameters.{setting}={given[setting]} of this {config.model_type} "
-                f"model is not known to the Megatron backend; train it with policy.dtensor_cfg, or set it to {fix}"
+                f"hf_config_overrides.rope_parameters.{setting}={given[setting]} of this {config.model_type} "
+                f"model is not known to the Megatron backend; train it with dtensor_cfg, or set it to {fix}"
             )
     # Megatron multiplies by (0.1 mscale log factor + 1) / (0.1 mscale_all_dim log factor + 1), or by 1 up to factor 1.
     unit = 0.1 * math.log(factor)

@@ -75,7 +75,7 @@ class MegatronPolicyWorker(PolicyWorker):
         seed_everything(settings.seed + self.rank // self.megatron.tensor_model_parallel_size)
         self.hf_config = load_config(settings.model_path, dict(config.hf_config_overrides))
         if config.reward_model_cfg.enabled:
-            self.hf_config = scalar_config(self.hf_config, config.model_name, settings.pad_token_id)
+            self.hf_config = scalar_config(self.hf_config, config, settings.pad_token_id)
         use_te = uses_transformer_engine(self.megatron, use_gpu=settings.use_gpu)
         self.transformer = transformer_config(self.hf_config, config, use_transformer_engine=use_te)
         self.stages = build_stages(
@@ -117,11 +117,10 @@ class MegatronPolicyWorker(PolicyWorker):
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
         path = readable_model(
-            self.config.model_name,
+            self.config,
             self.settings.model_path,
             self.hf_config,
             self.weight_map.body() if reward.enabled else self.weight_map,
-            force=self.megatron.force_reconvert_from_hf,
         )
         if reward.enabled:
             load_scalar_weights(self.parameters, self.weight_map, ranks, path, self.hf_config, self.settings.seed)
@@ -265,7 +264,7 @@ def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
     if settings.transformer_impl == "transformer_engine" and not (is_installed and use_gpu):
         lacking = "is not installed" if use_gpu else "runs on GPUs only"
         raise ValueError(
-            f"policy.megatron_cfg.transformer_impl=transformer_engine: Transformer Engine {lacking}; set it to local"
+            f"{settings.key('transformer_impl')}=transformer_engine: Transformer Engine {lacking}; set it to local"
         )
     return settings.transformer_impl != "local" and is_installed and use_gpu
 

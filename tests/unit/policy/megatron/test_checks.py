@@ -251,8 +251,8 @@ def test_megatron_that_is_not_installed() -> None:
     with pytest.raises(ValueError) as error:
         checks.check_packages(MegatronConfig(enabled=True), installed=(), capability=None)
     assert str(error.value) == (
-        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set "
-        f"{KEY}.enabled=false and policy.dtensor_cfg.enabled=true"
+        f"{KEY}.enabled=true: Megatron Core is not installed; start the run with `uv run --extra mcore ...`, or set it "
+        "to false and dtensor_cfg.enabled to true"
     )
 
 

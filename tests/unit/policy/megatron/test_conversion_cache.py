@@ -11,9 +11,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
+from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import DIRECTORY, cache_directory, check_conversion, readable_model
 from nemo_rl.models.policy.megatron.mapping import weight_map
 from tests.unit.policy.megatron.hf_models import random_model
+from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
 
 NAME = "someone/model"
@@ -36,10 +39,16 @@ def save_bin(path: Path, *, seed: int = 0, num_files: int = 1) -> dict[str, torc
     return state
 
 
+def policy_of(force: bool) -> PolicyConfig:
+    megatron = MegatronConfig(enabled=True, force_reconvert_from_hf=force)
+    off = DTensorConfig(enabled=False)
+    return policy_config(model_name=NAME, optimizer=None, dtensor_cfg=off, megatron_cfg=megatron)
+
+
 def convert(path: Path, *, force: bool = False) -> list[str]:
     def rank(rank: int, world: int) -> str:
         config = AutoConfig.from_pretrained(path)
-        return readable_model(NAME, str(path), config, weight_map(config, implementation="local"), force=force)
+        return readable_model(policy_of(force), str(path), config, weight_map(config, implementation="local"))
 
     return run_world(rank, 2)
 
@@ -85,7 +94,7 @@ def test_a_stale_conversion_is_refused_until_it_is_made_anew(tmp_path):
     config: Any = AutoConfig.from_pretrained(tmp_path / "model")
     message = r"'someone/model': the conversion kept in .* is stale, its weights differing.*force_reconvert"
     with pytest.raises(ValueError, match=message):
-        check_conversion(NAME, str(tmp_path / "model"), config, force=False)
+        check_conversion(policy_of(False), str(tmp_path / "model"), config)
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "model")
     got = tensors_of(convert(tmp_path / "model", force=True)[0])
