@@ -470,7 +470,7 @@ def test_an_adapter_of_this_run_passes_the_check(tmp_path: Path) -> None:
         ({"peft_version": "new"}, "peft_version='new' is no version"),
         ({"peft_type": "VERA"}, "peft_type='VERA' is not LORA"),
         ({"r": None}, "r is missing"),
-        ({"base_model_name_or_path": "hub/other"}, "base model 'hub/other', policy.model_name='hub/tiny'"),
+        ({"base_model_name_or_path": "hub/other"}, "base model 'hub/other', model_name='hub/tiny'"),
     ],
 )
 def test_adapters_that_would_compute_something_else_are_refused(
