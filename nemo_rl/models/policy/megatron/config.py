@@ -86,7 +86,7 @@ class MegatronOptimizerConfig(StrictModel):
     checked_by_parent: ClassVar = True
 
     rules: ClassVar = {
-        "fp16": "float16 is not supported; set it to false and policy.precision=bfloat16",
+        "fp16": "float16 is not supported; set it to false, and `precision` to bfloat16",
         "params_dtype != float32": "steps of a small learning rate are lost in bfloat16; set it to float32",
         "min_lr > {lr}": "{min_lr} is above lr={lr}; use at most that",
         "use_distributed_optimizer requires optimizer=adam": (
