@@ -9,7 +9,7 @@ import logging
 import operator
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
-from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel, anything
+from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
 
 logger = logging.getLogger(__name__)
@@ -152,29 +152,24 @@ def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
             holder: Any = section.values
             for parent in parents:
                 holder = holder.get(parent) if isinstance(holder, dict) else None
-            if isinstance(holder, dict) and name in holder:
-                problem = _judge(section, replace(gap, neutral=anything) if is_off else gap, holder, name, tree)
-                if problem is not None:
-                    problems.append(problem)
+            if not isinstance(holder, dict) or name not in holder:
+                continue
+            value = holder[name]
+            neutral = is_off or gap.neutral(value)
+            if not (neutral and gap.key in section.model.model_fields):
+                del holder[name]
+            if neutral:
+                continue
+            path = (*section.path, *parents, name)
+            if isinstance(value, dict) and "enabled" in value:
+                path, value = (*path, "enabled"), value["enabled"]
+            assignment = f"{dotted(path)}={_as_yaml(value)}"
+            location = tree.location(path)
+            if gap.harmless:
+                logger.warning("%s%s has no effect: not supported yet", f"{location}: " if location else "", assignment)
+            else:
+                problems.append(Problem(path, f"not supported yet: {assignment}", location))
     return problems
-
-
-def _judge(section: Section, gap: NotYet, holder: dict[str, Any], name: str, tree: SourcedTree) -> Problem | None:
-    value = holder[name]
-    neutral = gap.neutral(value)
-    path = (*section.path, *gap.key.split("."))
-    if not (neutral and gap.key in section.model.model_fields):
-        del holder[name]
-    if neutral:
-        return None
-    if isinstance(value, dict) and "enabled" in value:
-        path, value = (*path, "enabled"), value["enabled"]
-    assignment = f"{dotted(path)}={_as_yaml(value)}"
-    location = tree.location(path)
-    if gap.harmless:
-        logger.warning("%s%s has no effect: not supported yet", f"{location}: " if location else "", assignment)
-        return None
-    return Problem(path, f"not supported yet: {assignment}", location)
 
 
 def _as_yaml(value: Any) -> str:

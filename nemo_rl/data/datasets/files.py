@@ -80,31 +80,15 @@ class JsonLines(LazyRows):
         return list(dict.fromkeys(key for i in range(min(len(self), NUM_ROWS_FOR_COLUMNS)) for key in self[i]))
 
 
-class MappedRows(LazyRows):
-    """Converted rows; a row that cannot be converted raises ValueError with `label` and the index of the row."""
+class MarkedRows(LazyRows):
+    """Converted rows; a row that cannot be read or converted becomes {BAD_ROW: reason}."""
 
-    def __init__(self, rows: Rows, convert: Convert, label: str = "") -> None:
+    def __init__(self, rows: Rows, convert: Convert) -> None:
         self.rows = rows
         self.convert = convert
-        self.label = label
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        row = self.rows[index]
-        try:
-            return self.convert(row)
-        except KeyError as error:
-            raise ValueError(
-                f"dataset {self.label!r}: row {index} has no {error.args[0]!r}; it has: {', '.join(map(str, row))}"
-            ) from error
-        except ValueError as error:
-            raise ValueError(f"dataset {self.label!r}: row {index} {error}") from error
-
-
-class MarkedRows(MappedRows):
-    """Converted rows; a row that cannot be read or converted becomes {BAD_ROW: reason}."""
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -114,14 +98,30 @@ class MarkedRows(MappedRows):
         return convert_or_mark(row, self.convert)
 
 
+class MappedRows(MarkedRows):
+    """Converted rows; a row that cannot be converted raises ValueError with `label` and the index of the row."""
+
+    def __init__(self, rows: Rows, convert: Convert, label: str) -> None:
+        super().__init__(rows, convert)
+        self.label = label
+
+    def __getitem__(self, index: Any) -> Any:
+        row = super().__getitem__(index)
+        if BAD_ROW in row:
+            raise ValueError(f"dataset {self.label!r}: row {index} {row[BAD_ROW]}")
+        return row
+
+
 def convert_or_mark(row: Row, convert: Convert) -> Row:
     """The converted row, or {BAD_ROW: reason}."""
     try:
         return convert(row)
     except KeyError as error:
-        return {BAD_ROW: f"no column {error.args[0]!r}; it has: {', '.join(map(str, row))}"}
+        return {BAD_ROW: f"has no column {error.args[0]!r}; it has: {', '.join(map(str, row))}"}
     except TypeError as error:  # a value of another kind, or null, where the layout has a list or an object
-        return {BAD_ROW: f"its columns {', '.join(map(str, row))} do not have the layout of the dataset: {error}"}
+        return {
+            BAD_ROW: f"has columns {', '.join(map(str, row))}, which do not have the layout of the dataset: {error}"
+        }
     except ValueError as error:
         return {BAD_ROW: str(error)}
 

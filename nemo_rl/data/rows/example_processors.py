@@ -62,14 +62,18 @@ def sft_processor(
 ) -> ExampleDatum:
     """The conversation of a row: `messages`, or `problem` and `expected_answer`; tokens if it has `input_ids`.
 
-    `tools` are descriptions for the chat template, `chat_template_kwargs` further arguments of it.
+    `tools` are descriptions for the chat template, `chat_template_kwargs` further arguments of it. `input_ids` are
+    learned where `labels` is not -100, or everywhere if there are no labels.
 
     Raises:
-        ValueError: for invalid messages, or a role that the chat template refuses or leaves out. KeyError: for a row
-            without a conversation.
+        ValueError: for invalid messages, or a role that the chat template refuses or leaves out; for a token that the
+            tokenizer does not have, and for labels that differ from the tokens. KeyError: for a row without a
+            conversation.
     """
     if "input_ids" in datum_dict:
-        return pretokenized(datum_dict, task_data_spec, tokenizer, max_seq_length, idx)
+        log = [_tokens_message(datum_dict, len(tokenizer))]
+        problem = None if _length(log) else Problem("empty_answer", "input_ids", "there is no token")
+        return _example(log, task_data_spec, idx, problem)
     if "messages" not in datum_dict and "problem" in datum_dict and "expected_answer" in datum_dict:
         messages = [
             {"role": "user", "content": str(datum_dict["problem"])},
@@ -84,21 +88,15 @@ def sft_processor(
     return _example(log, task_data_spec, idx, problem)
 
 
-def pretokenized(
-    datum_dict: Row,
-    task_data_spec: TaskDataSpec,
-    tokenizer: PreTrainedTokenizerBase,
-    max_seq_length: int | None,
-    idx: int,
-    **flags: bool,
-) -> ExampleDatum:
-    """The tokens of a row: `input_ids`, learned where `labels` is not -100, or everywhere if there are no labels.
+def pretokenized(datum_dict: Row, *arguments: Any, **flags: bool) -> ExampleDatum:
+    """As `sft_processor`, for rows that are tokens. KeyError for a row without `input_ids`."""
+    datum_dict["input_ids"]  # the KeyError names the column
+    return sft_processor(datum_dict, *arguments, **flags)
 
-    Raises:
-        ValueError: for a token that the tokenizer does not have, and for labels that differ from the tokens.
-    """
+
+def _tokens_message(datum_dict: Row, known: int) -> dict[str, Any]:
+    """The tokens of a row as one message with a mask; `known` is the size of the vocabulary."""
     ids = _integers(datum_dict["input_ids"], "input_ids")
-    known = len(tokenizer)
     _require_known(ids, (ids >= 0) & (ids < known), known, "input_ids")
     mask = np.ones(len(ids), dtype=bool)
     if datum_dict.get("labels") is not None:
@@ -113,14 +111,8 @@ def pretokenized(
                 f"column 'labels' has {labels[at]} at position {at} where column 'input_ids' has {ids[at]}: labels "
                 f"repeat the token at the same position, or are {IGNORED_LABEL}"
             )
-    message = {
-        "role": "assistant",
-        "content": "",
-        "token_ids": torch.from_numpy(ids),
-        "token_loss_mask": torch.from_numpy(mask),
-    }
-    problem = None if len(ids) else Problem("empty_answer", "input_ids", "there is no token")
-    return _example([message], task_data_spec, idx, problem)
+    tensors = {"token_ids": torch.from_numpy(ids), "token_loss_mask": torch.from_numpy(mask)}
+    return {"role": "assistant", "content": "", **tensors}
 
 
 def preference_processor(

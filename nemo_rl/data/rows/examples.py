@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import tokenizers
@@ -251,24 +251,17 @@ def check_examples(make: ExampleMaker, dataset: PromptDataset | Sequence[Streame
     )
 
 
-class ExamplePool(Protocol):
-    """Tokenises batches: `start` returns at once, `finish` waits for a batch that was started."""
-
-    def start(self, prompts: Sequence[Prompt]) -> Any: ...
-
-    def finish(self, pending: Any) -> list[ExampleHandle]:
-        """The rows of all prompts, in the order of the prompts."""
-        ...
-
-
 class ExampleLoader:
     """Batches of a `PromptSource` as handles to tokenised rows, for `max_num_epochs` epochs.
 
     While one batch trains, the next is tokenised. `state_dict` does not count it: it is the state after the last batch
     that `next` returned. Nothing else may use the source.
+
+    `pool` (`TokenizerPool`) tokenises: `start(prompts)` returns at once, `finish(started)` waits for the rows of all
+    prompts, in their order.
     """
 
-    def __init__(self, prompts: PromptSource, pool: ExamplePool, *, max_num_epochs: int) -> None:
+    def __init__(self, prompts: PromptSource, pool: Any, *, max_num_epochs: int) -> None:
         self.prompts = prompts
         self.pool = pool
         self.max_num_epochs = max_num_epochs

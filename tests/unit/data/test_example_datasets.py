@@ -265,13 +265,13 @@ def test_rows_that_cannot_be_converted_are_marked(write):
         file.write('\n{"input": "cut')
     rows, _ = load_rows(sft(data_path=path))
     assert BAD_ROW not in rows[0]
-    assert rows[1] == {BAD_ROW: "no column 'output'; it has: input"}
+    assert rows[1] == {BAD_ROW: "has no column 'output'; it has: input"}
     assert rows[2] == {BAD_ROW: "column 'output' has no value; fill it in or remove the row"}
     assert "row 35 (from 0) is no JSON" in rows[35][BAD_ROW]
     rows, _ = load_rows(
         sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q", "answers": None}]))
     )
-    assert rows[0][BAD_ROW].startswith("its columns context, question, answers do not have the layout of the dataset")
+    assert rows[0][BAD_ROW].startswith("has columns context, question, answers, which are not in the layout of the set")
 
 
 def test_json_lines(write, tmp_path):
