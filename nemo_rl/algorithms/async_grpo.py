@@ -40,13 +40,10 @@ class AsyncGroups(GroupSource):
             order=settings.group_order,
         )
 
-    def start(self, version: int) -> None:
-        self._fill(version)
-
     def next_groups(self, step: int, *, is_first: bool) -> list[GroupHandle]:
         """Waits for groups of the buffer that are still being played."""
         version = step - 1
-        self._fill(version)  # there is room when dynamic sampling takes a second batch in a step
+        self.after_sync(version)  # there is room when dynamic sampling takes a second batch in a step
         if len(self.buffer.groups) < self.buffer.groups_per_step:
             self._dispatch(version)  # beyond the number that the remaining steps were planned to need
         self.buffer.finish(self.rollouts.finished(wait=False))
@@ -59,9 +56,6 @@ class AsyncGroups(GroupSource):
         return {"buffer_size": float(self.buffer.num_finished)}
 
     def after_sync(self, version: int) -> None:
-        self._fill(version)
-
-    def _fill(self, version: int) -> None:
         """Dispatch as many batches as the window of versions and the remaining steps have room for."""
         per_batch = self.buffer.groups_per_step
         room = min(self.buffer.capacity, (self.requests.num_steps - version) * per_batch)

@@ -435,19 +435,14 @@ class RolloutMasterConfig(RunConfig):
     @property
     def rollout_metrics(self) -> frozenset[str]:
         """Names of training on rollouts that every step reports under `train/`."""
-        names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns)
-        return names | self.task_metrics | self.generation_metrics
+        names = TRAINING | ROLLOUT | turns(self.rollout.max_rollout_turns) | self.task_metrics
+        names |= SPECULATION if self.policy.generation.speculates else frozenset()
+        return names | (REPLAY if self.policy.router_replay.enabled else frozenset())
 
     @property
     def task_metrics(self) -> frozenset[str]:
         """Names of each task that steps report under `train/`; none if there is one task."""
         return of_tasks(prompt_tasks(self.data)[0], TASK)
-
-    @property
-    def generation_metrics(self) -> frozenset[str]:
-        """Names of speculative decoding and of routing replay that steps report under `train/`, if these are on."""
-        drafts = SPECULATION if self.policy.generation.speculates else frozenset[str]()
-        return drafts | (REPLAY if self.policy.router_replay.enabled else frozenset())
 
     def cross_checks(self) -> Problems:
         yield from division_problems(self.cluster, self.policy.generation.colocated)

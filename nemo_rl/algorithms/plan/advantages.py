@@ -8,7 +8,7 @@ reward, advantages differ by token; `KLInReward` finishes them on the workers, w
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,9 +47,6 @@ class AdvantageResult:
     metrics: dict[str, float]
     """`advantages/*` over samples with a reward, `baseline_reward/*` over groups, `num_zero_variance_groups` of two or
     more rewards that are all equal."""
-
-
-Estimator = Callable[[Sequence[GroupRewards], AdvEstimatorConfig, bool], AdvantageResult]
 
 
 def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
@@ -99,14 +96,12 @@ def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig,
     return _result(groups, [np.where(w > 0, (a - mean) * scale, 0.0) for a, w in zip(raw, weights, strict=True)])
 
 
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {"grpo": grpo, "reinforce_plus_plus": reinforce_plus_plus}
-
-
 def compute_advantages(
     groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, *, kl_in_reward: bool = False
 ) -> AdvantageResult:
     """Run the estimator `cfg.name`."""
-    return ADVANTAGE_ESTIMATORS[cfg.name](groups, cfg, kl_in_reward)
+    estimate = {"grpo": grpo, "reinforce_plus_plus": reinforce_plus_plus}[cfg.name]
+    return estimate(groups, cfg, kl_in_reward)
 
 
 def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:

@@ -89,9 +89,6 @@ class GroupSource:
             raise DataExhausted
         return groups
 
-    def start(self, version: int) -> None:
-        """Generation has weights `version`, the first of this process."""
-
     def before_sync(self) -> dict[str, float]:
         """Weights are about to change. Returns metrics of the step."""
         return {}

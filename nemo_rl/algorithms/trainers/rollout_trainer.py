@@ -122,7 +122,7 @@ class RolloutTrainer(Trainer):
         self.rollouts.generation_use()  # resets the meter: the time until now does not count
         if self.recorder is not None:
             self.recorder.start(self.state.total_steps)
-        self.source.start(self.state.total_steps)
+        self.source.after_sync(self.state.total_steps)
 
     def train(self) -> None:
         super().train()

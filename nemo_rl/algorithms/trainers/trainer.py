@@ -250,31 +250,26 @@ class Trainer(ABC):
             results.append(policy.train(loss_fn, task))
             if results[-1].num_skipped_steps and self.nonfinite_action == "stop":
                 break
-        result = merge_results(results)
+        result, is_first = merge_results(results), policy is self.policies[0]
         if result.nonfinite_samples:
-            self._report_nonfinite(policy, result)
+            step = self.state.total_steps + 1
+            records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
+            owner = "" if is_first else f"{policy.name_prefix}_"
+            path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
+            text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
+            if self.nonfinite_action == "stop":
+                raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
+            self.tools.console.warn(text)
         metrics = {
             **result.metrics,
             "grad_norm": math.fsum(result.grad_norms) / len(result.grad_norms),
             "lr": result.learning_rates[-1],
             "num_skipped_steps": result.num_skipped_steps,
         }
-        if policy is self.policies[0]:
-            self.record("train", metrics)
+        self.record("train" if is_first else f"train/{policy.name_prefix}", metrics)
+        if is_first:
             self.state.total_valid_tokens += int(result.metrics["global_valid_toks"])
-        else:
-            self.record(f"train/{policy.name_prefix}", metrics)
         return result
-
-    def _report_nonfinite(self, policy: PolicyInterface, result: TrainResult) -> None:
-        step = self.state.total_steps + 1
-        records = [{"step": step, "sample_id": sample} for sample in result.nonfinite_samples]
-        owner = "" if policy is self.policies[0] else f"{policy.name_prefix}_"
-        path = self.tools.logger.log_records(records, f"{owner}nonfinite_step_{step}.jsonl")
-        text = f"step {step}: loss {result.losses[-1]}, gradient norm {result.grad_norms[-1]}; samples in {path}"
-        if self.nonfinite_action == "stop":
-            raise NonFiniteLoss(f"{text}. policy.nonfinite_action=skip would go on without this update")
-        self.tools.console.warn(text)
 
     # -- state
 

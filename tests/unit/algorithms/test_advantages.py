@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
 from nemo_rl.algorithms.plan.advantages import (
-    ADVANTAGE_ESTIMATORS,
     GroupRewards,
     KLInReward,
     compute_advantages,
@@ -112,7 +111,7 @@ def test_equal_rewards_give_exact_zeros(reward: float, size: int, normalize: boo
 
 
 @settings(max_examples=50, deadline=None)
-@given(data=st.data(), rewards=groups_of_rewards, name=st.sampled_from(sorted(ADVANTAGE_ESTIMATORS)))
+@given(data=st.data(), rewards=groups_of_rewards, name=st.sampled_from(["grpo", "reinforce_plus_plus"]))
 def test_permuting_samples_and_groups_permutes_advantages(data: st.DataObject, rewards: list[list[float]], name: str):
     before = compute_advantages([group(r) for r in rewards], cfg(name)).advantages
     group_order = data.draw(st.permutations(range(len(rewards))))
