@@ -85,12 +85,9 @@ def _divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
 
 
-_RESOLVERS = {"mul": operator.mul, "div": _divide, "add": operator.add, "max": max}
-
-
 def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
     """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
-    for name, function in _RESOLVERS.items():
+    for name, function in {"mul": operator.mul, "div": _divide, "add": operator.add, "max": max}.items():
         OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
     _refuse_malformed(tree, tree.values, (), problems)
     return _resolved(tree, tree.values, OmegaConf.create(tree.values), (), problems)
@@ -277,28 +274,24 @@ def _apply(model: type[BaseModel], tree: SourcedTree, override: Override, locati
     if override.is_add() and path in tree.locations:
         return Problem(path, f"already set ({tree.locations[path]}); drop the '+' to change it", location)
     if not override.is_add() and not override.is_force_add() and not is_known(model, tree.values, path):
-        return _not_there(model, tree, path, location)
+        # A new entry of a free mapping needs `+`; anything else is a mistake.
+        keys = known_keys(model, tree.values)
+        trial = SourcedTree()
+        trial.merge(tree)
+        try:
+            trial.put(path, {}, location)
+        except (KeyError, IndexError, TypeError):
+            trial = tree
+        if not is_known(model, trial.values, path):
+            return unknown_key(path, keys, location)
+        nearest = nearest_key(dotted(path), keys)
+        hint = f", the nearest is {nearest}" if nearest else ""
+        return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
     try:
         tree.put(path, override.value(), location)
     except (KeyError, IndexError, TypeError):
         return Problem(path, "goes through a value that is not a section", location)
     return None
-
-
-def _not_there(model: type[BaseModel], tree: SourcedTree, path: KeyPath, location: Location) -> Problem:
-    """The problem of an unknown key: a new entry of a free mapping needs `+`, anything else is a mistake."""
-    keys = known_keys(model, tree.values)
-    trial = SourcedTree()
-    trial.merge(tree)
-    try:
-        trial.put(path, {}, location)
-    except (KeyError, IndexError, TypeError):
-        trial = tree
-    if not is_known(model, trial.values, path):
-        return unknown_key(path, keys, location)
-    nearest = nearest_key(dotted(path), keys)
-    hint = f", the nearest is {nearest}" if nearest else ""
-    return Problem(path, f"no such entry{hint}; to add it, write +{dotted(path)}=...", location)
 
 
 # The models as a schema of the raw tree: which keys exist, their defaults, what is not supported yet.

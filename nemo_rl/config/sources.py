@@ -168,7 +168,16 @@ def _construct(
 ) -> Any:
     """The plain value of a node; the line of every key below `path` goes into `locations`."""
     if isinstance(node, yaml.MappingNode):
-        _refuse_duplicates(node, path, source)
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                place = Location(source, node.start_mark.line + 1)
+                raise ConfigError([Problem(path, "a key must be a plain text", place)])
+            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                message = f"written twice in this section, first in line {seen[key_node.value]}"
+                raise ConfigError([Problem((*path, key_node.value), message, Location(source, line))])
+            seen[str(key_node.value)] = line
         loader.flatten_mapping(node)
         result: dict[Any, Any] = {}
         for key_node, value_node in node.value:
@@ -181,18 +190,6 @@ def _construct(
             locations[(*path, index)] = Location(source, item.start_mark.line + 1)
         return [_construct(loader, item, (*path, index), source, locations) for index, item in enumerate(node.value)]
     return loader.construct_object(node, deep=True)
-
-
-def _refuse_duplicates(node: yaml.MappingNode, path: KeyPath, source: str) -> None:
-    seen: dict[str, int] = {}
-    for key_node, _ in node.value:
-        if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError([Problem(path, "a key must be a plain text", Location(source, node.start_mark.line + 1))])
-        line = key_node.start_mark.line + 1
-        if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-            message = f"written twice in this section, first in line {seen[key_node.value]}"
-            raise ConfigError([Problem((*path, key_node.value), message, Location(source, line))])
-        seen[str(key_node.value)] = line
 
 
 def _paths_of(value: Any, path: KeyPath) -> Iterator[KeyPath]:

@@ -157,6 +157,8 @@ def recipe_hash(recipe: TinyModelRecipe) -> str:
 
 def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["arithmetic"]) -> str:
     """The directory of a finished tiny model, which is made if it does not exist. Safe with several processes."""
+    import torch
+
     target = Path(directory).expanduser().absolute()
     if target.is_dir():
         return str(target)
@@ -166,11 +168,21 @@ def ensure_tiny_model(directory: str | Path, recipe: TinyModelRecipe = RECIPES["
             return str(target)
         logger.info("making the tiny model in %s (a minute at most, once)", target)
         work = Path(tempfile.mkdtemp(prefix=target.name + ".tmp-", dir=target.parent))
+        num_threads = torch.get_num_threads()
         try:
-            _make(recipe, work)
+            # One thread: the order of float additions is then fixed, and on busy cores it is also faster for sizes like
+            # these.
+            torch.set_num_threads(1)
+            tokenizer = build_tiny_tokenizer(recipe.max_position_embeddings)
+            model = build_untrained_model(recipe, tokenizer)
+            _warm_up(model, tokenizer, recipe)
+            model.generation_config.temperature = 1.0
+            model.save_pretrained(work)
+            tokenizer.save_pretrained(work)
             work.chmod(0o755)
             work.rename(target)
         finally:
+            torch.set_num_threads(num_threads)
             shutil.rmtree(work, ignore_errors=True)
     return str(target)
 
@@ -243,23 +255,6 @@ def build_untrained_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         return Qwen2ForCausalLM(config) if isinstance(config, Qwen2Config) else Qwen3MoeForCausalLM(config)
-
-
-def _make(recipe: TinyModelRecipe, directory: Path) -> None:
-    import torch
-
-    # One thread: the order of float additions is then fixed, and on busy cores it is also faster for sizes like these.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        tokenizer = build_tiny_tokenizer(recipe.max_position_embeddings)
-        model = build_untrained_model(recipe, tokenizer)
-        _warm_up(model, tokenizer, recipe)
-    finally:
-        torch.set_num_threads(num_threads)
-    model.generation_config.temperature = 1.0
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
 
 
 def _demonstrations(

@@ -104,18 +104,13 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message in OpenAI's format as templates take it: content as one text, arguments of calls as objects."""
     plain = {key: value for key, value in plain_message(message).items() if key not in _CLIENT_KEYS}
     role = "system" if plain["role"] == "developer" else plain["role"]
-    plain |= {"role": role, "content": _text(plain["content"])}
-    calls = [_call(call) for call in plain.pop("tool_calls", [])]
-    return {**plain, "tool_calls": calls} if calls else plain
-
-
-def _text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
+    content = plain["content"]
+    parts = content if isinstance(content, list) else [{"text": content} if isinstance(content, str) else content]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError(f"the content of a message must be a text or a list of texts, got {str(content)[:200]}")
-    return "".join(part["text"] for part in parts)
+    plain |= {"role": role, "content": "".join(part["text"] for part in parts)}
+    calls = [_call(call) for call in plain.pop("tool_calls", [])]
+    return {**plain, "tool_calls": calls} if calls else plain
 
 
 def _call(call: Any) -> dict[str, Any]:

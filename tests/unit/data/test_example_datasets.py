@@ -271,7 +271,9 @@ def test_rows_that_cannot_be_converted_are_marked(write):
     rows, _ = load_rows(
         sft(dataset_name="squad", data_path=write([{"context": "c", "question": "q", "answers": None}]))
     )
-    assert rows[0][BAD_ROW].startswith("has columns context, question, answers, which are not in the layout of the set")
+    assert rows[0][BAD_ROW].startswith(
+        "has columns context, question, answers, which do not have the layout of the dataset"
+    )
 
 
 def test_json_lines(write, tmp_path):
