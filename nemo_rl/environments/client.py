@@ -11,10 +11,10 @@ import copy
 import itertools
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any
 
@@ -57,17 +57,6 @@ class _Request:
     metadata: Any
     result: asyncio.Future[EnvironmentStep]
 
-    def set(self, outcome: Outcome) -> None:
-        """Give the episode its step, or a failure that names the sample."""
-        if self.result.done():  # the episode was cancelled
-            return
-        if isinstance(outcome, EnvironmentFailure):
-            failure = EnvironmentFailure(f"{outcome} (sample {self.sample_id})")
-            failure.__cause__ = outcome
-            self.result.set_exception(failure)
-        else:
-            self.result.set_result(outcome)
-
 
 class EnvironmentClient:
     """One actor of an environment. Belongs to one event loop.
@@ -89,8 +78,7 @@ class EnvironmentClient:
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """The environment's answer to the last turn of a conversation; only role and content of messages are sent.
 
-        Raises:
-            EnvironmentFailure: naming the environment, the sample and what went wrong.
+        EnvironmentFailure names the environment, the sample and what went wrong.
         """
         messages = [{"role": message["role"], "content": message["content"]} for message in message_log]
         request = _Request(sample_id, messages, metadata, asyncio.get_running_loop().create_future())
@@ -102,8 +90,7 @@ class EnvironmentClient:
     async def metrics(self, batch: BatchedDataDict[Any]) -> dict[str, float]:
         """The means of the samples' `metrics`, and the metrics of `global_post_process_and_metrics`.
 
-        Raises:
-            EnvironmentFailure: when it raises, dies or takes longer than a step may.
+        EnvironmentFailure when that raises, dies or takes longer than a step may.
         """
         try:
             ref = self.actor.global_post_process_and_metrics.remote(batch)
@@ -132,7 +119,14 @@ class EnvironmentClient:
         except EnvironmentFailure as failure:
             outcomes = [failure] * len(batch)
         for request, outcome in zip(batch, outcomes, strict=True):
-            request.set(outcome)
+            if request.result.done():  # the episode was cancelled
+                continue
+            if isinstance(outcome, EnvironmentFailure):
+                failure = EnvironmentFailure(f"{outcome} (sample {request.sample_id})")
+                failure.__cause__ = outcome
+                request.result.set_exception(failure)
+            else:
+                request.result.set_result(outcome)
 
     async def _call_twice(self, batch: list[_Request]) -> list[Outcome]:
         try:
@@ -202,15 +196,8 @@ class EnvironmentPool:
         assert actors
         self.name = name
         self.clients = [EnvironmentClient(name, actor, step_timeout_s) for actor in actors]
-        self._number_of: OrderedDict[str, int] = OrderedDict()  # group id -> actor
-        self._turns = itertools.cycle(range(len(actors)))
-
-    def _actor_of(self, group_id: str) -> int:
-        if group_id not in self._number_of:
-            self._number_of[group_id] = next(self._turns)
-            if len(self._number_of) > MAX_GROUPS_REMEMBERED:
-                self._number_of.popitem(last=False)
-        return self._number_of[group_id]
+        turns = itertools.cycle(range(len(actors)))
+        self._actor_of = lru_cache(MAX_GROUPS_REMEMBERED)(lambda group_id: next(turns))
 
     async def step(self, message_log: Sequence[Mapping[str, Any]], metadata: Any, *, sample_id: str) -> EnvironmentStep:
         """As `EnvironmentClient.step`; `sample_id` is "<group id>/<index>"."""
@@ -251,10 +238,7 @@ def mean_metrics(samples: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
     """Check an EnvironmentReturn for `size` conversations and cut it into one step, or failure, each.
 
-    A reward that is not finite is a failure of its conversation.
-
-    Raises:
-        StepRefused: it is not a valid EnvironmentReturn.
+    A reward that is not finite is a failure of its conversation. StepRefused for no valid EnvironmentReturn.
     """
     fields = returned if isinstance(returned, tuple) else ()
     if not 5 <= len(fields) <= len(EnvironmentReturn._fields):

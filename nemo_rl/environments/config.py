@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -543,25 +543,6 @@ class EnvironmentConfig(BaseModel):
     num_actors: int = Field(default=1, ge=1)
     """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The environment's own keys, without `type` and `num_actors`."""
-        return dict(self.model_extra or {})
-
-
-OURS: dict[str, type[StrictModel]] = {
-    "python_tools": PythonToolsEnvironmentConfig,
-    "code": CodeEnvironmentConfig,
-    "composite": CompositeEnvironmentConfig,
-    "llm_judge": LLMJudgeEnvironmentConfig,
-    "remote": RemoteEnvironmentConfig,
-    "math": MathEnvironmentConfig,
-    "retrieval": RetrievalEnvironmentConfig,
-    "reward_model": RewardModelEnvironmentConfig,
-    "sliding_puzzle_game": SlidingPuzzleEnvironmentConfig,
-}
-"""`type` of each environment of the library -> its section."""
-
 
 def _variant(value: Any) -> str:
     if isinstance(value, dict):
@@ -582,6 +563,13 @@ AnyEnvironmentConfig = Annotated[
     | Annotated[EnvironmentConfig, Tag("other")],
     Discriminator(_variant),
 ]
+
+OURS: dict[str, type[StrictModel]] = {
+    model.model_fields["type"].default: model
+    for model, _ in map(get_args, get_args(get_args(AnyEnvironmentConfig)[0]))
+    if model is not EnvironmentConfig
+}
+"""`type` of each environment of the library -> its section."""
 
 EnvSection = Annotated[dict[str, AnyEnvironmentConfig], NamedByKey("type")]
 """The section `env`: name of an environment -> its configuration."""
@@ -604,12 +592,15 @@ def sections_of(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -
     found = {name: env[name] for name in names}
     for name, config in found.items():
         if isinstance(config, CompositeEnvironmentConfig):
-            found[name] = config.model_copy(update={"sections": {part: _keys(env[part]) for part in _parts(config)}})
+            found[name] = config.model_copy(update={"sections": {part: keys_of(env[part]) for part in _parts(config)}})
     return found
 
 
-def _keys(config: AnyEnvironmentConfig) -> dict[str, Any]:
-    return {"type": config.type, **config.options} if isinstance(config, EnvironmentConfig) else config.model_dump()
+def keys_of(config: AnyEnvironmentConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """`type` and the environment's own keys, which its constructor gets."""
+    if isinstance(config, EnvironmentConfig):
+        return {"type": config.type, **(config.model_extra or {})}
+    return config.model_dump() if isinstance(config, StrictModel) else dict(config)
 
 
 def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: float) -> Iterator[tuple[str, str]]:
@@ -617,19 +608,18 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
     for name, config in env.items():
         if isinstance(config, CompositeEnvironmentConfig):
             yield from _part_problems(name, config, env)
-        limits: dict[str, float] = {}  # key -> seconds
-        if isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig):
-            limits["time_limit_s"] = config.time_limit_s
+        key, limit = "time_limit_s", 0.0
         runs_python = not isinstance(config, PythonToolsEnvironmentConfig) or "python" in config.tools
-        if isinstance(config, ProgramsConfig) and runs_python:
-            limits["sandbox.time_limit_s"] = config.sandbox.time_limit_s
-        for key, limit in limits.items():
-            if limit >= step_timeout_s:
-                yield (
-                    f"env.{name}.{key}",
-                    f"{limit:g} s must be below env_step_timeout_s={step_timeout_s:g} s, at which the environment is "
-                    "ended with all its conversations; lower it, or raise env_step_timeout_s",
-                )
+        if isinstance(config, LLMJudgeEnvironmentConfig | RemoteEnvironmentConfig):
+            limit = config.time_limit_s
+        elif isinstance(config, ProgramsConfig) and runs_python:
+            key, limit = "sandbox.time_limit_s", config.sandbox.time_limit_s
+        if limit >= step_timeout_s:
+            yield (
+                f"env.{name}.{key}",
+                f"{limit:g} s must be below env_step_timeout_s={step_timeout_s:g} s, at which the environment is "
+                "ended with all its conversations; lower it, or raise env_step_timeout_s",
+            )
 
 
 def _part_problems(

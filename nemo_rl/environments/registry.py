@@ -12,7 +12,6 @@ import ray
 from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from nemo_rl.config.rules import StrictModel
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
@@ -21,6 +20,7 @@ from nemo_rl.environments.config import (
     EnvironmentConfig,
     environment_gpus,
     gpus_per_actor,
+    keys_of,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.registry import find, import_object
@@ -45,8 +45,8 @@ def find_env_class(env_type: str) -> Any:
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
     """The environment of a section in this process, without an actor; see `create_env`."""
-    env_type, options = _type_and_options(env_name, env_config)
-    env_class: Any = find_env_class(env_type)
+    options = keys_of(env_config)
+    env_class: Any = find_env_class(options.pop("type", env_name))
     if isinstance(env_class, ActorClass):
         env_class = vars(env_class)["__ray_metadata__"].modified_class
     return env_class(options)
@@ -57,8 +57,7 @@ def create_envs(
 ) -> dict[str, list[Any]]:
     """Start the environments of a run: section of `env` -> its `num_actors` actors; see `create_env`.
 
-    Raises:
-        ValueError: for an unknown environment, or when `cluster` leaves fewer GPUs than all of them ask for together.
+    ValueError for an unknown environment, or when `cluster` leaves fewer GPUs than all of them ask for together.
     """
     cluster.bundles()  # otherwise reserved at first use, and its GPUs would look free
     _check_gpus(environment_gpus(env), ray.available_resources().get("GPU", 0.0))
@@ -75,8 +74,8 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     `env_config.type` names the class (`env_name` does in a mapping without `type`); the constructor gets the other keys
     as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
     """
-    env_type, options = _type_and_options(env_name, env_config)
-    env_class = find_env_class(env_type)
+    options = keys_of(env_config)
+    env_class = find_env_class(options.pop("type", env_name))
     # The worker process imports the class by name, so it needs the import paths of this process.
     runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
     if isinstance(env_class, ActorClass):
@@ -92,9 +91,7 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
 def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None:
     """Return once the environments of `create_envs`, by section of `env`, are constructed.
 
-    Raises:
-        ValueError: naming the environment whose constructor raised, and where, or one that has not started when
-            `timeout_s` seconds for all of them are over.
+    ValueError names one whose constructor raised, and where, or one that has not started after `timeout_s` seconds.
     """
     deadline = time.monotonic() + timeout_s
     ready = {name: [actor.__ray_ready__.remote() for actor in handles] for name, handles in actors.items()}
@@ -122,12 +119,3 @@ def _check_gpus(wanted: Mapping[str, int], free: float) -> None:
             f"{asked}: {total:g} GPU(s) wanted beside those of cluster, {free:g} left; lower cluster.gpus_per_node by "
             f"{total - free:g}, or set env.{first}.resources.gpus_per_node=0 to score on the CPU"
         )
-
-
-def _type_and_options(
-    env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    if isinstance(env_config, EnvironmentConfig):
-        return env_config.type, env_config.options
-    options = env_config.model_dump() if isinstance(env_config, StrictModel) else dict(env_config)
-    return options.pop("type", env_name), options

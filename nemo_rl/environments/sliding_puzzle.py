@@ -37,11 +37,7 @@ class SlidingPuzzleEnv(EnvironmentInterface[SlidingPuzzleMetadata]):
     def step(
         self, message_log_batch: list[LLMMessageLogType], metadata: list[SlidingPuzzleMetadata]
     ) -> EnvironmentReturn[SlidingPuzzleMetadata]:
-        """One move of each game.
-
-        Raises:
-            ValueError: for a row without a board, and one whose board has another size or cannot be solved.
-        """
+        """One move of each game. ValueError for a row without a board, of another size, or that cannot be solved."""
         observations: list[dict[str, str]] = []
         after: list[SlidingPuzzleMetadata] = []
         solved: list[bool] = []

@@ -7,7 +7,6 @@ that it starts quickly. The pool is our own: the executors of the standard libra
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import re
@@ -19,7 +18,6 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_rl.environments.line_process import LineWorker, WorkerPool
 
@@ -42,22 +40,14 @@ def exact_integer(response: str, ground_truth: str) -> Verdict | None:
     return found[1] == ground_truth, found[1]
 
 
-@functools.cache
-def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
-    import math_verify
+def hf_math_verify(response: str, ground_truth: str) -> Verdict:
+    """Mathematical equality by the math-verify package. May take arbitrarily long: run it under a time limit."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     # It warns once per process that its signal-based time limits are off. The process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = (math_verify.LatexExtractionConfig(),)
-    answer = (math_verify.ExprExtractionConfig(), math_verify.LatexExtractionConfig())
-    return math_verify.parse, math_verify.verify, gold, answer
-
-
-def hf_math_verify(response: str, ground_truth: str) -> Verdict:
-    """Mathematical equality by the math-verify package. May take arbitrarily long: run it under a time limit."""
-    parse, verify, gold_config, answer_config = _math_verify()
-    gold = parse(f"\\boxed{{{ground_truth}}}", gold_config, parsing_timeout=None)
-    answer = parse(response, answer_config, parsing_timeout=None)
+    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=None)
+    answer = parse(response, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None)
     correct = bool(verify(gold, answer, timeout_seconds=None))
     return correct, next((part for part in answer if isinstance(part, str)), None)
 

@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -30,12 +29,6 @@ REMEMBERED_S = 1800.0  # how long after its first arrival a request may come aga
 MAX_REMEMBERED_ANSWERS = 20_000  # bounds the memory
 Answer = tuple[int, bytes]  # status, JSON
 Request = protocol.StepRequest | protocol.MetricsRequest
-
-
-@dataclass(frozen=True)
-class _Remembered:
-    arrived: float
-    answer: asyncio.Task[Answer]
 
 
 class EnvironmentServer:
@@ -57,7 +50,8 @@ class EnvironmentServer:
         self._calls = ThreadPoolExecutor(1, thread_name_prefix="request")
         self._environment = ThreadPoolExecutor(1, thread_name_prefix="environment")  # all its calls are in one thread
         self._clock = clock
-        self._answers: dict[str, _Remembered] = {}  # by path and request id, the oldest first
+        # By path and request id, the oldest first: the time of arrival, and the answer.
+        self._answers: dict[str, tuple[float, asyncio.Task[Answer]]] = {}
 
     def app(self) -> web.Application:
         """The application, for `web.AppRunner`."""
@@ -99,14 +93,14 @@ class EnvironmentServer:
         """The answer to a request id, made once while it is remembered."""
         now = self._clock()
         while self._answers:
-            key_of_oldest, oldest = next(iter(self._answers.items()))
-            is_wanted = now - oldest.arrived <= REMEMBERED_S and len(self._answers) <= MAX_REMEMBERED_ANSWERS
-            if is_wanted or not oldest.answer.done():
+            oldest, (arrived, task) = next(iter(self._answers.items()))
+            is_wanted = now - arrived <= REMEMBERED_S and len(self._answers) <= MAX_REMEMBERED_ANSWERS
+            if is_wanted or not task.done():
                 break
-            del self._answers[key_of_oldest]
+            del self._answers[oldest]
         if key not in self._answers:
-            self._answers[key] = _Remembered(now, asyncio.create_task(self._answer(answer)))
-        return self._answers[key].answer
+            self._answers[key] = now, asyncio.create_task(self._answer(answer))
+        return self._answers[key][1]
 
     async def _answer(self, answer: Callable[[], dict[str, Any]]) -> Answer:
         running = self._calls.submit(answer)
@@ -161,24 +155,18 @@ async def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM; port 0 takes a free port, and `on_start` gets the port.
 
-    Raises:
-        ValueError: for an address that other machines can reach without a token.
-        OSError: when the port is taken.
+    ValueError for an address that other machines can reach without a token, OSError when the port is taken.
     """
     check_address(host, token)
     runner = web.AppRunner(EnvironmentServer(environment, name, token).app(), access_log=None)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()
-        await _serve_until_signal(runner, on_start)
+        ended = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError):
+                asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        on_start(int(runner.addresses[0][1]))
+        await ended.wait()
     finally:
         await runner.cleanup()
-
-
-async def _serve_until_signal(runner: web.AppRunner, on_start: Callable[[int], None]) -> None:
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(NotImplementedError):
-            asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    on_start(int(runner.addresses[0][1]))
-    await ended.wait()
