@@ -43,17 +43,17 @@ class Broadcasts:
 
     def send(self) -> None:
         for bucket in range(len(self.layout.buckets)):
-            self.buffer.await_free(bucket % NUM_HALVES)
-            self.buffer.filled(bucket % NUM_HALVES, self.layout.used_bytes(bucket))
+            self.buffer.wait(bucket % NUM_HALVES)
+            self.buffer.start(bucket % NUM_HALVES, self.layout.used_bytes(bucket))
         for half in range(NUM_HALVES):
-            self.buffer.await_free(half)
+            self.buffer.wait(half)
 
     def receive(self) -> None:
         for bucket in range(len(self.layout.buckets)):
-            self.buffer.await_arrival(bucket % NUM_HALVES)
-            self.buffer.expect(bucket % NUM_HALVES, self.layout.used_bytes(bucket))
+            self.buffer.wait(bucket % NUM_HALVES)
+            self.buffer.start(bucket % NUM_HALVES, self.layout.used_bytes(bucket))
         for half in range(NUM_HALVES):
-            self.buffer.await_arrival(half)
+            self.buffer.wait(half)
 
 
 def serve(pipe: Connection, description: dict[str, Any], number: int) -> None:

@@ -52,30 +52,23 @@ def host_copy_environment() -> dict[str, str]:
 
 
 class TransferBuffer(Protocol):
-    """`bytes` is the uint8 tensor of all halves; `key` names the location from which a reader can attach.
+    """`bytes` is the uint8 tensor of all halves; `key` names the location from which a reader can attach, and
+    `endpoint` (JSON-able) is what it needs for that.
 
-    When both processes map the same memory, the controller's calls synchronise them, and the four calls below that say
-    that a half is filled or empty do nothing.
+    When both processes map the same memory, the controller's calls synchronise them: nothing has to be started, and
+    nothing is waited for.
     """
 
     bytes: torch.Tensor
     key: str
+    endpoint: dict[str, Any]
 
-    def endpoint(self) -> dict[str, Any]:
-        """What a reader needs to attach; JSON-able."""
-        ...
+    def start(self, half: int, nbytes: int) -> None:
+        """Start to send the first `nbytes` of a half, or to receive them into it. ConnectionError if that is
+        impossible."""
 
-    def await_free(self, half: int) -> None:
-        """Sender: wait until the content of the half has been sent. ConnectionError if that is impossible."""
-
-    def filled(self, half: int, nbytes: int) -> None:
-        """Sender: start to send the first `nbytes` of the half. ConnectionError if that is impossible."""
-
-    def expect(self, half: int, nbytes: int) -> None:
-        """Receiver: start to receive `nbytes` into the half, which is empty."""
-
-    def await_arrival(self, half: int) -> None:
-        """Receiver: wait for the expected bytes. ConnectionError if they cannot arrive."""
+    def wait(self, half: int) -> None:
+        """Wait until what was started for the half is done. ConnectionError if a member has left, or time is up."""
 
     def close(self) -> None:
         """Free the memory. The other side's mapping stays valid until it closes too."""
@@ -135,7 +128,7 @@ class SharedMemoryBuffer(TransferBuffer):
 
     def __init__(self, fd: int, nbytes: int, token: bytes) -> None:
         self._fd = fd
-        self._token = token
+        self.endpoint = {"pid": os.getpid(), "fd": fd, "nbytes": nbytes, "token": token.hex()}
         mapping = mmap.mmap(fd, nbytes + _TOKEN_BYTES, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes)  # keeps the mapping alive
         self.key = host_key()
@@ -166,10 +159,6 @@ class SharedMemoryBuffer(TransferBuffer):
             raise ConnectionError(f"{gone}: {path} is something else by now")
         return cls(fd, nbytes, token)
 
-    def endpoint(self) -> dict[str, Any]:
-        """Process, descriptor, size, and the random token that identifies the memory."""
-        return {"pid": os.getpid(), "fd": self._fd, "nbytes": self.bytes.numel(), "token": self._token.hex()}
-
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -189,8 +178,7 @@ class CudaIpcBuffer(TransferBuffer):
     """Device memory exported once through CUDA IPC; the reader must be on the same physical GPU."""
 
     def __init__(self, buffer: torch.Tensor, handle: dict[str, Any]) -> None:
-        self.bytes = buffer
-        self._handle = handle
+        self.bytes, self.endpoint = buffer, handle
         self.key = device_key(buffer.device)
 
     @classmethod
@@ -217,10 +205,6 @@ class CudaIpcBuffer(TransferBuffer):
         shared = [bytes.fromhex(value) if isinstance(value, str) else value for value in endpoint["shared"]]
         requires_grad = False
         return cls(rebuild_cuda_tensor(*tensor, *shared[:3], requires_grad, *shared[3:]), endpoint)
-
-    def endpoint(self) -> dict[str, Any]:
-        """The exported handle, as hexadecimal text and numbers."""
-        return self._handle
 
     def close(self) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8)
@@ -250,7 +234,7 @@ class CollectiveBuffer(TransferBuffer):
         self.bytes = torch.zeros(endpoint["nbytes"], dtype=torch.uint8, device=device)
         self.key = COLLECTIVE_KEY
         self._member = member
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._timeout_s: float = endpoint["timeout_s"]
         self._store: Any = TCPStore(  # None after the group was left
             endpoint["host"],
@@ -301,14 +285,7 @@ class CollectiveBuffer(TransferBuffer):
             raise ConnectionError(f"the policy's rank 0 has left the group: {first_line(error)}") from error
         return self
 
-    def endpoint(self) -> dict[str, Any]:
-        return self._endpoint
-
-    def await_free(self, half: int) -> None:
-        self._await(half, "an engine has left")
-
-    def filled(self, half: int, nbytes: int) -> None:
-        """Sender: broadcast the first `nbytes` of the half. Receivers take part in the same call as `expect`."""
+    def start(self, half: int, nbytes: int) -> None:
         from torch.distributed import BroadcastOptions
 
         assert half not in self._works, "the half is in flight"
@@ -330,10 +307,14 @@ class CollectiveBuffer(TransferBuffer):
         except RuntimeError as error:
             raise self._broken("the group is broken", error) from error
 
-    expect = filled
-
-    def await_arrival(self, half: int) -> None:
-        self._await(half, "the policy's rank 0, or an engine that passes its weights on, has left")
+    def wait(self, half: int) -> None:
+        if (work := self._works.pop(half, None)) is None:
+            return
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            passing = "the policy's rank 0, or an engine that passes its weights on,"
+            raise self._broken(f"{passing if self._member else 'an engine'} has left", error) from error
 
     def close(self) -> None:
         """Leave the group. Members that wait for this one fail at once."""
@@ -356,7 +337,7 @@ class CollectiveBuffer(TransferBuffer):
     def _join_as_sender(self) -> None:
         from torch.distributed import DistError
 
-        receivers = range(self._endpoint["size"] - 1)
+        receivers = range(self.endpoint["size"] - 1)
         try:
             self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
             self._store.set(_COMPLETE, "")
@@ -373,7 +354,7 @@ class CollectiveBuffer(TransferBuffer):
                 raise ConnectionError(f"after {self._timeout_s:.3g} s {late} had not joined")
 
     def _connect(self) -> Any:
-        size = self._endpoint["size"]
+        size = self.endpoint["size"]
         if self.bytes.is_cuda:
             from torch.distributed import ProcessGroupNCCL
 
@@ -384,7 +365,7 @@ class CollectiveBuffer(TransferBuffer):
 
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
-        own, before = own_address(self._endpoint["host"], self._endpoint["port"]), _listening_addresses()
+        own, before = own_address(self.endpoint["host"], self.endpoint["port"]), _listening_addresses()
         options._devices = [gloo.create_device(hostname=own)]
         options._timeout = timedelta(seconds=min(_CONNECT_S, self._timeout_s))
         self._store.set(f"listeners/{self._member}", json.dumps(sorted(_listening_addresses() - before)))
@@ -392,15 +373,6 @@ class CollectiveBuffer(TransferBuffer):
         of_members = [json.loads(self._store.get(f"listeners/{member}")) for member in range(size)]
         self._listeners = {(host, port) for addresses in of_members for host, port in addresses}
         return group
-
-    def _await(self, half: int, reason: str) -> None:
-        work = self._works.pop(half, None)
-        if work is None:
-            return
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise self._broken(reason, error) from error
 
     def _broken(self, reason: str, error: Exception) -> ConnectionError:
         """Leave the group: other members may wait for this one to forward bytes that it never received."""

@@ -81,7 +81,7 @@ class Sender(ABC):
         if self._rank == 0:
             description["layout"] = self.layout.to_dict()
         if self._buffer is not None:
-            description["endpoints"] = {self._buffer.key: self._buffer.endpoint()}
+            description["endpoints"] = {self._buffer.key: self._buffer.endpoint}
         return description
 
     @torch.no_grad()
@@ -103,12 +103,12 @@ class Sender(ABC):
             if self._buffer is None:
                 result["gather_s"], _ = self._fill(bucket, self._no_half)
             else:
-                self._buffer.await_free(number)
+                self._buffer.wait(number)
                 half = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
                 result["gather_s"], words = self._fill(bucket, half)
                 # Reading the fingerprints waits for the copies into the half, which precede them in the stream.
                 blob = words.cpu().numpy().tobytes()
-                self._buffer.filled(number, self.layout.used_bytes(bucket))
+                self._buffer.start(number, self.layout.used_bytes(bucket))
                 result["digest"] = xxhash.xxh3_64_hexdigest(blob)
                 if self._rank == 0:
                     result["fingerprints"] = blob
@@ -280,9 +280,9 @@ class WeightReceiver:
         try:
             for coming in (bucket, bucket + 1):
                 if coming < len(self.layout.buckets) and coming not in self._expected:
-                    self._buffer.expect(coming % NUM_HALVES, self.layout.used_bytes(coming))
+                    self._buffer.start(coming % NUM_HALVES, self.layout.used_bytes(coming))
                     self._expected.add(coming)
-            self._buffer.await_arrival(bucket % NUM_HALVES)
+            self._buffer.wait(bucket % NUM_HALVES)
         except ConnectionError as error:
             where = f"{self._transport}, version {self._version}, {self.layout.describe(bucket)}"
             raise RefitError(f"{where}: {error}") from error

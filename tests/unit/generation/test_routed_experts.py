@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
-from nemo_rl.models.generation.vllm.worker import as_experts
+from nemo_rl.models.generation.vllm.worker import VllmWorker
 
 LAYERS = 2
 
@@ -78,7 +79,12 @@ def test_every_request_gets_the_experts_of_its_own_tokens():
 
 
 def test_what_vllm_returns_is_signed_where_there_are_many_experts():
-    many, few = np.full((2, 1, 1), 300, dtype=np.uint16), np.full((2, 1, 1), 7, dtype=np.uint8)
-    assert as_experts(many, 2).dtype == np.int16
-    assert as_experts(many, 2)[0, 0, 0] == 300
-    assert as_experts(few, 2) is few
+    async def returned(dtype: Any) -> np.ndarray:
+        worker = VllmWorker.__new__(VllmWorker)
+        worker._records = False
+        output = SimpleNamespace(routed_experts=np.full((2, 1, 1), 200, dtype=dtype))
+        return await worker._experts("1", output, 2)
+
+    many, few = asyncio.run(returned(np.uint16)), asyncio.run(returned(np.uint8))
+    assert (many.dtype, many[0, 0, 0]) == (np.int16, 200)
+    assert (few.dtype, few[0, 0, 0]) == (np.uint8, 200)

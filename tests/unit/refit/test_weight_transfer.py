@@ -329,7 +329,7 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
         "from nemo_rl.refit.buffers import SharedMemoryBuffer\n"
         "buffer = SharedMemoryBuffer.create(1 << 16)\n"
         "buffer.bytes[7] = 42\n"
-        "print(json.dumps(buffer.endpoint()), flush=True)\n"
+        "print(json.dumps(buffer.endpoint), flush=True)\n"
         "time.sleep(60)\n"
     )
     before = set(os.listdir("/dev/shm"))
@@ -352,7 +352,7 @@ def test_nothing_is_left_when_the_owner_is_killed() -> None:
 def test_buffer_cannot_be_cut_under_the_reader() -> None:
     buffer = SharedMemoryBuffer.create(4096)
     with pytest.raises(PermissionError):
-        os.truncate(f"/proc/{os.getpid()}/fd/{buffer.endpoint()['fd']}", 10)
+        os.truncate(f"/proc/{os.getpid()}/fd/{buffer.endpoint['fd']}", 10)
     buffer.close()
 
 
@@ -376,7 +376,7 @@ def test_cuda_ipc_buffer_is_seen_by_another_process() -> None:
     torch.cuda.synchronize()
     context = torch.multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=_read_on_gpu, args=(json.loads(json.dumps(buffer.endpoint())), results))
+    process = context.Process(target=_read_on_gpu, args=(json.loads(json.dumps(buffer.endpoint)), results))
     process.start()
     seen = results.get(timeout=120)
     process.join(60)

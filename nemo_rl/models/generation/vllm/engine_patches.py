@@ -7,7 +7,7 @@ computes:
   `RowInvariantLinear` computes linear layers in row blocks of a few fixed sizes instead.
 * Attention: in a small batch the keys of one sequence are split over threads (`VLLM_CPU_ATTN_SPLIT_KV`), and with
   several threads the tile of queries depends on the work of the step. Both move the boundaries of the online softmax.
-  `cpu_environment` therefore asks for one thread and no split.
+  `CPU_ENVIRONMENT` therefore asks for one thread and no split.
 * Chunks of prompts: past roughly a thousand tokens, a query in another chunk has other tile boundaries. `VllmWorker`
   therefore prefills prompts whole: no chunked prefill, no prefix cache, no preemption.
 
@@ -28,12 +28,10 @@ import torch
 ROW_BLOCKS = (512, 256, 128, 64, 32, 16)
 """Rows of one product, largest first. The smallest is above the sizes for which BLAS has special kernels."""
 
+CPU_ENVIRONMENT = {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Environment variables with which an engine process on a CPU must start."""
+
 _NUM_ENDED_KEPT = 1024  # records of ended requests that were not taken, because they were aborted
-
-
-def cpu_environment() -> dict[str, str]:
-    """Environment variables with which an engine process on a CPU must start."""
-    return {"VLLM_CPU_ATTN_SPLIT_KV": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def enable() -> None:

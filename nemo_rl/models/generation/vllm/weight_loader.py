@@ -182,18 +182,13 @@ class WorkerExtension:
 
     _weight_update_active: bool  # vLLM's own attribute, as is `model_runner`
     model_runner: Any
-    expert_recorder: ExpertRecorder
 
     def record_experts(self) -> None:
         """Record the routed experts of every request from now on."""
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
 
         layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
-        self.expert_recorder = ExpertRecorder(self.model_runner, layers)
-
-    def take_experts(self, request_id: str, num_tokens: int) -> tuple[list[int], str, bytes]:
-        """See `ExpertRecorder.take`."""
-        return self.expert_recorder.take(request_id, num_tokens)
+        self.take_experts = ExpertRecorder(self.model_runner, layers).take
 
     def abandon_weight_update(self) -> None:
         """Cancel an unfinished sync, if there is one, as after the death of its sender.

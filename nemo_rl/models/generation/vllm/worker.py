@@ -19,7 +19,7 @@ import numpy as np
 from nemo_rl.distributed.collectives import own_address, release_port
 from nemo_rl.models.generation.config import VllmConfig, engine_settings
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
-from nemo_rl.models.generation.vllm.engine_patches import cpu_environment
+from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
 
 if TYPE_CHECKING:
@@ -169,7 +169,9 @@ class VllmWorker:
 
     async def _experts(self, request_id: str, output: Any, num_tokens: int) -> np.ndarray:
         if not self._records:
-            return as_experts(output.routed_experts, num_tokens)
+            experts = output.routed_experts  # [all tokens but the last, layers, K]
+            assert len(experts) == num_tokens, f"experts of {len(experts)} tokens, not of {num_tokens}"
+            return experts if experts.dtype == np.uint8 else experts.astype(np.int16)  # torch has no uint16
         call = self._engine.collective_rpc("take_experts", args=(request_id, num_tokens))
         shape, dtype, data = (await self._engine_call(call))[0]
         return np.frombuffer(data, dtype=dtype).reshape(shape)
@@ -354,7 +356,7 @@ def prepare_environment(device: str, engine_size: int) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_HOST_IP", "127.0.0.1")  # if the engine has one node
     if device == "cpu":
-        os.environ.update(cpu_environment())
+        os.environ.update(CPU_ENVIRONMENT)
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling helpers takes longer than a short run
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # other processes share these cores
         # An engine of one rank computes in its scheduler's process, which saves a process and its messages.
@@ -406,12 +408,6 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
-
-
-def as_experts(experts: np.ndarray, num_tokens: int) -> np.ndarray:
-    """vLLM's experts [N, layers, K] with uint16 as int16, which torch has. N is `num_tokens`: all but the last."""
-    assert len(experts) == num_tokens, f"experts of {len(experts)} tokens, not of {num_tokens}"
-    return experts if experts.dtype == np.uint8 else experts.astype(np.int16)
 
 
 def _draft_logger(counts: DraftCounts) -> Any:
