@@ -90,13 +90,10 @@ def attach_buffer(
 ) -> TransferBuffer:
     """The receiver's view of the buffer at its own location, or its part in the collective as number `receiver`.
 
-    RefitError if no sender is there.
+    RefitError if no sender is there, ConnectionError if the sender or another receiver is gone.
     """
     if transport == "packed_collective":
-        try:
-            return CollectiveBuffer.attach(endpoints[COLLECTIVE_KEY], device, receiver)
-        except ConnectionError as error:
-            raise RefitError(f"{transport}: rank {receiver} of the engines cannot join the policy: {error}") from error
+        return CollectiveBuffer.attach(endpoints[COLLECTIVE_KEY], device, receiver)
     key = device_key(device) if transport == "packed_ipc" else host_key()
     if key not in endpoints:
         location = "GPU" if transport == "packed_ipc" else "node"
@@ -160,10 +157,8 @@ class SharedMemoryBuffer(TransferBuffer):
         return cls(fd, nbytes, token)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.bytes = torch.empty(0, dtype=torch.uint8)  # the pages go with the last tensor that views them
+        os.close(self._fd)
+        self.bytes = torch.empty(0, dtype=torch.uint8)  # the pages go with the last tensor that views them
 
 
 # -- memory of a GPU
@@ -282,7 +277,8 @@ class CollectiveBuffer(TransferBuffer):
             self._wait_for([_COMPLETE], started)
             self._group = self._connect()
         except DistError as error:
-            raise ConnectionError(f"the policy's rank 0 has left the group: {first_line(error)}") from error
+            reason = f"engine rank {receiver} cannot join: the policy's rank 0 has left the group"
+            raise ConnectionError(f"{reason}: {first_line(error)}") from error
         return self
 
     def start(self, half: int, nbytes: int) -> None:

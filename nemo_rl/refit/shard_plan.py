@@ -179,7 +179,7 @@ def build_plan(
             rank holds a wanted tensor, or a tensor is an adapter, which is not sent this way.
     """
     table = _TensorTable.of(tensors)
-    held = _HeldShards.of(table, table.checked(sources))
+    held = _HeldShards.of(table, sources)
     lists = [tuple(wants.get(rank, ())) for rank in range(len(nodes))]
     # Receivers often want the same tensors: each distinct list is placed once.
     placed = {w: PackLayout.build([tensors[number] for number in w], bucket_bytes) for w in set(lists)}
@@ -225,22 +225,6 @@ class _TensorTable(NamedTuple):
         strides = np.concatenate([np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1], ones], axis=1)
         return cls(metas, shape, strides, np.array([meta.torch_dtype.itemsize for meta in metas], dtype=np.int64))
 
-    def checked(self, shards: Shards) -> Shards:
-        """The rows; those of whole tensors get dimension 0. ValueError for shards outside their tensor."""
-        assert ((shards.dim >= 0) & (shards.dim < self.shape.shape[1])).all()
-        full = self.shape[shards.tensor, shards.dim]
-        bad = (shards.lo < 0) | (shards.lo > shards.hi) | (shards.hi > full)
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise ValueError(
-                f"{self.metas[shards.tensor[row]].name}: {shards.lo[row]} to {shards.hi[row]} of dimension "
-                f"{shards.dim[row]} is held, which has {full[row]}"
-            )
-        is_whole = (shards.lo == 0) & (shards.hi == full)
-        first = self.shape[shards.tensor, 0]
-        dim, hi = np.where(is_whole, 0, shards.dim), np.where(is_whole, first, shards.hi)
-        return Shards(shards.rank, shards.tensor, dim, shards.lo, hi)
-
 
 class _HeldShards(NamedTuple):
     """The S distinct shards, by tensor (`of_tensor[t]` to `of_tensor[t + 1]`), and the sets of ranks that hold them."""
@@ -257,6 +241,10 @@ class _HeldShards(NamedTuple):
         for key in keys[counts > 1].tolist():
             rank, tensor = divmod(key, len(table.metas))
             raise ValueError(f"rank {rank} holds two shards of {table.metas[tensor].name}; one is possible")
+        # A whole tensor counts as cut along dimension 0, however its holder describes it.
+        is_whole = (sources.lo == 0) & (sources.hi == table.shape[sources.tensor, sources.dim])
+        whole_hi = np.where(is_whole, table.shape[sources.tensor, 0], sources.hi)
+        sources = sources._replace(dim=np.where(is_whole, 0, sources.dim), hi=whole_hi)
         order = np.lexsort((sources.rank, sources.hi, sources.lo, sources.dim, sources.tensor))
         rows = Shards(*(column[order] for column in sources))
         starts = _run_starts(rows.tensor, rows.dim, rows.lo, rows.hi)

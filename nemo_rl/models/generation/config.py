@@ -50,14 +50,6 @@ def speculation_problems(vllm_kwargs: Mapping[str, Any]) -> Iterator[tuple[str, 
         yield f"{SPECULATION}.num_speculative_tokens", text
 
 
-def engine_settings(vllm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm_kwargs` as the engine is to get them: a draft model has its own weights, the target's come later."""
-    settings = dict(vllm_kwargs)
-    if SPECULATION in settings and settings[SPECULATION]["method"] == "draft_model":
-        settings[SPECULATION] = {**settings[SPECULATION], "draft_load_config": {"load_format": "auto"}}
-    return settings
-
-
 def _read(written: Any, meant: Any) -> BeforeValidator:
     """Reads the value `written` as `meant`."""
     return BeforeValidator(lambda value: meant if type(value) is type(written) and value == written else value)

@@ -91,7 +91,7 @@ def _serve(pipe: Connection, description: dict[str, Any], number: int, damages: 
     layout = PackLayout.from_dict(description["layout"])
     try:
         buffer: Any = attach_buffer("packed_collective", description["endpoints"], CPU, number)
-    except RefitError as error:
+    except ConnectionError as error:
         pipe.send(str(error))
         return
     pipe.send("ok")
@@ -241,7 +241,7 @@ def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
             policy.sender.pack(0)
         policy.sender.close()
         answer = engine.answer(SOON_S)
-        assert "packed_collective: rank 1 of the engines cannot join the policy" in answer
+        assert "engine rank 1 cannot join: the policy's rank 0 has left" in answer
     finally:
         engine.process.kill()
         policy.sender.close()
@@ -254,7 +254,7 @@ def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> N
         assert not engine.pipe.poll(0.5), "it waits for the other engine"
         policy.sender.close()
         answer = engine.answer(SOON_S)
-        assert "rank 0 of the engines cannot join the policy: the policy's rank 0 has left the group" in answer
+        assert "engine rank 0 cannot join: the policy's rank 0 has left the group" in answer
     finally:
         engine.process.kill()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nemo_rl.distributed.collectives import own_address, release_port
-from nemo_rl.models.generation.config import VllmConfig, engine_settings
+from nemo_rl.models.generation.config import SPECULATION, VllmConfig
 from nemo_rl.models.generation.interfaces import AnswerQueue, DraftCounts, EngineDied, EngineSettings, prompt_problem
 from nemo_rl.models.generation.vllm.engine_patches import CPU_ENVIRONMENT
 from nemo_rl.types import Completion, GenerationAnswer, GenerationRequest, SamplingParams, StopReason
@@ -404,7 +404,10 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
             "enable_sleep_mode": cfg.colocated.enabled,
         }
-    arguments |= engine_settings(cfg.vllm_kwargs)
+    arguments |= cfg.vllm_kwargs
+    if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
+        # A draft model has its own weights, while those of the target come from the policy.
+        arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
