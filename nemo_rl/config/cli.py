@@ -45,24 +45,6 @@ def load_from_command_line(
     """
     # Environments, datasets and processors given by import path are looked for where the command is given.
     sys.path.insert(0, str(Path.cwd()))
-    parser = _parser(model, description, default_config)
-    arguments, rest = parser.parse_known_args(argv)
-    options = [text for text in rest if text.startswith("-")]
-    if options:
-        parser.error(f"unknown option {options[0]}; there are --config, --dry-run and --help, and overrides a.b=1")
-    try:
-        config = load_config(model, _existing(arguments.config, default_config), rest)
-        if arguments.dry_run:
-            sys.stdout.write(f"{dump_config(config)}\n{placement(config).rstrip()}\n")
-            parser.exit(0)
-        if check is not None:
-            check(config)
-    except ConfigError as error:
-        parser.exit(2, f"error: {error}\n")
-    return config
-
-
-def _parser(model: type[BaseModel], description: str, default_config: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description,
         usage="%(prog)s [--config FILE] [--dry-run] [section.key=value ...]",
@@ -78,7 +60,20 @@ def _parser(model: type[BaseModel], description: str, default_config: str) -> ar
     parser.add_argument(
         "--dry-run", action="store_true", help="print the whole configuration and what would run where, then exit"
     )
-    return parser
+    arguments, rest = parser.parse_known_args(argv)
+    options = [text for text in rest if text.startswith("-")]
+    if options:
+        parser.error(f"unknown option {options[0]}; there are --config, --dry-run and --help, and overrides a.b=1")
+    try:
+        config = load_config(model, _existing(arguments.config, default_config), rest)
+        if arguments.dry_run:
+            sys.stdout.write(f"{dump_config(config)}\n{placement(config).rstrip()}\n")
+            parser.exit(0)
+        if check is not None:
+            check(config)
+    except ConfigError as error:
+        parser.exit(2, f"error: {error}\n")
+    return config
 
 
 def _existing(path: str, default_config: str) -> Path:

@@ -184,9 +184,10 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, CrossCheckError):
         found = []
-        for key, message in cause.in_section(dotted(path)):
+        for key, message in cause.problems:
             full = (*path, *key.split(".")) if key else path
-            found.append(Problem(full, message, tree.location(full)))
+            message = message.replace("{section}.", f"{dotted(path)}." if path else "")
+            found.append(Problem(full, message.replace("{section}", dotted(path)), tree.location(full)))
         return found
     if kind == "extra_forbidden":
         return [unknown_key(path, keys, location)]

@@ -72,13 +72,6 @@ class CrossCheckError(ValueError):
         super().__init__("; ".join(f"{key}: {message.replace('{section}.', '')}" for key, message in problems))
         self.problems = problems
 
-    def in_section(self, section: str) -> list[tuple[str, str]]:
-        """The problems with the section's name filled in; `section` is empty for a whole configuration."""
-        prefix = f"{section}." if section else ""
-        return [
-            (key, message.replace("{section}.", prefix).replace("{section}", section)) for key, message in self.problems
-        ]
-
 
 class StrictModel(BaseModel):
     """Base of all configuration models: unknown keys are errors, "1" is not 1, and nothing changes after loading.
