@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
-from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import matches
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT
 from nemo_rl.models.policy.layout import stage_layers
-from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
+from nemo_rl.models.policy.megatron.config import MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import (
     OUTPUT_LAYER,
     HFTensor,
@@ -42,24 +42,16 @@ _LINEAR_WEIGHT = re.compile(r"(.*\.linear_\w+)\.weight\d*")
 class AdaptedLayer:
     """A linear layer `name` of the whole model, its weight, and the two matrices of its adapter.
 
-    For a column-parallel layer `lora_b` is sharded by rows, as the weight, and `lora_a` replicated; for a row-parallel
-    layer `lora_a` is sharded by columns and `lora_b` replicated.
+    It consists of the Hugging Face layers `hf_names`. For a column-parallel layer `lora_b` is sharded by rows, as the
+    weight, and `lora_a` replicated; for a row-parallel layer `lora_a` is sharded by columns and `lora_b` replicated.
     """
 
     name: str
     weight: MappedTensor
     lora_a: MappedTensor
     lora_b: MappedTensor
-
-    @property
-    def is_row_parallel(self) -> bool:
-        """Whether ranks share the input features."""
-        return isinstance(self.weight.layout, Row)
-
-    @property
-    def hf_names(self) -> list[str]:
-        """Names of the Hugging Face layers that it consists of."""
-        return [source.name.removesuffix(".weight") for source in self.weight.sources]
+    hf_names: list[str]
+    is_row_parallel: bool
 
 
 def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[AdaptedLayer]:
@@ -68,30 +60,28 @@ def adapted_layers(weights: WeightMap, peft: MegatronPeftConfig) -> list[Adapted
     Raises:
         ValueError: a name matches no layer, a layer cannot be adapted, or the adapter's rank is above the full rank.
     """
-    linears: dict[str, MappedTensor] = {}
-    for entry in weights.entries:
-        if found := _LINEAR_WEIGHT.fullmatch(entry.template.format(expert=entry.expert)):
-            linears[found[1]] = entry
+    named = ((entry, _LINEAR_WEIGHT.fullmatch(entry.template.format(expert=entry.expert))) for entry in weights.entries)
+    linears = {found[1]: entry for entry, found in named if found}
+    parts = sorted({name.rpartition(".")[2] for name in linears})
+    known = f"{', '.join(parts)}; full names are like {next(iter(linears))}"
     for key, patterns in (("target_modules", peft.target_modules), ("exclude_modules", peft.exclude_modules)):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in linears):
-                raise ValueError(f"{peft.key(key)}: {pattern!r} matches no linear layer; there are {_listed(linears)}")
+                raise ValueError(f"{peft.key(key)}: {pattern!r} matches no linear layer; there are {known}")
     targets = peft.target_modules or LINEAR_LAYERS
-    chosen = {
-        name: entry
+    chosen = [
+        _adapted(name, entry, peft)
         for name, entry in linears.items()
         if any(matches(name, target) for target in targets)
         and not any(matches(name, pattern) for pattern in peft.exclude_modules)
         and not (entry.expert is not None and not peft.target_modules)
-    }
+    ]
     if not chosen:
-        raise ValueError(f"{peft.key('exclude_modules')} leaves no layer to adapt; there are {_listed(linears)}")
-    for name, entry in chosen.items():
-        _check_layer(name, entry, peft)
-    return [_adapted(name, entry, peft.dim) for name, entry in chosen.items()]
+        raise ValueError(f"{peft.key('exclude_modules')} leaves no layer to adapt; there are {known}")
+    return chosen
 
 
-def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> None:
+def _adapted(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> AdaptedLayer:
     if weight.expert is not None:
         raise ValueError(
             f"{peft.key('target_modules')} takes in {name}, a layer of an expert, which stays frozen; name other "
@@ -102,36 +92,26 @@ def _check_layer(name: str, weight: MappedTensor, peft: MegatronPeftConfig) -> N
             f"{peft.key('target_modules')} takes in {name}, which Transformer Engine does not shard and which has no "
             f"adapter here; add it to {peft.key('exclude_modules')}, or set megatron_cfg.transformer_impl=local"
         )
-    largest = min(sum(source.shape[0] for source in weight.sources), weight.sources[0].shape[1])
+    hf_names = [source.name.removesuffix(".weight") for source in weight.sources]
+    rows, columns = [source.shape[0] for source in weight.sources], weight.sources[0].shape[1]
+    largest = min(sum(rows), columns)
     if peft.dim > largest:
         raise ValueError(
             f"{peft.key('dim')}={peft.dim} is more than the full rank {largest} of {name}; set it to {largest} or "
             f"less, or add the layer to {peft.key('exclude_modules')}"
         )
-
-
-def _listed(linears: Mapping[str, MappedTensor]) -> str:
-    parts = sorted({name.rpartition(".")[2] for name in linears})
-    return f"{', '.join(parts)}; full names are like {next(iter(linears))}"
-
-
-def _adapted(name: str, weight: MappedTensor, dim: int) -> AdaptedLayer:
+    first = (HFTensor(f"{hf_names[0]}.lora_A", (peft.dim, columns)),)
+    second = tuple(HFTensor(f"{hf}.lora_B", (count, peft.dim)) for hf, count in zip(hf_names, rows, strict=True))
     is_row = isinstance(weight.layout, Row)
-    rows = [
-        HFTensor(f"{source.name.removesuffix('.weight')}.lora_B", (source.shape[0], dim)) for source in weight.sources
-    ]
-    first = weight.sources[0]
-    columns = HFTensor(f"{first.name.removesuffix('.weight')}.lora_A", (dim, first.shape[1]))
-    prefix = f"{name}.adapter."
+    # The narrow side, of `dim` features, is whole on every rank: sharding it would save little and cost a gather.
+    layout_a, layout_b = (weight.layout, Replicated()) if is_row else (Replicated(), weight.layout)
     return AdaptedLayer(
         name=name,
+        hf_names=hf_names,
         weight=weight,
-        lora_a=MappedTensor(
-            template=prefix + "lora_A", sources=(columns,), layout=weight.layout if is_row else Replicated()
-        ),
-        lora_b=MappedTensor(
-            template=prefix + "lora_B", sources=tuple(rows), layout=Replicated() if is_row else weight.layout
-        ),
+        lora_a=MappedTensor(template=f"{name}.adapter.lora_A", sources=first, layout=layout_a),
+        lora_b=MappedTensor(template=f"{name}.adapter.lora_B", sources=second, layout=layout_b),
+        is_row_parallel=is_row,
     )
 
 
@@ -158,17 +138,6 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
     return found
 
 
-def lora_config(peft: MegatronPeftConfig) -> LoRAConfig:
-    """The settings that adapters of both backends have."""
-    return LoRAConfig(
-        enabled=peft.enabled,
-        dim=peft.dim,
-        alpha=peft.alpha,
-        dropout=peft.dropout,
-        lora_A_init=peft.lora_A_init_method,
-    )
-
-
 def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     """Check `policy.megatron_cfg.peft` against the model and the other settings, on the driver.
 
@@ -179,7 +148,16 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     if not settings.peft.enabled:
         return
     layers = adapted_layers(weight_map(text, implementation="local"), settings.peft)
-    _check_others(settings, layers, has_experts=num_experts(text) > 0)
+    if num_experts(text) > 0 and not settings.freeze_moe_router:
+        raise ValueError(
+            f"{settings.key('freeze_moe_router')}=false: {settings.key('peft.enabled')}=true trains adapters alone; set it to true, "
+            "and moe_router_bias_update_rate to 0"
+        )
+    if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
+        raise ValueError(
+            f"{settings.key('moe_shared_expert_overlap')}=true: shared experts with adapters do not overlap; set it "
+            f"to false, or add '*.shared_experts.*' to {settings.key('peft.exclude_modules')}"
+        )
     names = [layer.name for layer in layers]
     for rank, pieces in enumerate(stage_layers(settings, text.num_hidden_layers)):
         for piece in pieces:
@@ -189,24 +167,3 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
                     f"{piece.stop - 1}, which pipeline rank {rank} trains; name layers of all ranks, or set "
                     f"{settings.key('pipeline_model_parallel_size')}=1"
                 )
-
-
-def _check_others(settings: MegatronConfig, layers: Sequence[AdaptedLayer], *, has_experts: bool) -> None:
-    enabled = settings.key("peft.enabled")
-    if settings.fp8_cfg.enabled and settings.fp8_cfg.fp8_param:
-        raise ValueError(
-            f"{settings.key('fp8_cfg.fp8_param')}=true: adapters ({enabled}=true) are merged with weights in the "
-            "dtype of `precision`; set it to false"
-        )
-    if not has_experts:
-        return
-    if not settings.freeze_moe_router:
-        raise ValueError(
-            f"{settings.key('freeze_moe_router')}=false: {enabled}=true trains adapters alone; set it to true, "
-            "and moe_router_bias_update_rate to 0"
-        )
-    if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
-        raise ValueError(
-            f"{settings.key('moe_shared_expert_overlap')}=true: shared experts with adapters do not overlap; set it "
-            f"to false, or add '*.shared_experts.*' to {settings.key('peft.exclude_modules')}"
-        )

@@ -7,7 +7,7 @@ torch's own .metadata is pickled, and it is read with a list of allowed names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from nemo_rl.models.policy.checkpoint import ModelSaveFormat
-from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, shapes_of
+from nemo_rl.models.policy.megatron.files import Counters, check_optimizer, problems_of_all, shapes_of
 from nemo_rl.models.policy.megatron.mapping import MappedTensor, ParallelRanks, Shape, WeightMap
 from nemo_rl.models.policy.megatron.optimizer import ParameterState, parameter_states, set_steps_taken, steps_taken
 from nemo_rl.utils.checkpoint.manager import CheckpointError
@@ -78,7 +78,8 @@ class MegatronState:
         optimizer: dict[str, Chunks] = {}
         states = policy.states()
         for name, entry in policy.entries(states, with_tied_output=False).items():
-            _add_state(optimizer, entry, policy.ranks, states[name], states[name].tensors())
+            for key, values in states[name].tensors().items():
+                add_chunks(optimizer, entry, policy.ranks, values, flat=states[name].flat, suffix=f".{key}")
         counters = Counters(
             optimizer=policy.optimizer_kind,
             optimizer_steps=steps_taken(policy.optimizer),
@@ -105,15 +106,18 @@ def save_state(
     """
     assert model_save_format == "torch_save", "safetensors hold one chunk of a tensor per rank"
 
-    def write_small_files() -> None:
+    problem = None
+    try:
         for name in ("weights", "generators", *(() if state.optimizer is None else ("optimizer",))):
             (directory / name).mkdir(parents=True, exist_ok=True)
         if state.generators:
             save_file(dict(state.generators), directory / "generators" / f"{dist.get_rank()}.safetensors")
         if dist.get_rank() == 0:
             state.counters.write(directory)
-
-    _on_all(write_small_files, directory, group)
+    except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
+        problem = f"rank {dist.get_rank()}: {error}"
+    if problems := problems_of_all(problem, group):
+        raise RuntimeError(f"{directory} could not be written: {'; '.join(problems)}")
     _save_chunks(state.weights, directory / "weights", group)
     if state.optimizer is not None:
         _save_chunks(state.optimizer, directory / "optimizer", group)
@@ -162,7 +166,8 @@ def _load_optimizer(policy: MegatronPolicy, directory: Path, counters: Counters)
         available = keys.get(entry.sources[0].name, set())
         states[name].allocate(available - {"main_param"})
         tensors = {key: value for key, value in states[name].tensors().items() if key in available}
-        _add_state(chunks, entry, policy.ranks, states[name], tensors)
+        for key, values in tensors.items():
+            add_chunks(chunks, entry, policy.ranks, values, flat=states[name].flat, suffix=f".{key}")
         loaded.append((states[name], tensors))
     _load_chunks(chunks, directory)
     for state, tensors in loaded:
@@ -177,17 +182,6 @@ def _random_tracker() -> CudaRNGStatesTracker:
     tracker = get_cuda_rng_tracker()
     assert tracker is not None, "the groups are made first"
     return tracker
-
-
-def _add_state(
-    chunks: dict[str, Chunks],
-    entry: MappedTensor,
-    ranks: ParallelRanks,
-    state: ParameterState,
-    tensors: Mapping[str, torch.Tensor],
-) -> None:
-    for key, values in tensors.items():
-        add_chunks(chunks, entry, ranks, values, flat=state.flat, suffix=f".{key}")
 
 
 # -- a rank's values as chunks of Hugging Face tensors, which torch.distributed.checkpoint writes and reads
@@ -328,17 +322,3 @@ def _load_chunks(chunks: Mapping[str, Chunks], directory: Path) -> None:
             dcp.load(state, checkpoint_id=str(directory), planner=_LoadPlanner())
     except CheckpointException as error:
         raise CheckpointError(f"{directory} could not be read: {error}") from error
-
-
-def _on_all(action: Callable[[], None], directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Run `action` on every rank. RuntimeError on all ranks if it fails on one."""
-    problem = None
-    try:
-        action()
-    except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
-        problem = f"rank {dist.get_rank()}: {error}"
-    problems: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group=group)
-    found = [text for text in problems if text is not None]
-    if found:
-        raise RuntimeError(f"{directory} could not be written: {'; '.join(found)}")

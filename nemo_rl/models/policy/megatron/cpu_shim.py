@@ -52,46 +52,28 @@ if not torch.cuda.is_available():
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns that no CUDA runtime is found
 
 
-class _Event:
-    """An event that has always happened already."""
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def record(self, *args: Any) -> None: ...
-    def wait(self, *args: Any) -> None: ...
-    def synchronize(self) -> None: ...
+
+class _Queue(contextlib.AbstractContextManager["_Queue"]):
+    """A CUDA stream or event where everything has happened already. All are equal: there is one queue."""
+
+    __init__ = __exit__ = record = wait = wait_stream = wait_event = synchronize = _nothing
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: _Event) -> float:
+    def elapsed_time(self, other: _Queue) -> float:
         return 0.0
 
-
-class _Stream(contextlib.AbstractContextManager["_Stream"]):
-    """The only queue."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-    def __exit__(self, *error: object) -> None: ...
-    def wait_stream(self, other: _Stream) -> None: ...
-    def wait_event(self, event: _Event) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    def record_event(self, event: _Queue | None = None) -> _Queue:
+        return event or _Queue()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
+        return isinstance(other, _Queue)
 
     def __hash__(self) -> int:
         return 0
-
-
-class _NoFp8:
-    """Tells recomputed layers that FP8 is off."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
 
 
 class _StandIn(types.ModuleType):
@@ -116,11 +98,7 @@ def _on_host(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return made
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None: ...
-
-
 def _cuda() -> _StandIn:
-    stream = _Stream()
     replaced: dict[str, Any] = dict.fromkeys(
         ("synchronize", "empty_cache", "set_device", "nvtx_range_push", "reset_peak_memory_stats"), _nothing
     )
@@ -131,10 +109,10 @@ def _cuda() -> _StandIn:
         "get_rng_state": lambda device="cuda": torch.get_rng_state(),
         "set_rng_state": lambda state, device="cuda": torch.set_rng_state(state),
         "memory_allocated": lambda *args: 0,
-        "Stream": _Stream,
-        "Event": _Event,
-        "current_stream": lambda *args: stream,
-        "default_stream": lambda *args: stream,
+        "Stream": _Queue,
+        "Event": _Queue,
+        "current_stream": _Queue,
+        "default_stream": _Queue,
         "stream": lambda given: contextlib.nullcontext(),
     }
     return _StandIn(torch.cuda, replaced)
@@ -204,7 +182,8 @@ def _close_gaps() -> None:
     parallel_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     parallel_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Megatron uses these names, which are undefined without Transformer Engine.
-    parallel_random.__dict__.setdefault("FP8GlobalStateManager", _NoFp8)
+    fp8_is_off = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+    parallel_random.__dict__.setdefault("FP8GlobalStateManager", fp8_is_off)
     for name in ("activation_recompute_forward", "fp8_autocast"):
         parallel_random.__dict__.setdefault(name, lambda **settings: contextlib.nullcontext())
     mappings._gather_along_first_dim = _gather(mappings._gather_along_first_dim)

@@ -113,6 +113,13 @@ def shapes_of(weights: WeightMap) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in weights.hf_tensors}
 
 
+def problems_of_all(problem: str | None, group: dist.ProcessGroup | None = None) -> list[str]:
+    """The problems of all ranks that have one. Every rank then raises, where one alone would leave others waiting."""
+    problems: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(problems, problem, group=group)
+    return [text for text in problems if text is not None]
+
+
 def check_checkpoint(directory: Path, policy: PolicyConfig, model: PretrainedConfig) -> None:
     """Check by headers that the folder `directory` of a checkpoint holds the weights of this model.
 
@@ -149,22 +156,23 @@ def read_tensors(
     Works in one process, without a process group. CheckpointError if they cannot be read.
     """
     saved = saved_tensors(weights)
-    batch: dict[str, torch.Tensor] = {}
+    batch: dict[str, Any] = {}
+    num_bytes = 0
     for name in names:
         wanted = dtype if dtype is not None and saved[name].properties.dtype.is_floating_point else None
         tensor = torch.empty(saved[name].size, dtype=wanted or saved[name].properties.dtype)
-        if batch and sum(other.nbytes for other in batch.values()) + tensor.nbytes > max_bytes:
+        if batch and num_bytes + tensor.nbytes > max_bytes:
             yield from _read(weights, batch)
-            batch = {}
+            num_bytes = 0
         batch[name] = tensor
+        num_bytes += tensor.nbytes
     if batch:
         yield from _read(weights, batch)
 
 
-def _read(weights: Path, batch: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    state: dict[str, Any] = dict(batch)
+def _read(weights: Path, batch: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     try:
-        dcp.load(state, checkpoint_id=str(weights), no_dist=True)
+        dcp.load(dict(batch), checkpoint_id=str(weights), no_dist=True)
     except CheckpointException as error:
         raise CheckpointError(f"{weights} could not be read: {error}") from error
     while batch:  # frees each tensor when the caller is done with it
@@ -188,10 +196,8 @@ _RECORD = "conversion.json"
 
 def cache_directory() -> Path:
     """The directory of conversions."""
-    given, home = os.environ.get(DIRECTORY), os.environ.get("HF_HOME")
-    if given:
-        return Path(given)
-    return (Path(home) if home else Path.home() / ".cache" / "huggingface") / "nemo_rl"
+    home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
+    return Path(os.environ.get(DIRECTORY) or Path(home) / "nemo_rl")
 
 
 def check_conversion(policy: PolicyConfig, model_path: str, config: PretrainedConfig) -> None:
@@ -201,8 +207,7 @@ def check_conversion(policy: PolicyConfig, model_path: str, config: PretrainedCo
     if policy.megatron_cfg.force_reconvert_from_hf or not kept.is_dir() or checkpoint_files(model_path) is not None:
         return
     found = _read_record(kept)
-    if any(found.get(key) != value for key, value in wanted.items()):
-        different = sorted(key for key, value in wanted.items() if found.get(key) != value)
+    if different := sorted(key for key, value in wanted.items() if found.get(key) != value):
         raise ValueError(
             f"{policy.key('model_name')}={name!r}: the conversion kept in {kept} is stale, its "
             f"{' and '.join(different)} differing from the model's; set "
@@ -230,11 +235,8 @@ def readable_model(policy: PolicyConfig, model_path: str, config: PretrainedConf
         problem = f"{cache_directory()} cannot be written: {error}; set {DIRECTORY} to another directory"
     except ValueError as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    found = [text for text in problems if text is not None]
-    if found:
-        raise ValueError(found[0])
+    if problems := problems_of_all(problem):
+        raise ValueError(problems[0])
     return str(_kept(policy.model_name))
 
 
@@ -253,8 +255,7 @@ def _convert_once(
         partial.mkdir()
         logger.info("%s holds no safetensors: converting it into %s (once; it may be deleted)", model_path, kept)
         write_safetensors(_stored(model_path), partial)
-        names = json.loads((partial / "model.safetensors.index.json").read_text())["weight_map"]
-        weight_map.locate(names)
+        weight_map.locate(json.loads((partial / "model.safetensors.index.json").read_text())["weight_map"])
         (partial / _RECORD).write_text(json.dumps(_record(name, model_path, config) | {"run": run}))
         if kept.exists():
             shutil.rmtree(kept)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 import torch
@@ -25,13 +25,9 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy.attention import CuSeqlens, context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
-from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head, is_scalar
+from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, draw_head
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.models.policy.megatron.mapping import (
-    OUTPUT_LAYER,
-    ParallelRanks,
-    WeightMap,
-)
+from nemo_rl.models.policy.megatron.mapping import OUTPUT_LAYER, ParallelRanks, WeightMap
 from nemo_rl.models.policy.megatron.weights import load_weights
 from nemo_rl.models.policy.weight_loading import StoredModel
 
@@ -53,17 +49,15 @@ def packed_params(batch: ModelBatch, context_size: int) -> PackedParams:
     assert batch.cu_seqlens is not None
     queries = batch.cu_seqlens.query_lengths
     if context_size > 1:
-        pairs = [queries[at] + queries[at + 1] for at in range(0, len(queries) - 1, 2)]
-        queries = tuple(pairs) + queries[2 * len(pairs) :]
+        queries = [sum(pair) for pair in zip_longest(queries[::2], queries[1::2], fillvalue=0)]
     lengths = [length * context_size for length in queries]
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=batch.input_ids.device)
-    longest = max(lengths)
     return PackedParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,
         cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
         cu_seqlens=batch.cu_seqlens,
         batch=batch,
     )
@@ -177,11 +171,6 @@ class PolicyScalarModel(PolicyGPTModel):
 
     def score_weight(self) -> torch.Tensor:
         return self.output_layer.weight
-
-
-def stage_class(model: PretrainedConfig) -> type[PolicyGPTModel]:
-    """The class of the model's stages."""
-    return PolicyScalarModel if is_scalar(model) else PolicyGPTModel
 
 
 def load_scalar_weights(

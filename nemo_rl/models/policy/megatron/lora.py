@@ -31,19 +31,19 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import nn
 
+from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import draw_first_matrix
 from nemo_rl.models.policy.head.scalar import HEAD
 from nemo_rl.models.policy.megatron.adapter_map import (
     AdaptedLayer,
     adapted_layers,
-    lora_config,
     peft_tensors,
     trained_head,
     trained_map,
 )
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.gpt_model import PolicyGPTModel
-from nemo_rl.models.policy.megatron.mapping import WeightMap
+from nemo_rl.models.policy.megatron.mapping import ParallelRanks, WeightMap
 from nemo_rl.models.policy.megatron.mesh import MegatronMesh, parallel_state
 from nemo_rl.models.policy.megatron.model import mark_shards, parameters_by_name
 from nemo_rl.models.policy.megatron.weights import export_weights, local_shards
@@ -127,20 +127,9 @@ class Adapters:
         for entry in trained_head(weights):
             if entry.template in parameters:
                 parameters[entry.template].requires_grad_(True)
-        self.modules = self._insert(stages, parameters, mesh)
-        trained = self.trained_of(parameters_by_name(stages))
-        self._draw(trained, mesh, seed)
-        mark_shards(trained, self.trained_map, mesh.parallel_ranks())
-        for stage in stages:
-            if config.activation_checkpointing and stage.pre_process:
-                stage.embedding.register_forward_hook(_require_gradient)
-
-    def _insert(
-        self, stages: Sequence[PolicyGPTModel], parameters: Mapping[str, torch.Tensor], mesh: MegatronMesh
-    ) -> list[Adapter]:
         modules = [module for stage in stages for module in stage.modules()]
         owners = {id(part): module for module in modules for part in module.parameters(recurse=False)}
-        added = []
+        self.modules: list[Adapter] = []
         for name, layer in self._by_weight.items():
             if name not in parameters:  # on another stage
                 continue
@@ -148,13 +137,17 @@ class Adapters:
             adapter = Adapter(linear, layer, self.peft, parallel_state.get_tensor_model_parallel_group())
             linear.add_module("adapter", adapter)
             linear.register_forward_hook(_add_adapter, prepend=True)  # other hooks then see the sum
-            added.append(adapter.train(linear.training))
-        return added
+            self.modules.append(adapter.train(linear.training))
+        trained = self.trained_of(parameters_by_name(stages))
+        self._draw(trained, mesh.parallel_ranks(), seed)
+        mark_shards(trained, self.trained_map, mesh.parallel_ranks())
+        for stage in stages:
+            if config.activation_checkpointing and stage.pre_process:
+                stage.embedding.register_forward_hook(_require_gradient)
 
     @torch.no_grad()
-    def _draw(self, trained: Mapping[str, torch.Tensor], mesh: MegatronMesh, seed: int) -> None:
+    def _draw(self, trained: Mapping[str, torch.Tensor], ranks: ParallelRanks, seed: int) -> None:
         """Initial values as in `lora.init_adapters`: a layer that is the same in both backends gets the same values."""
-        ranks = mesh.parallel_ranks()
         for layer in self.layers:
             if layer.lora_a.template in trained:
                 shape = layer.lora_a.sources[0].shape
@@ -204,7 +197,10 @@ class Adapters:
         if dist.get_rank() == 0:
             write_peft(
                 peft_tensors(self.layers, whole),
-                lora_config(self.peft),
+                LoRAConfig(
+                    **self.peft.model_dump(include={"enabled", "dim", "alpha", "dropout"}),
+                    lora_A_init=self.peft.lora_A_init_method,
+                ),
                 directory,
                 base_model_name,
                 chosen=[name for layer in self.layers for name in layer.hf_names],

@@ -32,8 +32,9 @@ from transformers import PretrainedConfig
 from nemo_rl.models.policy import attention
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.logprobs import logit_transform
+from nemo_rl.models.policy.head.scalar import is_scalar
 from nemo_rl.models.policy.megatron.config import MegatronConfig
-from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, stage_class
+from nemo_rl.models.policy.megatron.gpt_model import PackedParams, PolicyGPTModel, PolicyScalarModel
 from nemo_rl.models.policy.megatron.mapping import ParallelRanks, Replicated, WeightMap
 from nemo_rl.models.policy.megatron.moe import PolicyRouter, routers
 from nemo_rl.models.policy.megatron.transformer_config import LATENT_NORM_EPS, set_frequencies
@@ -55,7 +56,7 @@ def build_stages(
     stages = []
     for number in range(policy.megatron_cfg.stages_per_rank):
         vp_stage = number if policy.megatron_cfg.stages_per_rank > 1 else None
-        stage = stage_class(model)(
+        stage = (PolicyScalarModel if is_scalar(model) else PolicyGPTModel)(
             config,
             layer_specs(config, use_transformer_engine=use_transformer_engine, vp_stage=vp_stage),
             vocab_size=-(-text.vocab_size // tensor_size) * tensor_size,
