@@ -513,11 +513,9 @@ def switched_on(settings: MegatronConfig, conditions: dict[str, str]) -> Iterato
 
 def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Iterator[tuple[str, str]]:
     """(key of `policy.megatron_cfg`, what would work) for settings that the kind of devices rules out."""
-    if not use_gpus:
-        for key, value, neutral in switched_on(settings, NEEDS_GPUS):
-            fix = f"set it to {neutral}, or cluster.gpus_per_node above 0"
-            yield key, f"{value} runs on GPUs only, and cluster.gpus_per_node is 0; {fix}"
-    elif settings.transformer_impl == "local":
-        for key, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE):
-            fix = f"set it to {neutral}, or that to transformer_engine"
-            yield key, f"{value} needs Transformer Engine, and transformer_impl is local; {fix}"
+    reason, other = "runs on GPUs only, and cluster.gpus_per_node is 0", "cluster.gpus_per_node above 0"
+    if use_gpus:
+        reason, other = "needs Transformer Engine, and transformer_impl is local", "that to transformer_engine"
+    for key, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE if use_gpus else NEEDS_GPUS):
+        if not use_gpus or settings.transformer_impl == "local":
+            yield key, f"{value} {reason}; set it to {neutral}, or {other}"

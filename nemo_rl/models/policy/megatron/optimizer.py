@@ -386,7 +386,12 @@ def _build_muon(
     for is_expert, stats_group in ((False, groups.mp), (True, groups.tp_ep_pp)):
         if own := [group for group in found if group["is_expert_parallel"] == is_expert]:
             muon = Muon(own, config, qkv_rows=rows, tensor_group=groups.tp, expert_group=groups.expt_tp)
-            parts.append(_wrapped(muon, whole, stats_group))
+            part: Any = FP32Optimizer(muon, whole, _init_momentum)
+            if whole.bf16:
+                part = Float16OptimizerWithFloat16Params(muon, whole, None, _init_momentum)  # pyright: ignore
+            # The norm of the gradient is summed over the ranks that hold other parameters, or other shards of them.
+            part.grad_stats_parallel_group, part.tp_group = stats_group, groups.tp
+            parts.append(part)
     starts: list[Any] = [_init_momentum] * len(parts)
     with _frozen(matrices):
         others: Any = get_megatron_optimizer(whole, list(chunks))
@@ -395,17 +400,6 @@ def _build_muon(
         return ChainedOptimizer(parts)
     starts += [part.init_state_fn for part in others.chained_optimizers]
     return LayerWiseDistributedOptimizer(parts, config, groups, init_state_fn_list=starts)
-
-
-def _wrapped(optimizer: Muon, config: OptimizerConfig, stats_group: dist.ProcessGroup) -> MegatronOptimizer:
-    wrapped: Any
-    if config.bf16:
-        wrapped = Float16OptimizerWithFloat16Params(optimizer, config, None, _init_momentum)  # pyright: ignore
-    else:
-        wrapped = FP32Optimizer(optimizer, config, _init_momentum)
-    wrapped.grad_stats_parallel_group = stats_group
-    wrapped.tp_group = optimizer.tensor_group
-    return wrapped
 
 
 def _init_momentum(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

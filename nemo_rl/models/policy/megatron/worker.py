@@ -64,7 +64,6 @@ class MegatronPolicyWorker(PolicyWorker):
 
     mesh: MegatronMesh
     runner: MegatronRunner
-    saver: AsyncSaver | None
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu)
