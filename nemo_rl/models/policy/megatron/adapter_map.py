@@ -150,8 +150,8 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     layers = adapted_layers(weight_map(text, implementation="local"), settings.peft)
     if num_experts(text) > 0 and not settings.freeze_moe_router:
         raise ValueError(
-            f"{settings.key('freeze_moe_router')}=false: {settings.key('peft.enabled')}=true trains adapters alone; set it to true, "
-            "and moe_router_bias_update_rate to 0"
+            f"{settings.key('freeze_moe_router')}=false: {settings.key('peft.enabled')}=true trains adapters alone; "
+            "set it to true, and moe_router_bias_update_rate to 0"
         )
     if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
         raise ValueError(
