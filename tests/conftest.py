@@ -1,9 +1,13 @@
-"""Fixtures of the whole suite. The model hub is switched off before anything imports it: tests need no network."""
+"""Fixtures of the whole suite, its processes, and its times.
+
+The model hub is switched off before anything imports it: tests need no network.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +18,57 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import pytest
+
+NUM_PROCESSES = 2  # of a run of whole folders: tests with Ray in one, the others in both
+LONG_S = 20.0
+ROOT = Path(__file__).parents[1]
+
+
+# -- processes
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """None of its own for named files or tests, whose start would take longer than they do."""
+    named = [argument.split("::")[0].endswith(".py") for argument in config.args]
+    return 0 if all(named) else NUM_PROCESSES
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that share the Ray cluster of a process run in one process, before the others."""
+    for item in items:
+        if isinstance(item, pytest.Function) and "ray_local" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("ray"))
+        for marker in item.iter_markers("over_20s"):
+            item.user_properties.append(("over_20s", marker.args[0]))
+
+
+# -- times
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Seconds of each folder, and of each long test with the reason for its length."""
+    folders: dict[str, float] = defaultdict(float)
+    tests: dict[str, float] = defaultdict(float)
+    why: dict[str, str] = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
+                tests[report.nodeid] += report.duration
+                why |= {report.nodeid: str(value) for key, value in report.user_properties if key == "over_20s"}
+    if not tests:
+        return
+    terminalreporter.section("seconds per folder")
+    for folder, seconds in sorted(folders.items()):
+        number = sum(test.split("::")[0].rpartition("/")[0] == folder for test in tests)
+        terminalreporter.write_line(f"{seconds:8.1f} s  {number:5d} tests  {folder}")
+    terminalreporter.write_line(f"{sum(folders.values()):8.1f} s  {len(tests):5d} tests  in all processes together")
+    for test, seconds in sorted(tests.items(), key=lambda item: -item[1]):
+        if seconds > LONG_S:
+            terminalreporter.write_line(f"{seconds:8.1f} s  {test}: {why.get(test, 'NO REASON GIVEN (mark over_20s)')}")
+
+
+# -- fixtures
 
 
 @pytest.fixture(scope="session")
