@@ -55,7 +55,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
                 tests[report.nodeid] += report.duration
-                why |= {report.nodeid: str(value) for key, value in report.user_properties if key == "over_20s"}
+                why[report.nodeid] = dict(report.user_properties).get("over_20s", why.get(report.nodeid, ""))
     if not tests:
         return
     terminalreporter.section("seconds per folder")
@@ -65,7 +65,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.write_line(f"{sum(folders.values()):8.1f} s  {len(tests):5d} tests  in all processes together")
     for test, seconds in sorted(tests.items(), key=lambda item: -item[1]):
         if seconds > LONG_S:
-            terminalreporter.write_line(f"{seconds:8.1f} s  {test}: {why.get(test, 'NO REASON GIVEN (mark over_20s)')}")
+            terminalreporter.write_line(f"{seconds:8.1f} s  {test}: {why[test] or 'NO REASON GIVEN: mark it over_20s'}")
 
 
 # -- fixtures

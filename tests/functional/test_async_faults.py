@@ -20,7 +20,7 @@ from tests.functional import faulty
 from tests.functional.cli import ROOT, SMALL, Finished, comparable, end, run_until, start
 from tests.functional.faulty import Fault, write_faults
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(900)
 
 ASYNC_CONFIG = ROOT / "examples" / "configs" / "grpo_math_async_cpu.yaml"
 SCRIPT = Path(faulty.__file__)
@@ -90,8 +90,22 @@ def killings(roles: tuple[str, ...], phases: tuple[str, ...]) -> list[Fault]:
     return faults
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "exact"])
-@pytest.mark.parametrize("roles", [("engine", "generation"), ("rollout", "environment", "verifier")])
+@pytest.mark.over_20s("a run whose engine is replaced twice, which takes what a start takes")
+def test_engines_that_are_killed_in_an_asynchronous_run_are_replaced(tmp_path: Path):
+    """Weights arrive in flight; the engine alone in one phase, its whole worker in another."""
+    faults = [
+        Fault(step=2, phase="exposed_generation", role="engine", after_s=0.02),
+        Fault(step=4, phase="weight_sync", role="generation", after_s=0.02),
+    ]
+    finished = play(tmp_path, faults, "grpo.max_num_steps=6")
+    check_healed(finished, faults, 6, 2)
+    assert max(row["train/weight_version_lag/max"] for row in finished.metrics if row["step"] > 0) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "roles"), [("exact", ("engine", "generation")), ("in_flight", ("rollout", "environment", "verifier"))]
+)
 def test_what_is_killed_in_any_phase_is_replaced(tmp_path: Path, mode: str, roles: tuple[str, ...]):
     faults = killings(roles, PHASES)
     num_steps = -(-(faults[-1].step + 2) // 3) * 3
@@ -102,9 +116,13 @@ def test_what_is_killed_in_any_phase_is_replaced(tmp_path: Path, mode: str, role
     assert "counted as wrong" not in finished.output
 
 
-@pytest.mark.parametrize("role", ["engine", "generation"])
-def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path, role: str):
-    faults = [Fault(step=2 * (n + 1), phase=phase, role=role, number=signal.SIGSTOP) for n, phase in enumerate(PHASES)]
+@pytest.mark.slow
+def test_an_engine_that_is_stopped_is_replaced(tmp_path: Path):
+    """The engine's process and its worker's, in turn."""
+    faults = [
+        Fault(step=2 * (n + 1), phase=phase, role=("engine", "generation")[n % 2], number=signal.SIGSTOP)
+        for n, phase in enumerate(PHASES)
+    ]
     finished = play(tmp_path, faults, *LIMITS, "grpo.max_num_steps=12")
     check_healed(finished, faults, 12, 2)
     assert "rollout-0" not in finished.output and "policy-0" not in finished.output
@@ -118,6 +136,7 @@ def seconds_after(finished: Finished) -> list[float]:
     return [next(e for j, e in ends if j > i) - at for i, (what, at) in enumerate(times) if what == "FAULT"]
 
 
+@pytest.mark.slow
 def test_what_is_stopped_beside_the_engines_heals_or_is_named(tmp_path: Path):
     """Verifier, environment, keeper of finished groups; then the rollout worker, which ends the run."""
     faults = [
@@ -139,12 +158,12 @@ def test_what_is_stopped_beside_the_engines_heals_or_is_named(tmp_path: Path):
     assert len(set(groups)) == len(groups)
 
 
-@pytest.mark.parametrize("phase", ["policy_training", "weight_sync"])
-def test_a_policy_that_is_killed_is_replaced_and_one_that_is_stopped_is_named(tmp_path: Path, phase: str):
+@pytest.mark.slow
+def test_a_policy_that_is_killed_is_replaced_and_one_that_is_stopped_is_named(tmp_path: Path):
     faults = [
-        Fault(step=4, phase=phase, role="policy"),
-        Fault(step=7, phase=phase, role="policy", after_s=0.02),
-        Fault(step=10, phase=phase, role="policy", number=signal.SIGSTOP),
+        Fault(step=4, phase="policy_training", role="policy"),
+        Fault(step=7, phase="weight_sync", role="policy", after_s=0.02),
+        Fault(step=10, phase="weight_sync", role="policy", number=signal.SIGSTOP),
     ]
     finished = play(tmp_path, faults, *LIMITS, "grpo.max_num_steps=30")
     assert finished.status == 1 and finished.output.count("FAULT at ") == len(faults), finished.output[-6000:]
@@ -154,10 +173,10 @@ def test_a_policy_that_is_killed_is_replaced_and_one_that_is_stopped_is_named(tm
     assert len(set(groups)) == len(groups)
 
 
-@pytest.mark.parametrize("mode", ["in_flight", "exact"])
-def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path: Path, mode: str):
+@pytest.mark.slow
+def test_a_run_killed_again_and_again_trains_every_prompt_once_to_the_bit(tmp_path: Path):
     rng, num_steps = random.Random(5), 30
-    overrides = [*COMMON, *(EXACT if mode == "exact" else ()), f"grpo.max_num_steps={num_steps}"]
+    overrides = [*COMMON, *EXACT, f"grpo.max_num_steps={num_steps}"]
     killed = tmp_path / "killed"
     for kill in range(4):
         log = killed / "out.log"
@@ -170,11 +189,10 @@ def test_a_run_killed_again_and_again_trains_every_prompt_once(tmp_path: Path, m
     finished = end(start(killed, *overrides, config=ASYNC_CONFIG), killed)
     assert finished.status == 0, finished.output[-4000:]
     check_prompts(trained(killed), num_steps)
-    if mode == "exact":
-        whole = end(start(tmp_path / "whole", *overrides, config=ASYNC_CONFIG), tmp_path / "whole")
-        rows = {row["step"]: row for row in comparable(whole.metrics)}
-        assert sorted(rows) == list(range(1, num_steps + 1))
-        runs = sorted(killed.glob("logs/exp_*/metrics.jsonl"))
-        found = [json.loads(line) for file in runs for line in file.read_text().splitlines() if line.endswith("}")]
-        assert len(found) > num_steps and {row["step"] for row in found} == set(rows)
-        assert all(row == rows[row["step"]] for row in comparable(found))
+    whole = end(start(tmp_path / "whole", *overrides, config=ASYNC_CONFIG), tmp_path / "whole")
+    rows = {row["step"]: row for row in comparable(whole.metrics)}
+    assert sorted(rows) == list(range(1, num_steps + 1))
+    runs = sorted(killed.glob("logs/exp_*/metrics.jsonl"))
+    found = [json.loads(line) for file in runs for line in file.read_text().splitlines() if line.endswith("}")]
+    assert len(found) > num_steps and {row["step"] for row in found} == set(rows)
+    assert all(row == rows[row["step"]] for row in comparable(found))

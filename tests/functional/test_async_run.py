@@ -1,13 +1,12 @@
-"""Asynchronous GRPO by the real command line: it learns, its weights arrive in flight, and a killed run goes on."""
+"""Asynchronous GRPO by the real command line: it learns from weights that arrive in flight."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.functional.cli import CPU_CONFIG, SCRIPT, SMALL, resumes_bit_for_bit, run
+from tests.functional.cli import run
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -25,17 +24,8 @@ IN_FLIGHT = (
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    overrides = (*SMALL, *SPLIT, "checkpointing.save_consolidated=true")
-    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, overrides, "policy", at_once=True)
-    open_groups = tmp_path / "whole" / "results" / "grpo_cpu" / "step_2" / "replay_buffer" / "open_groups.json"
-    assert {record["version"] for record in json.loads(open_groups.read_text())} == {1, 2}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["false", "true"])
-def test_weights_arrive_in_flight_and_it_learns(tmp_path: Path, recompute: str):
-    again = f"grpo.async_grpo.recompute_kv_cache_after_weight_updates={recompute}"
+def test_weights_arrive_in_flight_and_it_learns(tmp_path: Path):
+    again = "grpo.async_grpo.recompute_kv_cache_after_weight_updates=true"
     finished = run(tmp_path, *SPLIT, *IN_FLIGHT, again, "policy.train_micro_batch_size=256")
     assert finished.status == 0, finished.output[-4000:]
     rows = finished.metrics

@@ -33,20 +33,7 @@ def test_the_student_learns_what_the_teacher_knows(tmp_path):
 
 
 def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, small("distillation"), "policy")
-
-
-def test_whole_distributions_give_what_all_of_the_top_k_give(tmp_path):
-    """The top k is the whole vocabulary of the tiny models, in one run as logits and in the other as hidden states."""
-    brief = (*small("distillation"), "distillation.max_num_steps=2", "distillation.val_period=0")
-    runs = {}
-    for name, k in (("topk", "264"), ("full", "null")):
-        overrides = (*brief, f"distillation.topk_logits_k={k}", "checkpointing.enabled=false")
-        runs[name] = run(tmp_path / name, *overrides, script=SCRIPT, config=CPU_CONFIG)
-        assert runs[name].status == 0, runs[name].output[-4000:]
-    for topk, full in zip(runs["topk"].metrics, runs["full"].metrics, strict=True):
-        assert full["train/loss"] == pytest.approx(topk["train/loss"], rel=1e-4)
-        assert full["train/grad_norm"] == pytest.approx(topk["train/grad_norm"], rel=1e-4)
+    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, small("distillation"), "policy", at_once=True)
 
 
 def test_two_teachers_apart_from_the_student(tmp_path):

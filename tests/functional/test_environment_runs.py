@@ -33,10 +33,9 @@ SHORT = (
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "code": (),
     "tools": (),
-    "retrieval": (),
     "judge": (f"env.judge.prompt_file={ROOT / 'examples' / 'prompts' / 'judge_tiny.txt'}",),  # runs elsewhere
     "composite": (),
-    "multi_env": (),
+    "multi_env": (),  # with retrieval
 }
 
 

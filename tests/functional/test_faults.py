@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.functional.cli import SMALL, Finished, run, start
+from tests.functional.faulty import processes_below
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 60
 LONG = (*SMALL, f"grpo.max_num_steps={STEPS}", "grpo.val_period=10", "checkpointing.save_period=10")
@@ -47,19 +48,6 @@ class Unmade(Unsteady):
     def __init__(self, cfg):
         raise KeyError("oven_temperature")
 """
-
-
-def processes_below(pid: int) -> dict[int, tuple[int, str]]:
-    """Descendants: pid -> (parent, command)."""
-    table = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
-    rows = {int(r[0]): (int(r[1]), r[2]) for line in table.splitlines()[1:] if len(r := line.split(None, 2)) == 3}
-    found: dict[int, tuple[int, str]] = {}
-    parents = {pid}
-    while parents:
-        children = {child: row for child, row in rows.items() if row[0] in parents}
-        found |= children
-        parents = set(children)
-    return found
 
 
 def actor(pid: int, role: str) -> int:
@@ -117,7 +105,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
 def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
     """kill -9 of environment, engine, rollout worker and policy, then SIGSTOP of the policy, in one run."""
     watched = Watched(tmp_path, *LONG, "cluster.worker_timeout_s=20")
@@ -141,7 +128,6 @@ def test_what_dies_is_replaced_and_what_hangs_is_named(tmp_path):
     assert not list((tmp_path / "results" / "grpo_cpu").glob("tmp_*"))
 
 
-@pytest.mark.slow
 def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path):
     """An environment that raises on some conversations and once never returns; then a learning rate beyond reason."""
     (tmp_path / "unsteady.py").write_text(UNSTEADY)
@@ -160,7 +146,6 @@ def test_failing_episodes_are_left_out_and_nan_ends_the_run(tmp_path):
     assert list(tmp_path.glob("logs/exp_000/nonfinite_step_*.jsonl"))
 
 
-@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_is_the_users_to_change(tmp_path):
     (tmp_path / "unsteady.py").write_text(UNSTEADY)
     finished = run(tmp_path, *SMALL, "+env.mine={type: unsteady:Unmade}", "data.default.env_name=mine")
@@ -168,7 +153,6 @@ def test_an_environment_that_cannot_be_made_is_the_users_to_change(tmp_path):
     assert "environment 'mine' (env.mine) cannot be started: KeyError: 'oven_temperature'" in finished.output
 
 
-@pytest.mark.slow
 def test_control_c_leaves_nothing_behind(tmp_path):
     watched = Watched(tmp_path, *LONG)
     watched.wait_for("step 2/")
@@ -178,7 +162,6 @@ def test_control_c_leaves_nothing_behind(tmp_path):
     assert "interrupted; the same command resumes" in finished.output
 
 
-@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

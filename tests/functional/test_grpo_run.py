@@ -1,4 +1,4 @@
-"""Whole runs of the real command line: learning, resuming, failing."""
+"""Whole runs of the real command line: learning, and on several ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 
 import pytest
 
-from tests.functional.cli import CPU_CONFIG, SCRIPT, SMALL, resumes_bit_for_bit, run
+from tests.functional.cli import SMALL, run
 
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.over_20s("the whole quick start: forty steps of a real policy and a real engine")
 def test_the_quick_start_learns_arithmetic(tmp_path):
     """The README's first command, on its own configuration."""
     started = time.monotonic()
@@ -27,13 +28,6 @@ def test_the_quick_start_learns_arithmetic(tmp_path):
     assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in steps)
     assert all(row["performance/controller_token_bytes"] == 0 for row in steps)
     assert (tmp_path / "results" / "grpo_cpu" / f"step_{rows[-1]['step']}" / "policy" / "weights").is_dir()
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
-    """kill -9 of the driver after step 3, the last checkpoint being of step 2; then the same command."""
-    overrides = (*SMALL, "checkpointing.save_consolidated=true")
-    resumes_bit_for_bit(tmp_path, SCRIPT, CPU_CONFIG, overrides, "policy", at_once=True)
 
 
 @pytest.mark.slow

@@ -1,12 +1,10 @@
-"""kill -9 of whole runs of the real command line. Two go on side by side: one core each."""
+"""kill -9 of whole runs of the real command line."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -65,22 +63,16 @@ def killed_and_continued(folder: Path, kind: str) -> Path:
     return step_4.parent
 
 
-@pytest.fixture(scope="module")
-def continued(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future]]:
-    """`killed_and_continued` of every kind whose test was selected."""
-    tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    kinds = [test.callspec.params["kind"] for test in tests if test.function is test_it_continues_bit_for_bit]
-    folders = {kind: tmp_path_factory.mktemp(kind) for kind in kinds}
-    with ThreadPoolExecutor(2) as lanes:
-        yield {kind: lanes.submit(killed_and_continued, folder, kind) for kind, folder in folders.items()}
-
-
-SLOW = ("grpo", "async")  # two minutes each; trainer and checkpoints are those of the third
-
-
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k in SLOW else k for k in RUNS])
-def test_it_continues_bit_for_bit(continued: dict[str, Future], kind: str) -> None:
-    checkpoints = continued[kind].result()
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("grpo", marks=pytest.mark.over_20s("two starts of a run with an engine")),
+        pytest.param("sft", marks=pytest.mark.over_20s("two starts of a run")),
+        pytest.param("async", marks=pytest.mark.slow),
+    ],
+)
+def test_it_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    checkpoints = killed_and_continued(tmp_path, kind)
     if kind == "async":
         open_groups = json.loads((checkpoints / "step_2" / "replay_buffer" / "open_groups.json").read_text())
         assert {record["version"] for record in open_groups} == {1, 2}

@@ -70,11 +70,6 @@ def test_a_tensor_parallel_packed_policy_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_spread_over_ranks_learns(tmp_path):
-    assert_learned(run(tmp_path, TWO_RANKS, EXPERTS, "policy.model_name=tiny:arithmetic-moe"))
-
-
-@pytest.mark.slow
 def test_adapters_learn_and_a_killed_run_continues_bit_for_bit(tmp_path):
     """Merged into the weights that generation receives; kill -9 of the driver between two checkpoints."""
     overrides = (LORA, "policy.optimizer.kwargs.lr=2e-3", "grpo.max_num_steps=20")

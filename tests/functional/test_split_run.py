@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import time
-from pathlib import Path
-
 import pytest
 
-from tests.functional.cli import ROOT, SMALL, comparable, end, run, run_until
-from tests.functional.test_faults import processes_below
+from tests.functional.cli import ROOT, SMALL, comparable, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SPLIT = ROOT / "examples" / "configs" / "grpo_math_cpu_split.yaml"
@@ -39,35 +32,3 @@ def test_one_and_four_generation_workers_sample_the_same_tokens(tmp_path):
     assert len(one.metrics) == 3
     colocated = run(tmp_path / "colocated", *SHORT)
     assert comparable(colocated.metrics) == comparable(one.metrics), "where it generates changes nothing either"
-
-
-def test_engine_and_policy_that_die_are_replaced_and_a_new_group_is_made(tmp_path):
-    resources = "policy.generation.colocated.resources.cpu_workers_per_node"
-    long = ("grpo.max_num_steps=24", "grpo.val_period=0", "checkpointing.metric_name=null")
-    process = run_until(
-        tmp_path, "step 3/24", *SMALL, *long, "cluster.cpu_workers_per_node=3", f"{resources}=2", config=SPLIT
-    )
-    below = processes_below(process.pid)
-    engines = [pid for pid, (_, command) in below.items() if "EngineCore" in command]
-    assert len(engines) == 2
-    os.kill(engines[1], signal.SIGKILL)
-    wait_for(process, tmp_path, "step 8/24")
-    below = processes_below(process.pid)
-    generation = {parent for parent, command in below.values() if "EngineCore" in command}
-    hosts = sorted(pid for pid, (_, command) in below.items() if command.startswith("ray::ActorHost"))
-    # The rollout worker starts when the policy has.
-    policy = min(pid for pid in hosts if pid not in generation)
-    os.kill(policy, signal.SIGKILL)
-    finished = end(process, tmp_path)
-    assert finished.status == 0, finished.output[-4000:]
-    assert "restarting generation-" in finished.output
-    assert finished.output.count("refit over packed_collective") >= 3, "at the start, and after each death"
-    assert finished.metrics[-1]["step"] == 24
-    assert all(row["train/token_mult_prob_error"] <= 1.00001 for row in finished.metrics)
-
-
-def wait_for(process: subprocess.Popen[str], folder: Path, text: str) -> None:
-    deadline = time.monotonic() + 200
-    while text not in (output := (folder / "out.log").read_text()):
-        assert process.poll() is None and time.monotonic() < deadline, output[-4000:]
-        time.sleep(0.05)

@@ -1,10 +1,14 @@
-"""Generation configurations of the tests."""
+"""Generation configurations of the tests, and real engines with them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
+from nemo_rl.models.generation.vllm.generation import VllmGeneration
 
 
 def generation_config(max_model_len: int = 128, **vllm_kwargs: Any) -> GenerationConfig:
@@ -16,3 +20,16 @@ def generation_config(max_model_len: int = 128, **vllm_kwargs: Any) -> Generatio
         vllm_cfg=VllmConfig(precision="float32", max_model_len=max_model_len),
         vllm_kwargs=vllm_kwargs,
     )
+
+
+@contextmanager
+def engines(
+    model: str, config: GenerationConfig, *, replicas: int = 1, num_nodes: int = 1, **settings: Any
+) -> Iterator[VllmGeneration]:
+    """Real engines, which end with the block. `num_nodes` are groups of processes of this machine."""
+    bundles = [replicas * config.vllm_cfg.engine_size // num_nodes] * num_nodes
+    with RayVirtualCluster(bundles, use_gpus=False, name=f"engines of {model}") as cluster:
+        common: dict[str, Any] = {"load_format": "auto", "seed": 0, "timeout_s": 120}
+        generation = VllmGeneration(cluster, config, model=model, tokenizer=model, **common | settings)
+        yield generation
+        generation.shutdown()

@@ -16,13 +16,12 @@ import torch
 
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.refit.layout import RefitError, Rendezvous
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.types import Completion, SamplingParams
-from tests.functional.test_faults import processes_below
-from tests.unit.generation.configs import generation_config
+from tests.functional.faulty import processes_below
+from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.test_refit_vllm import AdapterPolicy, OneRankPolicy, change, make_model
 
 pytestmark = pytest.mark.slow
@@ -66,18 +65,8 @@ def engines_apart(
     vllm_cfg = config.vllm_cfg.model_copy(update={"precision": "float32", axis: size})
     colocated = config.colocated.model_copy(update={"enabled": False})
     config = config.model_copy(update={"vllm_cfg": vllm_cfg, "colocated": colocated})
-    name = f"apart-{replicas}-{vllm_cfg.engine_size}-{kind.__name__}"
-    per_node = replicas * vllm_cfg.engine_size // num_nodes
-    with RayVirtualCluster([per_node] * num_nodes, use_gpus=False, name=name) as cluster:
-        generation = VllmGeneration(
-            cluster,
-            config,
-            model=str(directory),
-            tokenizer=str(directory),
-            seed=0,
-            accelerator=accelerator,
-            timeout_s=120,
-        )
+    how: dict[str, Any] = {"replicas": replicas, "num_nodes": num_nodes, "load_format": "dummy"}
+    with engines(str(directory), config, accelerator=accelerator, **how) as generation:
         refit = Refit(
             policy,  # type: ignore[arg-type]
             generation,
@@ -90,7 +79,6 @@ def engines_apart(
         )
         yield policy, generation, refit
         policy.sender.close()
-        generation.shutdown()
 
 
 def differences(policy: OneRankPolicy, generation: VllmGeneration, version: int) -> list[float]:
@@ -164,10 +152,7 @@ def test_two_replicas_and_one_that_dies_in_the_middle_of_a_sync(ray_local: None,
         assert max(differences(policy, generation, 4)) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("axis", "num_nodes"),
-    [("tensor_parallel_size", 1), ("pipeline_parallel_size", 1), ("pipeline_parallel_size", 2)],
-)
+@pytest.mark.parametrize(("axis", "num_nodes"), [("tensor_parallel_size", 1), ("pipeline_parallel_size", 2)])
 def test_every_rank_of_an_engine_gets_its_part(ray_local: None, tmp_path: Path, axis: str, num_nodes: int) -> None:
     """Adapters too, which are sent alone after the first sync. The nodes are two groups of processes of this one."""
     with engines_apart(tmp_path, replicas=1, kind=LeavingAdapterPolicy, axis=axis, size=2, num_nodes=num_nodes) as (

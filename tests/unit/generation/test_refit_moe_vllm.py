@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.accelerator import Accelerator
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.experts import ExpertNames
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import exported
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.refit.transfer import WeightSender
-from tests.unit.generation.configs import generation_config
+from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.test_refit_vllm import change, logprob_difference
 from tests.unit.policy.test_moe import moe_config
 
@@ -46,7 +44,8 @@ class OneRankPolicy:
         return future
 
 
-@pytest.mark.parametrize("family", [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral")])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_local, tmp_path: Path, family: str):
     torch.manual_seed(0)
     config = moe_config(family, 4)
@@ -57,17 +56,8 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
     build_tiny_tokenizer().save_pretrained(tmp_path)
     accelerator = Accelerator(exclusive=False)
     accelerator.register(REFIT, lambda: None, lambda: None)
-    with RayVirtualCluster([1], use_gpus=False, name=f"refit-{family}") as cluster:
-        generation = VllmGeneration(
-            cluster,
-            generation_config(),
-            model=str(tmp_path),
-            tokenizer=str(tmp_path),
-            seed=0,
-            accelerator=accelerator,
-            load_format="dummy",
-            timeout_s=120,
-        )
+    how = {"accelerator": accelerator, "load_format": "dummy"}
+    with engines(str(tmp_path), generation_config(), **how) as generation:
         policy: Any = OneRankPolicy(model)
         refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32")
         for version in range(2):
@@ -76,4 +66,3 @@ def test_logprobs_of_the_engine_are_those_of_the_model_after_every_sync(ray_loca
             assert logprob_difference(model, generation, version) < 1e-5
         change(model, 2)
         assert logprob_difference(model, generation, 1) > 0.05, "this test would see stale weights"
-        generation.shutdown()

@@ -14,11 +14,9 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.generation.vllm.worker import EngineSettings, engine_args
 from nemo_rl.types import Completion, SamplingParams
-from tests.unit.generation.configs import generation_config
+from tests.unit.generation.configs import engines, generation_config
 
 MAX_MODEL_LEN, LAYERS, TOP_K = 96, 3, 2
 
@@ -76,23 +74,12 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
     path = str(tmp_path / "model")
     rng = random.Random(0)
     prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 40))] for _ in range(12)]
-    with RayVirtualCluster([1], use_gpus=False, name="routed_experts") as cluster:
-        engine = VllmGeneration(
-            cluster,
-            generation_config(MAX_MODEL_LEN),
-            model=path,
-            tokenizer=path,
-            seed=0,
-            load_format="auto",
-            timeout_s=120,
-            return_routed_experts=True,
-        )
+    with engines(path, generation_config(MAX_MODEL_LEN), return_routed_experts=True) as engine:
         calls = [
             engine.workers[0].call.remote("generate", prompt, SamplingParams(max_new_tokens=5 + 3 * n), n)
             for n, prompt in enumerate(prompts)
         ]
         completions: list[Completion] = ray.get(calls, timeout=100)
-        engine.shutdown()
     num_same = num_all = 0
     for prompt, completion in zip(prompts, completions, strict=True):
         experts = completion.routed_experts
@@ -109,7 +96,6 @@ def test_experts_of_every_token_but_the_last_are_those_of_transformers(ray_local
     assert num_same >= 0.99 * num_all, "but for scores that differ in the last bits"
 
 
-@pytest.mark.slow
 def test_an_engine_on_gpus_returns_them_itself(tmp_path: Path) -> None:
     make_model(tmp_path)
     cfg, path = generation_config(MAX_MODEL_LEN), str(tmp_path)

@@ -11,11 +11,10 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM
 
-from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.interfaces import DraftCounts
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.types import Completion, SamplingParams
-from tests.unit.generation.configs import generation_config
+from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.policy.filter_reference import filter_logits
 
@@ -39,18 +38,8 @@ def generation(method: str, ray_local: None, model_dir: str) -> Iterator[VllmGen
     """With the model itself for a draft model: its guess is right wherever the likeliest token is drawn."""
     how = {"ngram": {"prompt_lookup_max": 2, "prompt_lookup_min": 1}, "draft_model": {"model": model_dir}}
     settings = {"method": method, "num_speculative_tokens": 3, **how[method]}
-    with RayVirtualCluster([1], use_gpus=False, name=f"speculation_{method}") as cluster:
-        generation = VllmGeneration(
-            cluster,
-            generation_config(128, speculative_config=settings),
-            model=model_dir,
-            tokenizer=model_dir,
-            seed=0,
-            load_format="auto",
-            timeout_s=120,
-        )
+    with engines(model_dir, generation_config(128, speculative_config=settings)) as generation:
         yield generation
-        generation.shutdown()
 
 
 def ask(generation: VllmGeneration, requests: Sequence[Request]) -> list[Completion]:

@@ -8,6 +8,8 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,17 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerCallError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
+from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
+from nemo_rl.models.policy.generate import GenerationSettings
+from nemo_rl.models.policy.worker import PolicyWorkerSettings
+from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines
-from nemo_rl.types import Completion, SamplingParams, StopReason
-from tests.unit.generation.configs import generation_config
+from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
+from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
+from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, logprob_difference
+from tests.unit.policy.steps import policy_config
+from tests.worlds import run_world
 
 MAX_MODEL_LEN = 1400
 
@@ -37,20 +46,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def generation(ray_local: None, model_dir: str) -> Iterator[VllmGeneration]:
-    with RayVirtualCluster([2], use_gpus=False, name="generation") as cluster:
-        generation = VllmGeneration(
-            cluster,
-            generation_config(MAX_MODEL_LEN),
-            model=model_dir,
-            tokenizer=model_dir,
-            seed=0,
-            accelerator=Accelerator(exclusive=False),
-            load_format="auto",
-            timeout_s=120,
-        )
+def accelerator() -> Accelerator:
+    return Accelerator(exclusive=False)
+
+
+@pytest.fixture(scope="module")
+def generation(ray_local: None, model_dir: str, accelerator: Accelerator) -> Iterator[VllmGeneration]:
+    with engines(model_dir, generation_config(MAX_MODEL_LEN), replicas=2, accelerator=accelerator) as generation:
         yield generation
-        generation.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +281,86 @@ def test_a_stopped_engine_is_noticed(generation: VllmGeneration) -> None:
     assert one(generation, [60], max_new_tokens=4).token_ids
 
 
+def own_completions(model: str, requests: list[GenerationRequest]) -> dict[str, Completion]:
+    """As a policy worker generates them."""
+
+    def rank_main(rank: int, _: int) -> dict[str, Completion]:
+        worker = GeneratingPolicyWorker(
+            policy_config(),
+            PolicyWorkerSettings(
+                model_path=model,
+                sampling=SamplingParams(max_new_tokens=1),
+                use_gpu=False,
+                workers_per_node=1,
+                init_reference_model=False,
+                init_optimizer=False,
+                seed=0,
+            ),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        worker.prepare_generation(
+            GenerationSettings(
+                max_model_len=MAX_MODEL_LEN,
+                max_batch_size=16,
+                end_token_id=tokenizer.eos_token_id,
+                special_token_ids=frozenset(tokenizer.all_special_ids),
+                decode=partial(tokenizer.decode, skip_special_tokens=True),
+            )
+        )
+        return {a.request_id: a.completion for a in worker.generate(requests, 0) if a.completion is not None}
+
+    return run_world(rank_main, 1)[0]
+
+
+def test_greedy_completions_of_a_policy_worker_are_vllms(generation: VllmGeneration, model_dir: str) -> None:
+    """Which ends them, too: a stop token, a stop string, the length asked for, the longest sequence."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(6, 260) for _ in range(rng.randrange(1, 60))] for _ in range(12)]
+    prompts.append([rng.randrange(6, 260) for _ in range(MAX_MODEL_LEN - 20)])
+    free = SamplingParams(max_new_tokens=48, temperature=0.0)
+    [first] = ask(generation.workers[0], [(prompts[0], free, 0)])
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    stops = [
+        free,
+        replace(free, stop_token_ids=(first.token_ids[20],)),
+        replace(free, stop_strings=(tokenizer.decode(first.token_ids[9:12]), "é")),
+    ]
+    requests = [
+        GenerationRequest(request_id=f"{p}/{s}", prompt_token_ids=prompt, sampling=sampling, seed=p)
+        for p, prompt in enumerate(prompts)
+        for s, sampling in enumerate(stops)
+    ]
+    found = own_completions(model_dir, requests)
+    answers = ask(generation.workers[0], [(r.prompt_token_ids, r.sampling, r.seed) for r in requests])
+    wanted = dict(zip([r.request_id for r in requests], answers, strict=True))
+    for key, want in wanted.items():
+        assert found[key].token_ids == want.token_ids, key
+        assert found[key].stop_reason == want.stop_reason, key
+        assert found[key].logprobs == pytest.approx(want.logprobs, abs=1e-5), key
+    assert len(wanted["0/2"].token_ids) < len(wanted["0/1"].token_ids) < len(wanted["0/0"].token_ids), "all are met"
+
+
+def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(
+    generation: VllmGeneration, model_dir: str, accelerator: Accelerator
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    policy: Any = OneRankPolicy(model)
+    accelerator.register(REFIT, lambda: None, lambda: None)
+    refit = Refit(policy, generation, accelerator, transport="packed_shm", wire_dtype="float32", bucket_bytes=1 << 20)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    for version in (0, 1):
+        change(model, version)
+        assert refit.sync(version)["bytes"] == whole
+        assert logprob_difference(model, generation, version) < 1e-5
+    assert refit.layout is not None
+    assert any(len({p.tensor for p in b}) == 1 and b[0].start > 0 for b in refit.layout.buckets), "nothing was split"
+    change(model, 2)
+    assert logprob_difference(model, generation, 1) > 0.1, "this test would see stale weights"
+    policy.model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    refit.sync(3)  # those on disk, for the tests that follow
+
+
 # The last test of the file: it ends replicas.
-@pytest.mark.slow
 def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: VllmGeneration) -> None:
     expected = one(generation, [80, 81, 82])
     pids = [replica.members[0].identity.pid for replica in generation._replicas]  # type: ignore[union-attr]
