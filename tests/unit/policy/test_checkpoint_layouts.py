@@ -97,8 +97,7 @@ LORA = {
     [
         ("llama", (4, {TP: 2}), (2, {})),
         pytest.param("llama", (2, {PP: 2}), (2, {TP: 2}), marks=pytest.mark.slow),
-        pytest.param("llama", (4, {COPIES: 2}), (2, {PP: 2}), marks=pytest.mark.slow),
-        pytest.param("llama", (2, {CP: 2}), (1, {}), marks=pytest.mark.slow),
+        pytest.param("llama", (4, {CP: 2, COPIES: 2}), (2, {PP: 2}), marks=pytest.mark.slow),
         pytest.param("llama", (2, {TP: 2} | LORA), (2, LORA), marks=pytest.mark.slow),
         pytest.param("moe", (4, {EP: 2}), (2, {}), marks=pytest.mark.slow),
         ("moe", (1, {}), (2, {EP: 2})),

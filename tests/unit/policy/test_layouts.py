@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,26 +54,13 @@ def pipe(schedule: str = "1f1b", stages: int = 1) -> PipelineConfig:
 
 TP, SP, CP, PP = "tensor_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_parallel_size"
 
+# The others are in test_exactness.py, with every loss.
 LAYOUTS = {
-    "packed": (1, PACKED),
-    "padded": (1, PADDED),
-    "dynamic": (2, DYNAMIC | PADDED),
     "packed-dp2": (2, PACKED),
-    "hsdp-packed": (4, PACKED | cut(dp_replicate_size=2)),
+    "dynamic": (2, DYNAMIC | PADDED),
     "hsdp-reduced-every-time": (4, PACKED | cut(dp_replicate_size=2, defer_fsdp_grad_sync=False)),
-    "tp": (2, cut(**{TP: 2})),
-    "tp-packed": (2, PACKED | cut(**{TP: 2})),
-    "tp-sp-packed": (2, PACKED | cut(**{TP: 2, SP: True})),
     "tp-sp-padded-dp2": (4, PADDED | cut(**{TP: 2, SP: True})),
-    "cp-packed": (2, PACKED | cut(**{CP: 2})),
-    "cp-padded": (2, PADDED | cut(**{CP: 2})),
-    "cp-packed-dp2": (4, PACKED | cut(**{CP: 2})),
-    "tp-cp-packed": (4, PACKED | cut(**{TP: 2, CP: 2, SP: True})),
-    "pp-packed": (2, PACKED | cut(**{PP: 2})),
     "pp-gpipe-dp2": (4, cut(**{PP: 2}, pipeline=pipe("gpipe"))),
-    "pp-tp-packed": (4, PACKED | cut(**{PP: 2, TP: 2})),
-    "pp-cp-padded": (4, PADDED | cut(**{PP: 2, CP: 2})),
-    "recompute": (2, PACKED | cut(activation_checkpointing=True)),
     "recompute-products-kept": (1, PACKED | cut(activation_checkpointing="selective")),
     "offloaded": (2, PACKED | cut(cpu_offload=True)),
 }
@@ -84,47 +70,26 @@ LAYOUTS = {
 EP = "expert_parallel_size"
 ADAPTERS = LoRAConfig(enabled=True, dim=4, alpha=8.0)
 OF_FAMILIES = {
-    "moe-packed": ("qwen3-moe", 1, PACKED),
-    "moe-dp2": ("qwen3-moe", 2, PACKED),
-    "moe-ep": ("qwen3-moe", 2, PACKED | cut(**{EP: 2})),
-    "moe-ep-fsdp": ("qwen3-moe", 4, PADDED | cut(**{EP: 2})),
+    "moe-ep-tp": ("qwen3-moe", 4, PACKED | cut(**{EP: 2, TP: 2, SP: True})),
+    "moe-pp-ep": ("qwen3-moe", 4, PACKED | cut(**{PP: 2, EP: 2})),
     "moe-ep-hsdp-recompute": (
         "qwen3-moe",
         4,
-        PACKED | cut(**{EP: 2}, dp_replicate_size=2, activation_checkpointing=True),
+        PADDED | cut(**{EP: 2}, dp_replicate_size=2, activation_checkpointing=True),
     ),
-    "moe-ep-tp": ("qwen3-moe", 4, PACKED | cut(**{EP: 2, TP: 2, SP: True})),
-    "moe-ep-cp": ("qwen3-moe", 2, PACKED | cut(**{EP: 2, CP: 2})),
-    "moe-pp-ep": ("qwen3-moe", 4, PACKED | cut(**{PP: 2, EP: 2})),
-    "gemma3-packed": ("gemma3", 1, PACKED),
     "gemma3-tp-cp": ("gemma3", 4, PACKED | cut(**{TP: 2, CP: 2})),
-    "gemma3-tp-sp-padded": ("gemma3", 2, PADDED | cut(**{TP: 2, SP: True})),
-    "phi3-tp": ("phi3", 2, PACKED | cut(**{TP: 2})),
     "phi3-cp": ("phi3", 2, PADDED | cut(**{CP: 2})),
     "qwen2-tied-tp-cp": ("qwen2-tied", 4, PACKED | cut(**{TP: 2, SP: True, CP: 2})),
     "mistral-pp-cp": ("mistral", 4, PACKED | cut(**{PP: 2, CP: 2})),
-    "deep-interleaved": ("deep", 2, PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
-    "gemma3-lora-tp-cp": ("gemma3+lora", 4, PACKED | cut(**{TP: 2, CP: 2}, lora_cfg=ADAPTERS)),
+    "deep-interleaved-padded-dp2": ("deep", 4, PADDED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
     "moe-lora-ep": ("qwen3-moe+lora", 2, PACKED | cut(**{EP: 2}, lora_cfg=ADAPTERS)),
     "deep-lora-interleaved": (
         "deep+lora",
         2,
         PACKED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2), lora_cfg=ADAPTERS),
     ),
-    "deep-interleaved-padded-dp2": ("deep", 4, PADDED | cut(**{PP: 2}, pipeline=pipe("interleaved_1f1b", 2))),
 }
-
-
-SLOW = {  # the same as others together, or covered by the random draws of test_exactness.py
-    *("padded", "tp", "tp-packed", "tp-sp-packed", "tp-cp-packed", "cp-padded", "cp-packed", "recompute"),
-    *("pp-packed", "pp-tp-packed"),
-    *("moe-packed", "moe-dp2", "moe-ep-fsdp", "moe-ep-hsdp-recompute", "moe-ep-cp"),
-    *("gemma3-packed", "gemma3-tp-sp-padded", "gemma3-lora-tp-cp", "qwen2-tied-tp-cp"),
-}
-
-
-def marked(layouts: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in layouts]
+SLOW = {"moe-ep-hsdp-recompute", "qwen2-tied-tp-cp"}
 
 
 class Alone:
@@ -176,14 +141,16 @@ def settings_of(changes: dict[str, Any]) -> PolicyConfig:
     return policy_config(train_micro_batch_size=2, **changes)
 
 
-@pytest.mark.parametrize("name", marked(LAYOUTS))
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_does_not_depend_on_the_layout(alone: Alone, name: str) -> None:
     world, changes = LAYOUTS[name]
     for step in run_world(one_step, world, alone.path("llama"), settings_of(changes)):
         assert_same(step, alone.step("llama"))
 
 
-@pytest.mark.parametrize("name", marked(OF_FAMILIES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in OF_FAMILIES]
+)
 def test_nor_does_it_for_other_families(alone: Alone, name: str) -> None:
     family, world, changes = OF_FAMILIES[name]
     for step in run_world(one_step, world, alone.path(family), settings_of(changes)):
@@ -205,12 +172,11 @@ def plain_logprobs(path: Path, temperature: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3-moe", "gemma3"))]
+    ("family", "experts"), [("llama", {}), pytest.param("qwen3-moe", {EP: 2}, marks=pytest.mark.slow)]
 )
 def test_logprobs_of_packed_sequences_over_tensor_and_context_ranks_are_those_of_transformers(
-    alone: Alone, family: str
+    alone: Alone, family: str, experts: dict[str, int]
 ) -> None:
-    experts = {EP: 2} if family == "qwen3-moe" else {}
     config = settings_of(PACKED | cut(**{TP: 2, CP: 2}, **experts))
 
     def on_rank(rank: int, world: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

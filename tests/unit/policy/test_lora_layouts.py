@@ -31,7 +31,7 @@ Step = tuple[TrainResult, dict[str, torch.Tensor]]
 PACKED = {"sequence_packing": SequencePackingConfig(enabled=True, train_mb_tokens=64, logprob_mb_tokens=70)}
 PADDED = {"padding_free": False}
 ADAPTERS = {"enabled": True, "dim": 4, "alpha": 8.0}
-TP, SP, CP, PP = "tensor_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_parallel_size"
+TP, CP, PP = "tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"
 
 
 def settings_of(rest: dict[str, Any] | None = None, **directions: Any) -> PolicyConfig:
@@ -53,14 +53,10 @@ def changed(config: PolicyConfig, **settings: Any) -> PolicyConfig:
 
 LAYOUTS = {
     "hsdp-packed": (4, settings_of(PACKED, dp_replicate_size=2)),
-    "tp-packed": (2, settings_of(PACKED, **{TP: 2})),
-    "tp-sp-padded-dp2": (4, settings_of(PADDED, **{TP: 2, SP: True})),
-    "cp-packed": (2, settings_of(PACKED, **{CP: 2})),
+    "cp-recompute": (2, settings_of(PACKED, **{CP: 2}, activation_checkpointing=True)),
     "pp-tp-packed": (4, settings_of(PACKED, **{PP: 2, TP: 2})),
-    "recompute": (2, settings_of(PACKED, activation_checkpointing=True)),
     "offloaded": (2, settings_of(PACKED, cpu_offload=True)),
 }
-QUICK = {"hsdp-packed", "pp-tp-packed"}
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +92,7 @@ def test_the_adapted_layers_move_and_nothing_else(llama: Path, alone: Step) -> N
     assert min((weights[name] - base[name]).abs().max() for name in moved) > 1e-4
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_does_not_depend_on_the_layout(
     llama: Path, alone: Step, saved: tuple[Path, list[Step]], name: str
 ) -> None:
@@ -184,9 +178,8 @@ def test_a_checkpoint_holds_the_adapters_alone_for_any_layout_and_for_peft(
         assert (tensor - alone[1][name]).abs().max() < 3e-6, name
 
 
-@pytest.mark.parametrize("name", ["hsdp-packed", pytest.param("pp-tp-packed", marks=pytest.mark.slow)])
-def test_training_begins_with_a_given_adapter(llama: Path, alone: Step, adapter: Path, name: str) -> None:
-    world, config = LAYOUTS[name]
+def test_training_begins_with_a_given_adapter(llama: Path, alone: Step, adapter: Path) -> None:
+    world, config = LAYOUTS["hsdp-packed"]
 
     def built(rank: int, world: int) -> dict[str, torch.Tensor]:
         return whole_weights(make_worker(llama, beginning_with(adapter, config)))

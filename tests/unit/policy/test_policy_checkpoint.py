@@ -127,9 +127,7 @@ def resumes(rank: int, world: int, directory: Path, tp: int, options: dict[str, 
     [  # (ranks, of which tensor parallel)
         ((4, 1), (2, 1), "torch_save"),
         ((4, 2), (2, 1), "safetensors"),
-        pytest.param((4, 2), (2, 2), "torch_save", marks=pytest.mark.slow),
         pytest.param((2, 1), (4, 2), "torch_save", marks=pytest.mark.slow),
-        pytest.param((4, 2), (1, 1), "torch_save", marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_resumes_on_other_ranks_with_the_same_losses(tmp_path, saved_on, resumed_on, save_format):
@@ -145,8 +143,7 @@ def test_a_policy_resumes_on_other_ranks_with_the_same_losses(tmp_path, saved_on
 @pytest.mark.parametrize(
     "options",
     [
-        {"cls": torch.optim.SGD, "lr": 0.1},
-        {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+        {"cls": torch.optim.SGD, "lr": 0.1},  # without state
         {"cls": torch.optim.NAdam, "lr": 0.01, "weight_decay": 0.1},
         {"cls": torch.optim.Adam, "lr": torch.tensor(0.01), "amsgrad": True},
     ],

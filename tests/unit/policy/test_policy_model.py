@@ -19,7 +19,7 @@ from nemo_rl.models.policy.pretrained import load_config
 from nemo_rl.models.policy.weight_loading import named_tensors
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
+from tests.unit.policy.models import VOCAB, save_random_model
 from tests.unit.policy.steps import policy_config
 from tests.worlds import run_world
 
@@ -56,12 +56,7 @@ def reference(path: Path) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("family", "world_size", "cut"),
-    [
-        # Llama cut in two is what most other tests of layouts begin with.
-        pytest.param(family, world_size, cut, marks=[pytest.mark.slow] if cut and family == "llama" else [])
-        for world_size, cut in ((1, {}), (2, {}), (4, {"tensor_parallel_size": 2}))
-        for family in FAMILIES
-    ],
+    [("llama", 1, {}), ("qwen2-tied", 2, {}), ("qwen3", 4, {"tensor_parallel_size": 2})],
 )
 def test_logprobs_and_gradients_equal_hugging_face(tmp_path, family, world_size, cut):
     save_random_model(family, tmp_path)

@@ -137,22 +137,19 @@ def reward_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_and_gradients_equal_those_of_transformers(reward_models, layout):
     world_size, cut = LAYOUTS[layout]
-
-    def rank_main(rank: int, world: int) -> list[tuple[dict[int, float], dict[str, torch.Tensor]]]:
-        config = DTensorConfig(**cut)
-        return [scores_and_gradients(make_worker(reward_models[f], dtensor_cfg=config)) for f in FAMILIES]
-
-    results = run_world(rank_main, world_size)
-    for number, family in enumerate(FAMILIES):
-        want, want_grads = reference(reward_models[family])
-        found: dict[str, torch.Tensor] = {}
-        for scores, grads in (result[number] for result in results):
-            for row, score in scores.items():
-                assert score == pytest.approx(want[row].item(), rel=1e-5, abs=1e-5), (family, row)
-            found |= grads
-        assert set(found) == set(want_grads)
-        for name, grad in found.items():
-            assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm() + 1e-7, (family, name)
+    path = reward_models[FAMILIES[list(LAYOUTS).index(layout) % len(FAMILIES)]]
+    results = run_world(
+        lambda *_: scores_and_gradients(make_worker(path, dtensor_cfg=DTensorConfig(**cut))), world_size
+    )
+    want, want_grads = reference(path)
+    found: dict[str, torch.Tensor] = {}
+    for scores, grads in results:
+        for row, score in scores.items():
+            assert score == pytest.approx(want[row].item(), rel=1e-5, abs=1e-5), row
+        found |= grads
+    assert set(found) == set(want_grads)
+    for name, grad in found.items():
+        assert (grad - want_grads[name]).norm() <= 1e-5 * want_grads[name].norm() + 1e-7, name
 
 
 def test_values_of_tokens_come_from_the_states_before_them(reward_models):
@@ -212,8 +209,7 @@ def scores_of(model: PreTrainedModel | PeftModel) -> torch.Tensor:
         return model.eval()(**right_padded()).logits[:, 0]
 
 
-@pytest.mark.parametrize("save_format", ["safetensors", "torch_save"])
-@pytest.mark.parametrize("layout", ["fsdp2", "pp2"])
+@pytest.mark.parametrize(("layout", "save_format"), [("fsdp2", "safetensors"), ("pp2", "torch_save")])
 def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, layout, save_format):
     world_size, cut = LAYOUTS[layout]
 
@@ -244,7 +240,7 @@ def test_checkpoints_are_classifiers_of_transformers(reward_models, tmp_path, la
     assert not (tmp_path / "policy" / "generation_config.json").exists()
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
 def test_beside_adapters_the_head_is_trained_whole_and_saved_for_peft(reward_models, tmp_path, layout):
     world_size, cut = LAYOUTS[layout]
     path = reward_models["qwen3"]

@@ -195,7 +195,6 @@ DYNAMIC = {
 }
 PAIR_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "padded": (1, {"padding_free": False}),
-    "dp2 packed": (2, PACKED),
     "dp2 dynamic": (2, DYNAMIC),
     "cp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(context_parallel_size=2)}),
     "pp packed": (2, PACKED | {"dtensor_cfg": DTensorConfig(pipeline_parallel_size=2)}),
@@ -249,7 +248,7 @@ def test_a_step_on_pairs_does_not_depend_on_the_layout_and_evaluation_is_that_of
     assert together == pytest.approx(alone.reference_sums, abs=1e-5)
 
 
-@pytest.mark.parametrize(("world", "cut"), [(1, {}), (2, {}), (2, {"pipeline_parallel_size": 2})])
+@pytest.mark.parametrize(("world", "cut"), [(2, {}), (2, {"pipeline_parallel_size": 2})])
 def test_evaluation_on_rollouts_gives_the_metrics_of_training_and_changes_nothing(llama: Path, world: int, cut: Any):
     config = policy_config(train_global_batch_size=16, train_micro_batch_size=2, dtensor_cfg=DTensorConfig(**cut))
 
@@ -283,7 +282,7 @@ class WithColumn(HeadTask):
         return torch.stack([Logprobs()(model, states, batch), batch.columns["extra"]], dim=-1)
 
 
-@pytest.mark.parametrize("layout", ["dp2 packed", "cp packed", "pp packed"])
+@pytest.mark.parametrize("layout", ["dp2 dynamic", "cp packed", "pp packed"])
 def test_a_head_gets_the_columns_it_names_and_may_say_several_numbers(llama: Path, layout: str):
     world, changes = PAIR_LAYOUTS[layout]
 

@@ -32,12 +32,12 @@ from transformers import (
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
-from nemo_rl.models.policy.dtensor.model import materialize, shard
+from nemo_rl.models.policy.dtensor.model import materialize
 from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
 from nemo_rl.models.policy.dtensor.pipeline import split_stages
 from nemo_rl.models.policy.dtensor.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.layout import ParallelSizes
-from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import local_index
 from tests.unit.policy.models import ALL_FAMILIES, VOCAB, save_random_model
 from tests.worlds import run_world
@@ -140,24 +140,17 @@ def fill(model: Scored, source: PreTrainedModel) -> None:
 
 
 def trained(source: PreTrainedModel, sizes: ParallelSizes, **how_to_cut: Any) -> Outcome:
-    """One step; under FSDP2 too where there are more ranks than the tensor-parallel ones."""
+    """One step."""
     mesh = ParallelMesh("cpu", sizes)
     assert mesh.tensor is not None
     hf = cut(source, mesh.tensor, **how_to_cut)
     model = Scored(hf)
-    if sizes.data_parallel > 1:
-        shard(model, decoder_layers(hf), mesh, torch.float32, cpu_offload=False)
     fill(model, source)
-    rows = token_ids().chunk(sizes.data_parallel)[mesh.data_rank]
-    outcome = step(model, rows, hf.named_parameters, clip_grad_norm)
-    for name in ("loss", "loss after the step"):
-        torch.distributed.all_reduce(outcome[name], group=mesh.data_group)
-    return outcome
+    return step(model, token_ids(), hf.named_parameters, clip_grad_norm)
 
 
-def worst(outcome: Outcome, want: Outcome, rows: slice = slice(None)) -> dict[str, float]:
-    """Relative differences above 1e-5, by name. `rows` are those of this rank."""
-    want = want | {"states": want["states"][rows]}
+def worst(outcome: Outcome, want: Outcome) -> dict[str, float]:
+    """Relative differences above 1e-5, by name."""
     assert set(outcome) == set(want)
     differences = {
         name: ((outcome[name] - value).norm() / value.norm().clamp(min=1e-6)).item() for name, value in want.items()
@@ -183,24 +176,6 @@ def test_a_step_on_two_ranks_equals_one_process(tmp_path, family):
     want = reference(source)
     for outcomes in run_world(rank_main, 2):
         assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
-
-
-@pytest.mark.slow
-def test_a_step_with_fsdp_on_top_equals_one_process(tmp_path):
-    sources = {family: load(family, tmp_path / family) for family in ALL_FAMILIES}
-
-    def rank_main(rank: int, world: int) -> list[Outcome]:
-        outcomes = []
-        for number, source in enumerate(sources.values()):
-            sizes = ParallelSizes(tensor_parallel=2, **{"dp_shard" if number % 3 else "dp_replicate": 2})
-            outcomes.append(trained(source, sizes, sequence_parallel=number % 2 == 0))
-        return outcomes
-
-    want = {family: reference(source) for family, source in sources.items()}
-    for rank, outcomes in enumerate(run_world(rank_main, 4)):
-        rows = slice(rank // 2 * 2, rank // 2 * 2 + 2)
-        for family, outcome in zip(ALL_FAMILIES, outcomes, strict=True):
-            assert worst(outcome, want[family], rows) == {}, family
 
 
 def test_pipeline_stages_hand_over_their_own_positions(tmp_path):
@@ -250,7 +225,7 @@ def test_tied_embeddings_stay_one_parameter_and_every_matrix_is_shared_out(tmp_p
         assert copies == (2 if is_whole else 1), name
 
 
-@pytest.mark.parametrize("family", [marked("qwen3"), marked("phi"), "phi3"])
+@pytest.mark.parametrize("family", [marked("phi"), "phi3"])
 def test_adapters_are_cut_with_their_layers(tmp_path, family):
     source = load(family, tmp_path)
     adapters = LoRAConfig(enabled=True, dim=3, alpha=3.0)
