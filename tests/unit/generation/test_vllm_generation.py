@@ -25,14 +25,13 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.generation.vllm.generation import VllmGeneration, engine_bundles
 from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GenerationSettings
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.refit.sync import REFIT, Refit
 from nemo_rl.rollouts.engine_client import Engines
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.generation.configs import engines, generation_config
 from tests.unit.generation.models import make_model
 from tests.unit.generation.test_refit_vllm import OneRankPolicy, change, logprob_difference
-from tests.unit.policy.steps import policy_config
+from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
 
 MAX_MODEL_LEN = 1400
@@ -287,15 +286,7 @@ def own_completions(model: str, requests: list[GenerationRequest]) -> dict[str, 
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
         worker = GeneratingPolicyWorker(
             policy_config(),
-            PolicyWorkerSettings(
-                model_path=model,
-                sampling=SamplingParams(max_new_tokens=1),
-                use_gpu=False,
-                workers_per_node=1,
-                init_reference_model=False,
-                init_optimizer=False,
-                seed=0,
-            ),
+            worker_settings(model, sampling=SamplingParams(max_new_tokens=1), workers_per_node=1, init_optimizer=False),
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
         worker.prepare_generation(

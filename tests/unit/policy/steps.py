@@ -105,17 +105,23 @@ def make_groups() -> tuple[list[GroupHandle], list[RolloutGroup]]:
     return handles, groups
 
 
+def worker_settings(path: Path | str, **changes: Any) -> PolicyWorkerSettings:
+    """Of a rank on the CPU that trains the model in `path`."""
+    settings: dict[str, Any] = {
+        "sampling": SamplingParams(max_new_tokens=16, temperature=0.8),
+        "use_gpu": False,
+        "workers_per_node": 8,
+        "init_reference_model": False,
+        "init_optimizer": True,
+        "seed": 0,
+    }
+    return PolicyWorkerSettings(model_path=str(path), **settings | changes)
+
+
 def make_worker(path: Path, config: PolicyConfig, *, top_k: int | None = None) -> Any:
     """A worker of the backend that `config` enables."""
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=True,
-        init_optimizer=True,
-        seed=0,
-    )
+    sampling = SamplingParams(max_new_tokens=16, temperature=0.8, top_k=top_k)
+    settings = worker_settings(path, sampling=sampling, init_reference_model=True)
     if config.megatron_cfg.enabled:
         from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 

@@ -16,10 +16,9 @@ from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.worker import GeneratingPolicyWorker
 from nemo_rl.models.policy.generate import GeneratingWorker, GenerationSettings, draw_tokens
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, GenerationRequest, SamplingParams, StopReason
 from tests.unit.policy.filter_reference import filter_logits
-from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model
+from tests.unit.policy.steps import LOSS, VOCAB, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
 
 SAMPLING = SamplingParams(max_new_tokens=10, temperature=0.9, top_k=30, top_p=0.9)
@@ -87,15 +86,7 @@ def make_requests(
 def make_worker(path: Path, how: GenerationSettings, **dtensor: Any) -> GeneratingPolicyWorker:
     worker = GeneratingPolicyWorker(
         policy_config(dtensor_cfg=DTensorConfig(**dtensor)),
-        PolicyWorkerSettings(
-            model_path=str(path),
-            sampling=SamplingParams(max_new_tokens=10, temperature=0.8),
-            use_gpu=False,
-            workers_per_node=8,
-            init_reference_model=False,
-            init_optimizer=True,
-            seed=0,
-        ),
+        worker_settings(path, sampling=SamplingParams(max_new_tokens=10, temperature=0.8)),
     )
     worker.prepare_generation(how)
     return worker

@@ -24,12 +24,11 @@ from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.pretrained import build_on_meta, read_model_config
 from nemo_rl.models.policy.weight_loading import named_tensors
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.refit.layout import gathered
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from tests.unit.policy.models import FAMILIES, VOCAB, save_random_model
-from tests.unit.policy.steps import policy_config
+from tests.unit.policy.steps import policy_config, worker_settings
 from tests.worlds import run_world
 
 LENGTHS = [17, 6, 11, 3]
@@ -64,16 +63,7 @@ def make_worker(
     config = policy_config(
         model_name=str(path), reward_model_cfg=RewardModelConfig(enabled=True, reward_model_type=kind), **changes
     )
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=1),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=True,
-        seed=0,
-        pad_token_id=0,
-    )
+    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=1), pad_token_id=0)
     return DTensorPolicyWorker(config, settings)
 
 

@@ -14,10 +14,9 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
-from nemo_rl.types import SamplingParams, TrainResult
+from nemo_rl.types import TrainResult
 from tests.unit.policy.models import save_random_model
-from tests.unit.policy.steps import LOSS, load_step, policy_config
+from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 
 pytestmark = pytest.mark.gpu
 
@@ -31,15 +30,7 @@ def _rank(rank: int, folder: str, path: str, use_gpu: bool, changes: dict[str, A
     config = policy_config(train_micro_batch_size=2, **PACKED, **changes)
     worker = DTensorPolicyWorker(
         config,
-        PolicyWorkerSettings(
-            model_path=path,
-            sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
-            use_gpu=use_gpu,
-            workers_per_node=1,
-            init_reference_model=True,
-            init_optimizer=True,
-            seed=0,
-        ),
+        worker_settings(path, use_gpu=use_gpu, workers_per_node=1, init_reference_model=True),
     )
     steps = []
     for _ in range(2):

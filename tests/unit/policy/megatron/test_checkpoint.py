@@ -36,11 +36,9 @@ from nemo_rl.models.policy.megatron.mapping import (
     Vocabulary,
 )
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
-from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.manager import CheckpointError
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
 
 FORMAT = SaveRequest(save_consolidated=True, in_background=True)
@@ -76,15 +74,7 @@ def config_of(changes: Changes) -> PolicyConfig:
 
 
 def make(path: Path, changes: Changes) -> MegatronPolicyWorker:
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=True,
-        seed=0,
-    )
+    settings = worker_settings(path)
     return MegatronPolicyWorker(config_of(changes), settings)
 
 

@@ -23,10 +23,8 @@ from nemo_rl.models.policy.head.distillation import (
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
-from nemo_rl.types import SamplingParams
 from tests.unit.policy.models import VOCAB, save_random_model
-from tests.unit.policy.steps import load_step, policy_config
+from tests.unit.policy.steps import load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -49,15 +47,7 @@ def tasks(teacher: Path) -> dict[str, HeadTask]:
 
 def columns(rank: int, world_size: int, student: Path, teacher: Path, layout: dict[str, Any] | None) -> dict[str, Any]:
     """Every column of every row; `layout` None: of the PyTorch backend."""
-    settings = PolicyWorkerSettings(
-        model_path=str(student),
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=False,
-        seed=0,
-    )
+    settings = worker_settings(student, init_optimizer=False)
     if layout is None:
         config = policy_config()
         worker = DTensorPolicyWorker(config, settings)

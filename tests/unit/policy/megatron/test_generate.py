@@ -19,20 +19,12 @@ from nemo_rl.models.policy.megatron.worker import MegatronGeneratingWorker
 from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import Completion, SamplingParams
 from tests.unit.policy.megatron.parity import Layout
-from tests.unit.policy.steps import load_step, policy_config, save_model, whole_weights
+from tests.unit.policy.steps import load_step, policy_config, save_model, whole_weights, worker_settings
 from tests.unit.policy.test_generate import SAMPLING, complete, generate, make_requests, settings
 from tests.worlds import run_world
 
 REQUESTS = make_requests(replace(SAMPLING, stop_token_ids=tuple(range(2, 14))))  # rows end at different steps
-WORKER = PolicyWorkerSettings(
-    model_path="",
-    sampling=SamplingParams(max_new_tokens=10, temperature=0.8),
-    use_gpu=False,
-    workers_per_node=8,
-    init_reference_model=False,
-    init_optimizer=False,
-    seed=0,
-)
+WORKER = worker_settings("", sampling=SamplingParams(max_new_tokens=10, temperature=0.8), init_optimizer=False)
 
 
 def by_megatron(path: Path, world: int = 1, **megatron: Any) -> dict[str, Completion]:

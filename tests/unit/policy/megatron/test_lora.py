@@ -21,15 +21,14 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.adapter_map import adapted_layers, check_adapters
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronPeftConfig
 from nemo_rl.models.policy.megatron.mapping import weight_map
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
 
-TEMPERATURE = 0.8
+TEMPERATURE = 0.8  # of `worker_settings`
 LLAMA = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, vocab_size=97)
 MOE = Qwen3MoeConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_experts=4, vocab_size=97)
 
@@ -56,14 +55,8 @@ def policy(optimizer: str = "sgd", peft: dict[str, Any] | None = None, **layout:
 def make_worker(path: Path, config: PolicyConfig) -> Any:
     from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
 
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16, temperature=TEMPERATURE),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=True,
-        init_optimizer=True,
-        seed=0,
+    settings = worker_settings(
+        path, sampling=SamplingParams(max_new_tokens=16, temperature=TEMPERATURE), init_reference_model=True
     )
     return MegatronPolicyWorker(config, settings)
 

@@ -13,9 +13,8 @@ from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams, TrainResult
-from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, save_model
+from tests.unit.policy.steps import LOSS, load_step, make_groups, policy_config, save_model, worker_settings
 from tests.unit.policy.test_policy_worker import NanLoss
 from tests.worlds import run_world
 
@@ -36,15 +35,7 @@ def make_worker(path: Path, layout: dict[str, Any]) -> MegatronPolicyWorker:
         optimizer=None,
         megatron_cfg=MegatronConfig(enabled=True, optimizer=optimizer, **layout),
     )
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=True,
-        init_optimizer=True,
-        seed=0,
-    )
+    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=16), init_reference_model=True)
     worker = MegatronPolicyWorker(config, settings)
     load_step(worker, config)
     worker.compute_reference_logprobs()

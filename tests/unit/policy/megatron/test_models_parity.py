@@ -14,11 +14,9 @@ from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
-from nemo_rl.types import SamplingParams
 from tests.unit.policy.megatron.hf_models import random_model
 from tests.unit.policy.models import VOCAB
-from tests.unit.policy.steps import LOSS, load_step, policy_config
+from tests.unit.policy.steps import LOSS, load_step, policy_config, worker_settings
 from tests.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -72,18 +70,6 @@ def save(name: str, path: Path) -> Path:
     family, changes = MODELS[name]
     random_model(family, vocab_size=VOCAB, **changes).save_pretrained(path)
     return path
-
-
-def worker_settings(path: Path) -> PolicyWorkerSettings:
-    return PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16, temperature=0.8),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=True,
-        seed=0,
-    )
 
 
 def megatron_config(**layout: Any) -> PolicyConfig:

@@ -17,9 +17,8 @@ from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
 from nemo_rl.models.policy.megatron.optimizer import build_scheduler, optimizer_config, orthogonalized, scaled
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
 
 LR, MIN_LR = 1e-3, 1e-4
@@ -161,15 +160,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_worker(path: Path, policy: Any, *, use_gpu: bool = False) -> MegatronPolicyWorker:
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16),
-        use_gpu=use_gpu,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=True,
-        seed=0,
-    )
+    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=16), use_gpu=use_gpu)
     return MegatronPolicyWorker(policy, settings)
 
 

@@ -17,9 +17,8 @@ from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker, MovedStorages
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
-from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model
+from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
 
 HOST = torch.device("cpu")
@@ -53,14 +52,8 @@ def make_worker(path: Path, precision: str, *, use_gpu: bool = False) -> Megatro
         precision=precision,
         megatron_cfg=MegatronConfig(enabled=True, transformer_impl="local", optimizer=optimizer),
     )
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=16),
-        use_gpu=use_gpu,
-        workers_per_node=8,
-        init_reference_model=True,
-        init_optimizer=True,
-        seed=0,
+    settings = worker_settings(
+        path, sampling=SamplingParams(max_new_tokens=16), use_gpu=use_gpu, init_reference_model=True
     )
     worker = MegatronPolicyWorker(config, settings)
     load_step(worker, config)

@@ -17,10 +17,9 @@ from nemo_rl.models.policy.head.tasks import Scalars
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
 from nemo_rl.models.policy.megatron.files import DIRECTORY
 from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
-from nemo_rl.models.policy.worker import PolicyWorkerSettings
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.checkpoint.save import SaveRequest
-from tests.unit.policy.steps import policy_config
+from tests.unit.policy.steps import policy_config, worker_settings
 from tests.unit.policy.test_reward_model import LENGTHS, WEIGHTS, reference, save_reward_model, sequences
 from tests.worlds import run_world
 
@@ -44,16 +43,7 @@ def make_worker(path: Path, **layout: Any) -> MegatronPolicyWorker:
         max_grad_norm=None,
         megatron_cfg=MegatronConfig(enabled=True, optimizer=optimizer, **layout),
     )
-    settings = PolicyWorkerSettings(
-        model_path=str(path),
-        sampling=SamplingParams(max_new_tokens=1),
-        use_gpu=False,
-        workers_per_node=8,
-        init_reference_model=False,
-        init_optimizer=True,
-        seed=5,
-        pad_token_id=0,
-    )
+    settings = worker_settings(path, sampling=SamplingParams(max_new_tokens=1), seed=5, pad_token_id=0)
     return MegatronPolicyWorker(config, settings)
 
 
