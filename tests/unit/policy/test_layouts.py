@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen2Config
 
 from nemo_rl.models.policy.config import (
     DTensorConfig,
@@ -19,6 +19,7 @@ from nemo_rl.models.policy.config import (
     PolicyConfig,
     SequencePackingConfig,
 )
+from nemo_rl.models.policy.dtensor.checks import check_layout
 from nemo_rl.models.policy.head.tasks import Logprobs
 from tests.unit.policy.exact_cases import OF_SINGLE_LOGPROBS
 from tests.unit.policy.steps import (
@@ -203,3 +204,10 @@ def test_overrides_of_the_models_configuration_reach_every_stage(alone: Alone, t
     changes = PACKED | cut(**{PP: 2}) | {"hf_config_overrides": overrides}
     for step in run_world(one_step, 2, alone.path("llama"), settings_of(changes)):
         assert_same(step, want)
+
+
+def test_an_attention_that_cannot_be_cut_is_refused_by_name() -> None:
+    check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=8)), Qwen2Config())
+    check_layout(policy_config(), Gemma2Config())
+    with pytest.raises(ValueError, match=r"policy\.dtensor_cfg\.context_parallel_size=2.*'gemma2'.*soft-capped"):
+        check_layout(policy_config(dtensor_cfg=DTensorConfig(context_parallel_size=2)), Gemma2Config())

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl.models.policy import peft_format
@@ -201,15 +201,6 @@ def test_dropout_acts_in_training_passes_only() -> None:
     assert torch.equal(logits(hf), without)
 
 
-def test_a_merged_model_gives_the_logits_of_the_adapted_one() -> None:
-    hf = adapted()
-    plain = qwen2()
-    with torch.no_grad():
-        for name, module in lora.adapters(hf):
-            plain.get_submodule(name).weight.copy_(lora.merged_weight(module))
-    torch.testing.assert_close(logits(plain), logits(hf), rtol=0, atol=1e-5)
-
-
 # -- several ranks
 
 
@@ -238,71 +229,11 @@ def rows_of(rank: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def results(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Gradients and merged weights, whole."""
-    out = {f"{name}.grad": whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    return out | {name: whole(lora.merged_weight(module)) for name, module in lora.adapters(model)}
-
-
-def expected_results(num_batches: int) -> dict[str, torch.Tensor]:
-    model = two_layers()
-    for rank in range(num_batches):
-        model(rows_of(rank)).square().sum().backward()
-    found = results(model)
-    assert len(found) == 6  # four gradients, two merged weights
-    return found
-
-
 def sum_gradients(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def cut(module: LoRALinear, mesh: DeviceMesh, *, by_columns: bool) -> None:
-    """As `LoRALinear` says that its parameters are to be sharded."""
-    dims = {"weight": 0, "bias": 0, "lora_B": 0} if by_columns else {"weight": 1, "lora_A": 1}
-    for name, parameter in list(module.named_parameters()):
-        placement = Shard(dims[name]) if name in dims else Replicate()
-        sharded = distribute_tensor(parameter.detach(), mesh, [placement])
-        module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-
-
-def test_sharded_by_fsdp_the_values_gradients_and_merged_weights_are_those_of_one_rank() -> None:
-    def run(rank: int, size: int) -> dict[str, torch.Tensor]:
-        model = two_layers()
-        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
-        sum_gradients(model)
-        fill(model, lora_config())  # anew, shard by shard
-        model(rows_of(rank)).square().sum().backward()
-        assert all((p.grad is None) != p.requires_grad for p in model.parameters())
-        assert isinstance(merged := lora.merged_weight(model.up), DTensor)  # pyright: ignore[reportArgumentType]
-        assert merged.placements == (Shard(0),)
-        return results(model)
-
-    for found in run_world(run, 4):
-        torch.testing.assert_close(found, expected_results(4), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("with_fsdp", [False, True])
-def test_cut_by_tensor_parallelism_the_gradients_and_merged_weights_are_those_of_one_rank(with_fsdp: bool) -> None:
-    def run(rank: int, size: int) -> dict[str, torch.Tensor]:
-        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("fsdp", "tensor"))
-        model = two_layers()
-        cut(model.up, mesh["tensor"], by_columns=True)  # pyright: ignore[reportArgumentType]
-        cut(model.down, mesh["tensor"], by_columns=False)  # pyright: ignore[reportArgumentType]
-        if with_fsdp:
-            fully_shard(model, mesh=mesh["fsdp"])
-            sum_gradients(model)
-        fill(model, lora_config())
-        x = DTensor.from_local(rows_of(rank // 2), mesh["tensor"], [Replicate()])
-        whole(model(x)).square().sum().backward()
-        return results(model)
-
-    size = 4 if with_fsdp else 2
-    for found in run_world(run, size):
-        torch.testing.assert_close(found, expected_results(size // 2), rtol=0, atol=1e-5)
 
 
 def test_frozen_weights_kept_in_the_compute_dtype_give_the_same_bits() -> None:
@@ -382,29 +313,6 @@ def test_we_compute_the_same_from_files_of_peft(tmp_path: Path) -> None:
         return logits(hf).detach()
 
     torch.testing.assert_close(in_world_of_one(load), expected, rtol=0, atol=1e-6)
-
-
-def test_several_ranks_write_the_same_files_and_read_them_into_shards(tmp_path: Path) -> None:
-    cfg = lora_config()
-
-    def run(rank: int, size: int) -> float:
-        hf = adapted(cfg)
-        before = logits(hf).detach()
-        for layer in hf.model.layers:
-            fully_shard(layer)
-        fully_shard(hf)
-        peft_format.save_peft([hf], cfg, tmp_path / "two", "models/tiny")
-        with torch.no_grad():
-            for _, module in lora.adapters(hf):
-                module.lora_A.zero_()
-                module.lora_B.zero_()
-        peft_format.load_peft([hf], cfg, tmp_path / "two", "elsewhere/tiny")
-        return (logits(hf) - before).abs().max().item()
-
-    assert run_world(run, 2) == [0.0, 0.0]
-    saved(tmp_path / "one", cfg)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
 
 
 def test_pipeline_stages_write_and_read_one_adapter(tmp_path: Path) -> None:

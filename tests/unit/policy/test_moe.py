@@ -163,18 +163,6 @@ def assert_same(got: Step, want: Step) -> None:
 # -- computing
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_loss_and_gradients_of_the_sharded_model_equal_transformers(tmp_path, family, world_size):
-    model = random_model(family)
-    model.save_pretrained(tmp_path)
-    ids = token_ids()
-    results = run_world(lambda rank, world: run_step(tmp_path, ParallelSizes(dp_shard=world), ids), world_size)
-    for result in results:
-        assert_same(result, reference(model, ids))
-        model.zero_grad()
-
-
 def test_two_backward_passes_give_the_same_bits(tmp_path):
     random_model("qwen3_moe").save_pretrained(tmp_path)
 
@@ -189,7 +177,7 @@ def test_two_backward_passes_give_the_same_bits(tmp_path):
     ("family", "num_experts", "sizes"),
     [
         *((family, 4, ParallelSizes(dp_shard=2, expert_parallel=2)) for family in FAMILIES),
-        ("qwen3_moe", 8, ParallelSizes(dp_shard=4, expert_parallel=2)),
+        ("mixtral", 4, ParallelSizes(dp_shard=2)),
         ("mixtral", 4, ParallelSizes(dp_replicate=2, dp_shard=2, expert_parallel=2)),
         ("deepseek_v3", 4, ParallelSizes(dp_shard=2, tensor_parallel=2, expert_parallel=2)),
         pytest.param("qwen3_moe", 3, ParallelSizes(dp_shard=2), id="3 experts on 2 ranks"),
@@ -205,12 +193,11 @@ def test_spread_experts_give_the_loss_and_gradients_of_one_process(tmp_path, fam
         assert_same(result, want)
 
 
-@pytest.mark.parametrize("recompute", [True, "selective"])
-def test_spread_experts_are_recomputed(tmp_path, recompute):
+def test_spread_experts_are_recomputed_but_for_products(tmp_path):
     model = random_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     ids, sizes = token_ids(), ParallelSizes(dp_shard=2, expert_parallel=2)
-    for result in run_world(lambda rank, world: run_step(tmp_path, sizes, ids, recompute=recompute), 2):
+    for result in run_world(lambda rank, world: run_step(tmp_path, sizes, ids, recompute="selective"), 2):
         assert_same(result, reference(model, ids))
         model.zero_grad()
 

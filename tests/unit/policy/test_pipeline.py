@@ -32,7 +32,6 @@ from transformers import (
 )
 
 from nemo_rl.models.policy import attention
-from nemo_rl.models.policy.batch.microbatches import from_last_stage
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig, LoRAConfig, PipelineConfig
 from nemo_rl.models.policy.dtensor.pipeline import (
@@ -222,23 +221,6 @@ def test_sharded_stages_reduce_gradients_once():
             assert_equal([ranks[data_rank][number], ranks[2 + data_rank][number]], whole)
 
 
-def test_gradients_add_up_over_calls():
-    model = whole_model("llama")
-    first, second = batches_of(1, 4), batches_of(2, 3)
-
-    def rank_main(rank: int, world: int) -> dict[str, torch.Tensor]:
-        runner, stages = runner_of(copy.deepcopy(model), 2, "1f1b", 1)
-        runner.train(first, loss_of, Logprobs())
-        runner.train(second, loss_of, Logprobs())
-        return {name: p.grad.full_tensor() for name, p in stages[0].hf.named_parameters()}
-
-    ranks = run_world(rank_main, 4)
-    in_one_process(model, first)
-    whole = in_one_process(model, second)
-    for name, grad in (ranks[0] | ranks[2]).items():
-        assert (grad / 2 - whole.grads[name]).norm() <= 1e-5 * whole.grads[name].norm() + 1e-8, name  # 2 data ranks
-
-
 def test_four_stages_on_four_ranks():
     model = whole_model("qwen3")
     steps = [batches_of(1, 6), batches_of(2, 2)]
@@ -328,14 +310,6 @@ def test_messages_are_freed_during_the_step():
 
     for most, left, most_of_logprobs in run_world(rank_main, 2):
         assert most <= 3 and left == 0 and most_of_logprobs <= 2
-
-
-def test_values_of_the_last_rank_reach_all():
-    def rank_main(rank: int, world: int) -> dict[str, float]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline_parallel", "dp_shard"))
-        return from_last_stage({"loss": float(rank)} if rank >= 2 else {}, mesh["pipeline_parallel"].get_group())
-
-    assert run_world(rank_main, 4) == [{"loss": 2.0}, {"loss": 3.0}] * 2
 
 
 @given(st.integers(1, 12), st.integers(0, 40))

@@ -1,4 +1,4 @@
-"""The worker's contract: the same step for every number of ranks and every micro-batch size."""
+"""What a policy worker does in a step: precisions, losses that are not finite, masks, and resuming."""
 
 from __future__ import annotations
 
@@ -47,23 +47,6 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(model_path: Path) -> Step:
     """One rank, one micro-batch per optimizer step: nothing was split."""
     return run_world(one_step, 1, model_path, policy_config(train_micro_batch_size=8))[0]
-
-
-@pytest.mark.parametrize(("world", "micro_batch"), [(1, 1), (1, 3), (2, 4), (2, 1), (4, 2), (4, 1)])
-def test_loss_gradient_metrics_and_update_do_not_depend_on_the_split(model_path, alone, world, micro_batch):
-    config = policy_config(train_micro_batch_size=micro_batch)
-    results = run_world(one_step, world, model_path, config)
-    want, want_weights = alone.result, alone.weights
-    for step in results:
-        result, weights = step.result, step.weights
-        assert result.losses == pytest.approx(want.losses, abs=1e-6)  # a sum of terms of size 1 that cancel
-        assert result.grad_norms == pytest.approx(want.grad_norms, rel=1e-6)
-        assert result.metrics.keys() == want.metrics.keys()
-        for name, value in want.metrics.items():
-            assert result.metrics[name] == pytest.approx(value, rel=2e-6, abs=1e-6), name
-        for name, weight in weights.items():
-            assert (weight - want_weights[name]).abs().max() < 1e-6, name
-    assert len(want.losses) == 2 and want.metrics["global_valid_seqs"] == 15, "of 16 samples, in two optimizer steps"
 
 
 def test_the_first_logprobs_equal_the_reference_and_training_moves_only_the_policy(model_path):
@@ -204,15 +187,8 @@ SCHEDULE = [
 ADAMW = OptimizerConfig(name="torch.optim.AdamW", kwargs={"lr": 0.01, "weight_decay": 0.1})
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "resumed_on", "save_format"),
-    [
-        (1, 1, "torch_save"),
-        (2, 2, "safetensors"),
-        pytest.param(2, 1, "torch_save", marks=pytest.mark.slow),  # other ranks by default: test_policy_checkpoint.py
-    ],
-)
-def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, saved_on, resumed_on, save_format):
+@pytest.mark.parametrize(("world", "save_format"), [(1, "torch_save"), (2, "safetensors")])
+def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_path, world, save_format):
     config = policy_config(optimizer=ADAMW, scheduler=SCHEDULE)
 
     def train_once(worker: DTensorPolicyWorker, rank: int, world: int) -> TrainResult:
@@ -235,16 +211,12 @@ def test_a_resumed_policy_continues_like_the_one_that_went_on(model_path, tmp_pa
         worker.load_checkpoint(tmp_path, load_optimizer=True)
         return train_once(worker, rank, world), weights(worker)
 
-    want, want_weights = run_world(goes_on, saved_on)[0]
-    got, got_weights = run_world(resumes, resumed_on)[0]
+    want, want_weights = run_world(goes_on, world)[0]
+    got, got_weights = run_world(resumes, world)[0]
     assert got.learning_rates == want.learning_rates
     assert want.learning_rates == pytest.approx([0.007, 0.01]), "the scheduler steps once per optimizer step"
-    if saved_on == resumed_on:
-        assert got == want
-        assert all(torch.equal(got_weights[name], want_weights[name]) for name in want_weights)
-    else:
-        assert got.losses == pytest.approx(want.losses, rel=1e-6, abs=1e-6)
-        assert all((got_weights[name] - want_weights[name]).abs().max() < 1e-4 for name in want_weights)
+    assert got == want
+    assert all(torch.equal(got_weights[name], want_weights[name]) for name in want_weights)
 
     # The consolidated weights and those converted from the shards are the ones that were saved.
     from transformers import AutoModelForCausalLM

@@ -34,7 +34,6 @@ from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import materialize
 from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
-from nemo_rl.models.policy.dtensor.pipeline import split_stages
 from nemo_rl.models.policy.dtensor.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.pretrained import build_on_meta
@@ -176,31 +175,6 @@ def test_a_step_on_two_ranks_equals_one_process(tmp_path, family):
     want = reference(source)
     for outcomes in run_world(rank_main, 2):
         assert [worst(outcome, want) for outcome in outcomes] == [{}, {}]
-
-
-def test_pipeline_stages_hand_over_their_own_positions(tmp_path):
-    source = load("llama", tmp_path)
-    ids = token_ids()
-    positions = torch.arange(WIDTH).expand_as(ids)
-
-    def rank_main(rank: int, world: int) -> tuple[torch.Size, torch.Tensor]:
-        mesh = init_device_mesh("cpu", (2,))
-        begin = {"input_ids": ids}
-        shapes = []
-        for index in range(2):
-            hf = build_on_meta(copy.deepcopy(source.config), torch.float32).eval()
-            split_stages(hf, index, DTensorConfig(pipeline_parallel_size=2))
-            apply_tensor_parallel(hf, mesh, DTensorConfig(tensor_parallel_size=2, sequence_parallel=True))
-            fill(Scored(hf), source)
-            out = hf.base_model(**begin, position_ids=positions, use_cache=False).last_hidden_state.detach()
-            begin = {"inputs_embeds": out}
-            shapes.append(out.shape)
-        return shapes[0], out
-
-    want = source.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    for shape, states in run_world(rank_main, 2):
-        assert shape == (4, WIDTH // 2, 64)
-        torch.testing.assert_close(states, want, rtol=1e-5, atol=1e-5)
 
 
 def test_tied_embeddings_stay_one_parameter_and_every_matrix_is_shared_out(tmp_path):
