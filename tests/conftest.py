@@ -5,11 +5,13 @@ The model hub is switched off before anything imports it: tests need no network.
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -18,8 +20,9 @@ os.environ["WANDB_MODE"] = "offline"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-NUM_PROCESSES = 2  # of a run of whole folders: tests with Ray in one, the others in both
+NUM_PROCESSES = 2  # of a run of whole folders
 LONG_S = 20.0
 ROOT = Path(__file__).parents[1]
 
@@ -33,11 +36,30 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if all(named) else NUM_PROCESSES
 
 
+@functools.cache
+def kind_of(file: str) -> Literal["runs", "ray", "others"]:
+    """Of a file of tests: whole runs, tests of one Ray cluster, or others."""
+    text = (ROOT / file).read_text()
+    if "/functional/" in file and ("mark.slow" in text or "mark.over_20s" in text):
+        return "runs"
+    return "ray" if "ray_local" in text else "others"
+
+
+class Scheduler(LoadScopeScheduling):
+    """Whole runs first, one by one; then everything that shares a Ray cluster, in one process; then file by file."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return {"runs": nodeid, "ray": "ray", "others": file}[kind_of(file)]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return Scheduler(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share the Ray cluster of a process run in one process, before the others."""
+    items.sort(key=lambda item: ["runs", "ray", "others"].index(kind_of(item.nodeid.split("::")[0])))
     for item in items:
-        if isinstance(item, pytest.Function) and "ray_local" in item.fixturenames:
-            item.add_marker(pytest.mark.xdist_group("ray"))
         for marker in item.iter_markers("over_20s"):
             item.user_properties.append(("over_20s", marker.args[0]))
 
