@@ -91,16 +91,7 @@ def test_a_run_killed_at_any_moment_continues_bit_for_bit(tmp_path):
     resumes_bit_for_bit(tmp_path, SCRIPT, MEGATRON_CONFIG, overrides, "policy", at_once=True)
 
 
-@pytest.mark.slow
-def test_an_asynchronous_run_learns(tmp_path):
-    overrides = (*BARE, *APART, "cluster.cpu_workers_per_node=2", "grpo.async_grpo.enabled=true")
-    finished = succeeded(run(tmp_path, *overrides, "grpo.max_num_steps=15", config=MEGATRON_CONFIG))
-    rewards = series(finished, "train/reward")
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
-
-
 SUPERVISED = {
-    "sft": ("sft.max_num_steps=20", "sft.val_period=20"),
     "dpo": ("dpo.max_num_steps=20", "dpo.val_period=20"),
     "rm": ("rm.max_num_steps=20", "rm.val_period=20", "policy.scheduler=null"),
 }

@@ -35,23 +35,6 @@ def trained(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k.startswith("train/") and k not in NOT_REPLAYED} for row in rows]
 
 
-def test_a_synchronous_run_is_replayed_bit_for_bit(tmp_path):
-    record = tmp_path / "record"
-    small = (*SMALL, "grpo.max_num_steps=2")
-    keys = (
-        "grpo.rollout_record.enabled=true",
-        f"grpo.rollout_record.save_dir={record}",
-        "policy.train_global_batch_size=8",
-    )
-    recorded = run(tmp_path / "recorded", *small, *keys)
-    assert recorded.status == 0, recorded.output[-4000:]
-    replayed = run(
-        tmp_path / "replayed", *small, *REPLAY, f"grpo.replay_from={record}", "policy.train_global_batch_size=8"
-    )
-    assert replayed.status == 0, replayed.output[-4000:]
-    assert trained(replayed.metrics) == trained(recorded.metrics)
-
-
 def test_experts_of_generation_are_taken_recorded_and_replayed_bit_for_bit(tmp_path):
     record = tmp_path / "record"
     moe = (

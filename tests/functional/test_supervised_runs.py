@@ -141,15 +141,9 @@ def test_a_reward_model_scores_alike_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [
-        ("dpo", ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")),
-        ("rm", ("policy.sequence_packing.enabled=false",)),
-    ],
-)
-def test_a_run_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path, kind, how):
-    resumes_bit_for_bit(tmp_path, *command(kind), (*small(kind), *how), "policy", at_once=True)
+def test_a_run_that_is_killed_at_any_moment_continues_bit_for_bit(tmp_path):
+    how = ("dpo.precompute_reference_logprobs=true", "+policy.dtensor_cfg.lora_cfg.enabled=true")
+    resumes_bit_for_bit(tmp_path, *command("dpo"), (*small("dpo"), *how), "policy", at_once=True)
 
 
 def write_rows(folder: Path) -> None:
@@ -198,13 +192,12 @@ def test_epochs_of_several_streamed_datasets_resume_in_the_middle_of_an_epoch(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_two_ranks_learn_what_one_learns(tmp_path, kind):
+def test_two_ranks_learn_what_one_learns(tmp_path):
     """Batches that they do not share evenly in validation; micro-batches of their own."""
-    how = (*small(kind), f"{kind}.val_at_start=true", "checkpointing.enabled=false")
-    one = finished(tmp_path / "one", kind, *how)
+    how = (*small("dpo"), "dpo.val_at_start=true", "checkpointing.enabled=false")
+    one = finished(tmp_path / "one", "dpo", *how)
     two = finished(
-        tmp_path / "two", kind, *how, "cluster.cpu_workers_per_node=2", "policy.sequence_packing.train_mb_tokens=128"
+        tmp_path / "two", "dpo", *how, "cluster.cpu_workers_per_node=2", "policy.sequence_packing.train_mb_tokens=128"
     )
     assert [row["step"] for row in two.metrics] == [0, 1, 2, 3, 4]
     for mine, other in zip(comparable(one.metrics), comparable(two.metrics), strict=True):
