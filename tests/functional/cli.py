@@ -56,6 +56,7 @@ def start(
     """Begin a run in `folder`; its output goes to `folder/out.log`."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, str(script), "--config", str(config), *overrides]
+    inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # of the tests alone
     with (folder / "out.log").open("a") as log:
         return subprocess.Popen(
             command,
@@ -63,7 +64,7 @@ def start(
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            env={**inherited, "PYTHONPATH": str(ROOT), **environment},
             start_new_session=True,
         )
 

@@ -90,7 +90,10 @@ def test_the_adapted_layers_move_and_nothing_else(llama: Path, alone: Step) -> N
     assert min((weights[name] - base[name]).abs().max() for name in moved) > 1e-4
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    ["hsdp-packed", "pp-tp-packed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp-recompute", "offloaded"))],
+)
 def test_a_step_does_not_depend_on_the_layout(
     llama: Path, alone: Step, saved: tuple[Path, list[Step]], name: str
 ) -> None:
