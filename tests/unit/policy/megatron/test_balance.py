@@ -90,8 +90,6 @@ def test_of_sequences_it_does_not_depend_on_micro_batches(model: Path) -> None:
     ("world", "cut"),
     [
         (2, {}),
-        (2, {TP: 2, SP: True}),
-        (2, {CP: 2}),
         (2, {PP: 2}),
         (2, {EP: 2} | RECOMPUTED),
         (2, {TP: 2, SP: True, EP: 2} | selective("moe")),

@@ -201,13 +201,10 @@ TP, SP, PP, CP = (
     "context_parallel_size",
 )
 LAYOUTS = {
-    "tp": (2, {TP: 2}),
-    "tp-sp": (2, {TP: 2, SP: True}),
     "tp-sp-recompute": (2, {TP: 2, SP: True, "activation_checkpointing": True}),
     "tp4": (4, {TP: 4, SP: True}),  # more ranks than query groups
     "pp": (2, {PP: 2}),
     "cp-recompute": (2, {CP: 2, "activation_checkpointing": True}),
-    "dp": (2, {}),
 }
 
 

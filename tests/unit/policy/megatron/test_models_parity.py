@@ -131,33 +131,27 @@ TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 
 
+STAGES, CONTEXT = {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}
+EXPERTS, CUT_EXPERTS = {"expert_model_parallel_size": 2}, {"expert_tensor_parallel_size": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3", "mixtral", "window-by-layer"])
 @pytest.mark.parametrize(
-    "layout",
-    [SEQUENCE, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}],
-    ids=lambda layout: "+".join(layout),
+    ("name", "layout"),
+    [
+        ("deepseek_v2", SEQUENCE),
+        ("deepseek_v3", STAGES),
+        ("deepseek_v3", CONTEXT),
+        ("mixtral", CONTEXT),
+        ("window-by-layer", SEQUENCE),
+        ("window-by-layer", STAGES),
+        ("deepseek_v2-groups", EXPERTS),
+        ("deepseek_v3-groups", {**SEQUENCE, **EXPERTS}),
+        ("mixtral", {**SEQUENCE, **CUT_EXPERTS}),
+        ("qwen3_moe", {**SEQUENCE, **EXPERTS}),
+        ("latent-dense", TENSOR),
+        ("yarn", TENSOR),
+    ],
 )
 def test_two_ranks(name, layout, tmp_path):
     check(name, tmp_path, 2, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v2-groups", "deepseek_v3-groups", "mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"expert_model_parallel_size": 2},
-        {**SEQUENCE, "expert_model_parallel_size": 2},
-        {**SEQUENCE, "expert_tensor_parallel_size": 2},
-    ],
-    ids=lambda layout: "+".join(layout),
-)
-def test_experts_on_two_ranks(name, layout, tmp_path):
-    check(name, tmp_path, 2, layout)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["latent-dense", "window", "yarn"])
-def test_tensor_ranks_without_sequence_parallelism(name, tmp_path):
-    check(name, tmp_path, 2, TENSOR)
