@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.losses.distillation import DistillationLoss
 from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.batch.microbatches import RowKey
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample
@@ -28,7 +29,7 @@ class Teacher:
     """A teacher, the tasks it teaches, and what it computes for the student."""
 
     policy: PolicyInterface
-    config: TeacherConfig
+    config: PolicyConfig
     batching: Batching
     task: HeadTask  # its column is what the student's head or loss reads
     tasks: frozenset[str]  # names of the tasks that it teaches

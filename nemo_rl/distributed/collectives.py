@@ -48,31 +48,6 @@ def own_address(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def rendezvous_store(timeout_s: float = 600.0) -> Store:
-    """The key-value store shared by all ranks of this worker group. The first call in each process creates it."""
-    global _listener, _store
-    from torch.distributed import TCPStore
-
-    if _store is not None:
-        return _store
-    is_master = os.environ["RANK"] == "0"
-    listen_fd = None
-    if is_master:
-        assert _listener is not None, "rank 0 reserves its port before the worker starts"
-        listen_fd = _listener.detach()
-        _listener = None
-    _store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        is_master=is_master,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listen_fd,
-    )
-    return _store
-
-
 def init_process_group(backend: str, timeout_s: float = 600.0) -> None:
     """`torch.distributed.init_process_group` over the worker group this process belongs to.
 
@@ -80,17 +55,24 @@ def init_process_group(backend: str, timeout_s: float = 600.0) -> None:
     address come from the worker group. `timeout_s` limits the rendezvous and every later collective. Does nothing if
     the process has joined a world already. May be called again after `destroy_process_group`.
     """
-    global _num_groups
+    global _listener, _num_groups, _store
     import torch.distributed as dist
 
     if dist.is_initialized():
         return
-    store = rendezvous_store(timeout_s)
+    rank, world_size, timeout = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
+    if _store is None:
+        assert rank > 0 or _listener is not None, "rank 0 reserves its port before the worker starts"
+        _store = dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size=world_size,
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=_listener.detach() if _listener is not None else None,
+        )
+        _listener = None
     _num_groups += 1
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"world_{_num_groups}", store),
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store = dist.PrefixStore(f"world_{_num_groups}", _store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -156,6 +156,7 @@ class RayVirtualCluster:
         self.use_gpus = use_gpus
         self.max_colocated_worker_groups = max_colocated_worker_groups
         self.name = name
+        self._resources = {"CPU": float(max_colocated_worker_groups)} | ({"GPU": 1.0} if use_gpus else {})
         self._strategy = placement_group_strategy
         self._wait_s = wait_s
         self._placement_groups: list[PlacementGroup] = []
@@ -229,12 +230,7 @@ class RayVirtualCluster:
     def __exit__(self, *exc: object) -> None:
         self.shutdown()
 
-    def _bundle_resources(self) -> dict[str, float]:
-        cpus = {"CPU": float(self.max_colocated_worker_groups)}
-        return cpus | {"GPU": 1.0} if self.use_gpus else cpus
-
     def _book(self, unified: bool) -> None:
-        resources = self._bundle_resources()
         counts = [self.world_size()] if unified else self._bundle_counts
         # Not PACK, which silently scatters bundles over nodes if they do not fit.
         strategy = self._strategy if unified else "STRICT_PACK"
@@ -244,16 +240,16 @@ class RayVirtualCluster:
         for i, count in enumerate(counts):
             suffix = "unified" if unified else f"node{i}"
             name = f"{self.name}-{suffix}" if self.name else ""
-            self._placement_groups.append(placement_group([resources] * count, strategy=strategy, name=name))
+            self._placement_groups.append(placement_group([self._resources] * count, strategy=strategy, name=name))
         self._wait_until_ready(max(deadline, time.monotonic() + _FREE_WAIT_S))
 
     def _wait_until_it_exists(self, counts: Sequence[int], deadline: float) -> None:
         next_message = time.monotonic()
-        while not _fits(counts, self._bundle_resources()):
+        while not _fits(counts, self._resources):
             if time.monotonic() > deadline:
-                raise ResourceInsufficientError(_difference(self._bundle_counts, self._bundle_resources()))
+                raise ResourceInsufficientError(_difference(self._bundle_counts, self._resources))
             if time.monotonic() > next_message:
-                difference = _difference(self._bundle_counts, self._bundle_resources())
+                difference = _difference(self._bundle_counts, self._resources)
                 logger.warning("Waiting %.0f s more for nodes: %s", deadline - time.monotonic(), difference)
                 next_message = time.monotonic() + _MESSAGE_EVERY_S
             time.sleep(_POLL_S)
@@ -264,7 +260,7 @@ class RayVirtualCluster:
         while pending:
             pending = [group for group in pending if not group.wait(timeout_seconds=_POLL_S)]
             if pending and time.monotonic() > deadline:
-                raise ResourceInsufficientError(_difference(self._bundle_counts, self._bundle_resources()))
+                raise ResourceInsufficientError(_difference(self._bundle_counts, self._resources))
             if pending and time.monotonic() > next_message:
                 logger.warning("Waiting for others to free resources on %d nodes", len(pending))
                 next_message = time.monotonic() + _MESSAGE_EVERY_S

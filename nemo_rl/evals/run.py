@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.algorithms.setup.launch import run_command, start_cluster, start_ray
+import ray
+
+from nemo_rl.algorithms.setup.launch import run_command, start_cluster
 from nemo_rl.algorithms.setup.preflight import check_environments, check_prompts
 from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_settings
 from nemo_rl.algorithms.setup.rollouts import sections_to_start
@@ -20,6 +22,7 @@ from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.setup import PromptProcessor
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerError, WorkerHang, first_line
+from nemo_rl.distributed.virtual_cluster import init_ray
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.registry import create_envs, wait_for_envs
 from nemo_rl.evals.config import EvalMasterConfig
@@ -112,14 +115,11 @@ def prepare(config: EvalMasterConfig) -> Inputs:
             "vllm_kwargs": config.generation.vllm_kwargs,
         },
     }
-    return Inputs(model=model, data=data, process=process, identity=identity, folder=_folder(config, data, identity))
-
-
-def _folder(config: EvalMasterConfig, data: EvalData, identity: dict[str, Any]) -> Path:
-    if config.eval.save_path is not None:
-        return Path(config.eval.save_path).expanduser()
     names = [re.sub(r"[^\w.-]+", "-", name).strip("-.") for name in (config.generation.model_name, *data.tasks)]
-    return Path("results/eval") / "_".join([*names, digest(strict_json.dumps(identity))[:8]])
+    folder = Path("results/eval") / "_".join([*names, digest(strict_json.dumps(identity))[:8]])
+    if config.eval.save_path is not None:
+        folder = Path(config.eval.save_path).expanduser()
+    return Inputs(model=model, data=data, process=process, identity=identity, folder=folder)
 
 
 def outcomes_by_dataset(data: EvalData, samples: SampleFolder) -> dict[str, list[list[Outcome]]]:
@@ -172,41 +172,16 @@ def play(config: EvalMasterConfig, inputs: Inputs, samples: SampleFolder, consol
     if not left:
         return
     with ExitStack() as stack:
-        start_ray(stack, samples.folder)
+        init_ray(str(samples.folder))
+        stack.callback(ray.shutdown)
         collector, num_engines = _start(config, stack, inputs)
         num = config.eval.num_tests_per_prompt
         in_flight = config.generation.num_prompts_per_step
         if in_flight == -1:
             in_flight = max(1, SAMPLES_IN_FLIGHT * num_engines // num)
         writer = _Writer(config, inputs, samples, console, collector, {prompt.prompt_id: prompt for prompt in left})
-        _ask(left, num, sampling_params(config.generation, inputs.model.tokenizer), in_flight, collector, writer)
-
-
-def _ask(
-    prompts: Sequence[Prompt],
-    num_samples: int,
-    sampling: SamplingParams,
-    in_flight: int,
-    collector: RolloutCollector,
-    writer: _Writer,
-) -> None:
-    """Sample and write every prompt, and repeat the prompts whose groups were lost with the rollout worker."""
-    while prompts:
-        requests = (
-            GroupRequest(
-                group_id=f"eval/{prompt.prompt_id}",
-                prompt=prompt,
-                num_generations=num_samples,
-                sampling=sampling,
-                seed_step=SEED_STEP,
-            )
-            for prompt in prompts
-        )
-        lost: list[Prompt] = []
-        for handles in collector.stream(requests, in_flight):
-            lost += writer.take(handles)
-        prompts = lost
-    writer.finish()
+        sampling = sampling_params(config.generation, inputs.model.tokenizer)
+        writer.ask_all(sampling, in_flight)
 
 
 def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[RolloutCollector, int]:
@@ -281,6 +256,23 @@ class _Writer:
         self.num_tokens = 0
         self.num_played = 0
         self.started = self.written_at = self.shown_at = time.monotonic()
+
+    def ask_all(self, sampling: SamplingParams, in_flight: int) -> None:
+        """Sample and write every prompt, and repeat the prompts whose groups were lost with the rollout worker."""
+        left = list(self.prompts.values())
+        while left:
+            requests = (
+                GroupRequest(
+                    group_id=f"eval/{prompt.prompt_id}",
+                    prompt=prompt,
+                    num_generations=self.config.eval.num_tests_per_prompt,
+                    sampling=sampling,
+                    seed_step=SEED_STEP,
+                )
+                for prompt in left
+            )
+            left = [prompt for handles in self.collector.stream(requests, in_flight) for prompt in self.take(handles)]
+        self.finish()
 
     def take(self, handles: Sequence[GroupHandle]) -> list[Prompt]:
         """Add finished groups; write and report from time to time.

@@ -114,7 +114,8 @@ class SampleFolder:
                 is_last = position == self.path.stat().st_size
                 if record is None and is_last:
                     break
-                if record is None or not _follows(record, group):
+                is_next = record is not None and record.sample_index == len(group)
+                if record is None or not is_next or (group and group[0].prompt_id != record.prompt_id):
                     raise ValueError(
                         f"{self.path}: line {number} is damaged or not where it belongs; restore the file from a copy, "
                         "or set eval.save_path to another folder"
@@ -128,11 +129,6 @@ class SampleFolder:
                 file.truncate(end_of_groups)
                 os.fsync(file.fileno())
         return position - end_of_groups
-
-
-def _follows(record: SampleRecord, group: Sequence[SampleRecord]) -> bool:
-    """Whether a sample is the next one after `group`, the samples of the same prompt."""
-    return record.sample_index == len(group) and all(record.prompt_id == before.prompt_id for before in group[:1])
 
 
 def _parse(line: bytes) -> SampleRecord | None:

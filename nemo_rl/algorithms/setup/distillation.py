@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
-from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, TeacherConfig
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher
 from nemo_rl.algorithms.plan.batch import Batching
 from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
@@ -26,6 +25,7 @@ from nemo_rl.algorithms.setup.rollouts import (
 )
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.distributed.accelerator import Accelerator
+from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import (
     TEACHER_STATES,
     TEACHER_TOPK,
@@ -35,7 +35,6 @@ from nemo_rl.models.policy.head.distillation import (
     TopKLogits,
     TopKLogprobs,
 )
-from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES
 from nemo_rl.types import SamplingParams
 
@@ -50,22 +49,17 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 class TeacherInputs:
     """What a teacher is made from, checked."""
 
-    config: TeacherConfig
+    config: PolicyConfig
     model: ModelInputs
     vocab_size: int  # tokens that it shares with the student
     tasks: frozenset[str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillationInputs:
+class DistillationInputs(RolloutInputs):
     """What a run of distillation is made from, checked."""
 
-    rollouts: RolloutInputs
     teachers: dict[str, TeacherInputs]  # by section
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return self.rollouts.identity
 
 
 def run_distillation(config: DistillationMasterConfig) -> int:
@@ -75,7 +69,7 @@ def run_distillation(config: DistillationMasterConfig) -> int:
 
 def prepare(config: DistillationMasterConfig) -> DistillationInputs:
     """Load and check what needs no worker; see `prepare_rollouts`."""
-    configs = teacher_configs(config)
+    configs = {model.key: model.config for model in config.further_models}
     models = {key: prepare_model(teacher, config.checkpointing) for key, teacher in configs.items()}
     own_identity = {name: value for model in models.values() for name, value in model.identity.items()}
     rollouts = prepare_rollouts(config, own_identity)
@@ -87,14 +81,7 @@ def prepare(config: DistillationMasterConfig) -> DistillationInputs:
         teachers[key] = TeacherInputs(config=configs[key], model=model, vocab_size=vocab_size, tasks=tasks[key])
         if topk is None:
             warn_of_large_states(config, key, teachers[key])
-    return DistillationInputs(rollouts=rollouts, teachers=teachers)
-
-
-def teacher_configs(config: DistillationMasterConfig) -> dict[str, TeacherConfig]:
-    """Teachers by section: `teacher`, or `teachers.<name>` of each."""
-    if config.teacher is not None:
-        return {"teacher": config.teacher}
-    return {f"teachers.{name}": teacher for name, teacher in config.teachers.items()}
+    return DistillationInputs(**vars(rollouts), teachers=teachers)
 
 
 def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -105,7 +92,7 @@ def tasks_by_teacher(config: DistillationMasterConfig, tasks: Iterable[str]) -> 
     """
     existing = sorted(set(tasks))
     chosen: Mapping[str, str] = config.distillation.task_to_teacher
-    keys = list(teacher_configs(config))
+    keys = [model.key for model in config.further_models]
     if not chosen and len(keys) == 1:
         return {keys[0]: frozenset(existing)}
     unknown, untaught = sorted(set(chosen) - set(existing)), sorted(set(existing) - set(chosen))
@@ -255,11 +242,16 @@ def build(
     setup = build_rollouts(
         config,
         stack,
-        inputs.rollouts,
+        inputs,
         init_reference_model=False,
         num_further_groups=0 if is_apart else len(inputs.teachers),
     )
-    student_task, column = _student_task(config, inputs)
+    if (k := config.distillation.topk_logits_k) is not None:
+        student_task, column = TopKLogprobs(k), TEACHER_TOPK
+    else:
+        (teacher,) = inputs.teachers.values()  # several teachers need `topk_logits_k`: the student stores one head
+        head = StoredHead.of(teacher.model.config, teacher.model.model_path, teacher.config.precision)
+        student_task, column = FullKL(head, teacher.vocab_size), TEACHER_STATES
     trainer = DistillationTrainer(
         config,
         tools,
@@ -268,24 +260,7 @@ def build(
         student_task=student_task,
         column=column,
     )
-    return start_trainer(trainer, config, stack, tools, inputs.rollouts, setup)
-
-
-def _student_task(config: DistillationMasterConfig, inputs: DistillationInputs) -> tuple[HeadTask, str]:
-    """The computation on the student's head, and the column of the teachers' results that it reads."""
-    k = config.distillation.topk_logits_k
-    if k is not None:
-        return TopKLogprobs(k), TEACHER_TOPK
-    (teacher,) = inputs.teachers.values()  # with several teachers `topk_logits_k` is set: the student stores one head
-    head = StoredHead.of(teacher.model.config, teacher.model.model_path, teacher.config.precision)
-    return FullKL(head, teacher.vocab_size), TEACHER_STATES
-
-
-def _teacher_task(config: DistillationMasterConfig, teacher: TeacherInputs) -> HeadTask:
-    k = config.distillation.topk_logits_k
-    if k is not None:
-        return TopKLogits(k, teacher.vocab_size)
-    return LastStates(teacher.model.config.get_text_config().hidden_size, teacher.config.precision)
+    return start_trainer(trainer, config, stack, tools, inputs, setup)
 
 
 def _start_teachers(
@@ -313,13 +288,15 @@ def _start_teachers(
             init_optimizer=False,
             machines=machines,
         )
+        k, hidden_size = config.distillation.topk_logits_k, teacher.model.config.get_text_config().hidden_size
+        states = LastStates(hidden_size, teacher.config.precision)
         batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight, key=key)
         teachers.append(
             Teacher(
                 policy=policy,
                 config=teacher.config,
                 batching=batching.of_scoring(),
-                task=_teacher_task(config, teacher),
+                task=states if k is None else TopKLogits(k, teacher.vocab_size),
                 tasks=teacher.tasks,
             )
         )

@@ -74,7 +74,8 @@ def launch(
             )
             tools.logger.log_hyperparams(config.model_dump())
             stack.callback(tools.logger.close)
-            start_ray(stack, run_dir)
+            init_ray(str(run_dir))
+            stack.callback(ray.shutdown)
             build(config, stack, tools, prepared).train()
         return f"done; metrics and configuration are in {run_dir}"
 
@@ -122,12 +123,6 @@ def run_command(
         console.warn(f"interrupted; the same command {again}")
         return 130
     return 0
-
-
-def start_ray(stack: ExitStack, log_dir: Path) -> None:
-    """Connect to Ray until the stack ends."""
-    init_ray(str(log_dir))
-    stack.callback(ray.shutdown)
 
 
 def start_cluster(cluster: ClusterConfig, stack: ExitStack, groups_per_bundle: int, name: str) -> RayVirtualCluster:

@@ -283,14 +283,10 @@ def _stages(settings: MegatronConfig, model: PretrainedConfig | None) -> str:
             texts.append(f"{start} to {start + size - 1}: {count} layers each{where}")
         else:
             for stage in range(start, start + size):
-                texts.append(f"{stage}: {_layers(stages[stage])}")
+                spans = [f"{p.start}-{p.stop - 1}" if len(p) > 1 else str(p.start) for p in stages[stage]]
+                texts.append(f"{stage}: {'layers' if count > 1 else 'layer'} {' and '.join(spans)}")
         start += size
     return "; ".join(texts) + how
-
-
-def _layers(pieces: list[range]) -> str:
-    spans = [f"{piece.start}-{piece.stop - 1}" if len(piece) > 1 else str(piece.start) for piece in pieces]
-    return ("layers " if sum(map(len, pieces)) > 1 else "layer ") + " and ".join(spans)
 
 
 def _experts(sizes: MegatronSizes, model: PretrainedConfig | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
 from nemo_rl.algorithms.ppo import PPOTrainer
@@ -17,15 +16,10 @@ VALUE = "value"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOInputs:
+class PPOInputs(RolloutInputs):
     """What a run of PPO is made from, checked."""
 
-    rollouts: RolloutInputs
     value: ModelInputs
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return self.rollouts.identity
 
 
 def run_ppo(config: PPOMasterConfig) -> int:
@@ -44,13 +38,13 @@ def prepare(config: PPOMasterConfig) -> PPOInputs:
             "of the same family"
         )
     check_saved_weights(config.checkpointing, config.value, value.config, VALUE)
-    return PPOInputs(rollouts=rollouts, value=value)
+    return PPOInputs(**vars(rollouts), value=value)
 
 
 def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PPOInputs) -> PPOTrainer:
     """A trainer that is ready to run, resumed if there is a checkpoint. What it started ends with the stack."""
     uses_reference = not config.ppo.skip_reference_policy_logprobs_calculation
-    setup = build_rollouts(config, stack, inputs.rollouts, init_reference_model=uses_reference, num_further_groups=1)
+    setup = build_rollouts(config, stack, inputs, init_reference_model=uses_reference, num_further_groups=1)
     value = start_policy(
         config,
         config.value,
@@ -62,4 +56,4 @@ def build(config: PPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: PP
         name=VALUE,
     )
     trainer = PPOTrainer(config, tools, setup.parts, value, inputs.value.flops)
-    return start_trainer(trainer, config, stack, tools, inputs.rollouts, setup)
+    return start_trainer(trainer, config, stack, tools, inputs, setup)

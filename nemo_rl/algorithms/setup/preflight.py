@@ -203,8 +203,12 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
             field, path = ENVIRONMENT_INPUTS[section.type]
             value = vars(section)[field]
             for item in value if isinstance(value, list) else [value]:
-                if item is not None and item not in BUILT_IN_TOOLS:
-                    _check_input(f"env.{name}.{field}", path, item)
+                if item is None or item in BUILT_IN_TOOLS:
+                    continue
+                try:
+                    import_object(path, "check")(item)
+                except (ValueError, FileNotFoundError) as error:
+                    raise type(error)(f"env.{name}.{field}: {error}") from error
         elif starts and isinstance(section, CompositeEnvironmentConfig):
             for index, part in enumerate(section.reward_functions):
                 if part.env is None:
@@ -213,13 +217,6 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
                         check_arguments(part.function, find_reward_function(part.function), part.kwargs)
                     except ValueError as error:
                         raise ValueError(f"{key}: {error}") from error
-
-
-def _check_input(key: str, path: str, value: Any) -> None:
-    try:
-        import_object(path, "check")(value)
-    except (ValueError, FileNotFoundError) as error:
-        raise type(error)(f"{key}: {error}") from error
 
 
 def token_in(variable: str) -> str:

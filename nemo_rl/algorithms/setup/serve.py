@@ -39,27 +39,9 @@ def start_openai_server(
     """Offer the engines of a run, which hold weights already, to agents outside of it."""
     generation, rollouts = setup.parts.generation, setup.parts.rollouts
     assert generation is not None, "the configuration was checked"
-    settings = server_settings(config, inputs)
-    server = RunningServer(
-        setup.generation.cluster, settings, generation.workers, timeout_s=config.cluster.worker_timeout_s
-    )
-    stack.callback(server.shutdown)
-    rollouts.on_new_generation = server.use_generation
-    url = server.listen()
-    path = write_address(tools.logger.run_dir, url, settings)
-    tools.console.info(f"OpenAI-compatible server at {url}; address and token are in {path}")
-    if not is_loopback(settings.host):
-        tools.console.warn(
-            f"{HTTP_SERVER}.host={settings.host}: anyone who reaches {url} from other machines and has the token can "
-            "use the engines, and the connection is not encrypted"
-        )
-
-
-def server_settings(config: RolloutMasterConfig, inputs: RolloutInputs) -> OpenAIServerSettings:
-    """Settings of the server. Raises ValueError if there is no token."""
     vllm, tokenizer = config.policy.generation.vllm_cfg, inputs.model.tokenizer
     chat = vllm.http_server_serving_chat_kwargs
-    return OpenAIServerSettings(
+    settings = OpenAIServerSettings(
         host=vllm.http_server.host,
         port=vllm.http_server.port,
         token=http_server_token(vllm.http_server),
@@ -73,6 +55,19 @@ def server_settings(config: RolloutMasterConfig, inputs: RolloutInputs) -> OpenA
         max_model_len=vllm.max_model_len,
         engine_timeout_s=config.cluster.worker_timeout_s / 2,
     )
+    server = RunningServer(
+        setup.generation.cluster, settings, generation.workers, timeout_s=config.cluster.worker_timeout_s
+    )
+    stack.callback(server.group.shutdown, "stop")  # answers waiting clients that the run has ended
+    rollouts.on_new_generation = server.use_generation
+    url = server.listen()
+    path = write_address(tools.logger.run_dir, url, settings)
+    tools.console.info(f"OpenAI-compatible server at {url}; address and token are in {path}")
+    if not is_loopback(settings.host):
+        tools.console.warn(
+            f"{HTTP_SERVER}.host={settings.host}: anyone who reaches {url} from other machines and has the token can "
+            "use the engines, and the connection is not encrypted"
+        )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -118,10 +113,6 @@ class RunningServer:
             self.group.call_one(0, "set_generation_workers", list(workers))
         except WorkerDied as error:
             logger.warning("%s; the OpenAI-compatible server answers no more in this run", first_line(error))
-
-    def shutdown(self) -> None:
-        """Answer waiting clients that the run has ended, and end the process."""
-        self.group.shutdown("stop")
 
 
 def is_loopback(host: str) -> bool:

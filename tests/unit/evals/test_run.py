@@ -20,7 +20,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.evals.inputs import EvalData, load_eval_data
 from nemo_rl.evals.metrics import show_results
-from nemo_rl.evals.run import Inputs, _ask, _Writer, make_results, outcomes_by_dataset
+from nemo_rl.evals.run import Inputs, _Writer, make_results, outcomes_by_dataset
 from nemo_rl.evals.samples import SampleFolder, open_folder
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.rollouts.collector import RolloutCollector
@@ -133,7 +133,7 @@ class LosesGroups(FakeCollector):
 
 def ask_all(chosen: _Writer, collector: Any) -> None:
     chosen.collector = collector
-    _ask(list(chosen.prompts.values()), 2, SamplingParams(max_new_tokens=1), 2, collector, chosen)
+    chosen.ask_all(SamplingParams(max_new_tokens=1), 2)
 
 
 def lost(kind: type[WorkerError], exception_type: str = "") -> WorkerError:
