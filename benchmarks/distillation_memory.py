@@ -27,6 +27,10 @@ WAYS = ("tiles", "materialised")
 KINDS = ("topk", "kl")
 
 
+def whole(weight: torch.Tensor, **options: float) -> OutputHead:
+    return OutputHead(weight=weight, vocab_size=len(weight), **options)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -56,7 +60,7 @@ def values_of(
     kind, _, way = args.side.partition("-")
     tile_bytes = int(args.tile_mib * 2**20)
     if way == "tiles":
-        head = OutputHead.whole(student[1])
+        head = whole(student[1])
         if kind == "topk":
             values = linear_topk_logprobs(student[0], head, indices, tile_bytes=tile_bytes)
         else:
@@ -64,7 +68,7 @@ def values_of(
                 student[0],
                 head,
                 teacher[0],
-                OutputHead.whole(teacher[1]),
+                whole(teacher[1]),
                 vocab_size=len(student[1]),
                 tile_bytes=tile_bytes,
             )

@@ -23,6 +23,10 @@ Result = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Values, and gradients of states, weight and, where there is one, bias."""
 
 
+def whole(weight: torch.Tensor, **options: float) -> OutputHead:
+    return OutputHead(weight=weight, vocab_size=len(weight), **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call, random numbers included."""
@@ -51,11 +55,12 @@ class Case:
             .requires_grad_(number == 0)
             for shape in [(self.n, hidden), (rows, hidden), (rows,)]
         )
-        head = OutputHead.whole(
-            weight,
-            bias if self.with_bias else None,
+        head = OutputHead(
+            weight=weight,
+            bias=bias if self.with_bias else None,
             transform=self.transform if number == 0 else LogitTransform(scale=0.5),
             temperature=self.temperature,
+            vocab_size=len(weight),
         )
         return states, head
 
@@ -247,12 +252,18 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made():
     assert bound < n * vocab // 8
     with LargestTensor() as largest:
         values = linear_topk_logprobs(
-            states, OutputHead.whole(weight), torch.arange(n * 4).view(n, 4), tile_bytes=tile_bytes
+            states,
+            whole(weight),
+            torch.arange(n * 4).view(n, 4),
+            tile_bytes=tile_bytes,
         )
         (values[0].sum() + values[1].sum()).backward()
     assert largest.numel <= bound
     with LargestTensor() as largest:
-        heads = OutputHead.whole(weight), OutputHead.whole(teacher_weight)
+        heads = (
+            whole(weight),
+            whole(teacher_weight),
+        )
         kls = linear_kl(states, heads[0], teacher_states, heads[1], vocab_size=vocab - 5, tile_bytes=tile_bytes)
         (kls[0].sum() + kls[1].sum()).backward()
     assert largest.numel <= bound

@@ -45,6 +45,10 @@ SMALL = {
 PLAIN = LogitTransform()
 
 
+def whole(weight: torch.Tensor, **options: float) -> OutputHead:
+    return OutputHead(weight=weight, vocab_size=len(weight), **options)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One call, random numbers included."""
@@ -168,7 +172,7 @@ def test_numbers_that_are_tied_at_the_border_of_a_filter_stay_together():
     for top_k, top_p in [(7, 1.0), (None, 0.6), (7, 0.6), (30, 0.9)]:
         logits = filter_logits(states @ weight.t(), targets, top_k, top_p)
         want = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        got = linear_logprobs(states, OutputHead.whole(weight), targets, top_k=top_k, top_p=top_p)
+        got = linear_logprobs(states, whole(weight), targets, top_k=top_k, top_p=top_p)
         assert_close(got, want, 1e-12, f"top_k={top_k} top_p={top_p}")
 
 
@@ -223,15 +227,15 @@ def test_top_k_logits_are_those_of_whole_logits_on_every_rank(k):
         head = OutputHead(weight=weight[rows], temperature=0.7, group=dist.group.WORLD, start=rows.start, vocab_size=97)
         return topk_logits(states, head, k, tile_bytes=1 << 11)
 
-    whole = topk_logits(states, OutputHead.whole(weight, temperature=0.7), k, chunk_tokens=5, tile_bytes=1 << 11)
-    for values, indices in [whole, *run_world(rank_main, 2)]:
+    unsharded = topk_logits(states, whole(weight, temperature=0.7), k, chunk_tokens=5, tile_bytes=1 << 11)
+    for values, indices in [unsharded, *run_world(rank_main, 2)]:
         assert_close(values, want.values, 2e-6)
         assert torch.equal(indices, want.indices)
 
 
 def test_more_logits_than_the_vocabulary_has_are_refused():
     with pytest.raises(ValueError, match="k=98: the vocabulary has 97 logits"):
-        topk_logits(torch.zeros(1, 4), OutputHead.whole(torch.zeros(97, 4)), 98)
+        topk_logits(torch.zeros(1, 4), OutputHead(weight=torch.zeros(97, 4), vocab_size=97), 98)
 
 
 def test_bfloat16_heads_have_float32_logits_and_gradients_rounded_once():
@@ -266,7 +270,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_made(top_k, factor):
     states, weight = torch.randn(n, 8, requires_grad=True), torch.randn(vocab, 8, requires_grad=True)
     targets = torch.arange(n)
     with LargestTensor() as largest:
-        logprobs = linear_logprobs(states, OutputHead.whole(weight), targets, top_k=top_k, tile_bytes=tile_bytes)
+        logprobs = linear_logprobs(states, whole(weight), targets, top_k=top_k, tile_bytes=tile_bytes)
         logprobs.sum().backward()
     assert largest.numel <= max(weight.numel(), factor * tile_bytes // 4) < n * vocab // 8
     with LargestTensor() as largest:  # the measuring sees what it must
@@ -286,7 +290,7 @@ def test_on_a_gpu_values_and_gradients_are_those_of_the_cpu(dtype):
         on_cpu = [leaf.detach().cpu().requires_grad_() for leaf in leaves]
         results = []
         for (h, w), t, g in [(leaves, targets, grad), (on_cpu, targets.cpu(), grad.cpu())]:
-            head = OutputHead.whole(w, temperature=0.7)
+            head = whole(w, temperature=0.7)
             scored = linear_logprobs(h, head, t, top_k=case.top_k, top_p=case.top_p, tile_bytes=case.tile_bytes)
             results.append([scored.detach().cpu(), *(x.cpu() for x in torch.autograd.grad((scored * g).sum(), [h, w]))])
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2

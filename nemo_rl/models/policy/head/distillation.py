@@ -10,14 +10,14 @@ ranks have the teacher's head too and compute the logits of both, a tile at a ti
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
 
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.linear import linear_kl, linear_topk_logprobs, topk_logits
-from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead
+from nemo_rl.models.policy.head.logit_tiles import LogitTransform
 from nemo_rl.models.policy.head.logprobs import logit_transform
 from nemo_rl.models.policy.head.tasks import HeadModel, HeadTask
 from nemo_rl.models.policy.pretrained import DTYPES, build_on_meta
@@ -136,25 +136,19 @@ class StoredHead:
             )
         return head
 
+    @functools.lru_cache(maxsize=1)  # noqa: B019 (heads are few, and `drop_stored_heads` frees them)
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight [stop - start, H] and bias [stop - start] of these rows, cached until `drop_stored_heads`."""
-        return _read_rows(self, start, stop, device)
-
-
-@functools.lru_cache(maxsize=1)
-def _read_rows(
-    head: StoredHead, start: int, stop: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    dtype = DTYPES[head.precision]
-    with StoredModel(head.model_path) as stored:
-        weight = stored.tensor(head.weight)[start:stop].to(device, dtype)
-        bias = None if head.bias is None else stored.tensor(head.bias)[start:stop].to(device, dtype)
-    return weight, bias
+        dtype = DTYPES[self.precision]
+        with StoredModel(self.model_path) as stored:
+            weight = stored.tensor(self.weight)[start:stop].to(device, dtype)
+            bias = None if self.bias is None else stored.tensor(self.bias)[start:stop].to(device, dtype)
+        return weight, bias
 
 
 def drop_stored_heads() -> None:
     """Free the rows that `StoredHead.rows` caches on the device; the next call reads them again."""
-    _read_rows.cache_clear()
+    StoredHead.rows.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -180,21 +174,11 @@ class FullKL(HeadTask):
         head = model.output_head()
         stop = min(head.start + len(head.weight), self.vocab_size)
         weight, bias = self.teacher.rows(min(head.start, stop), stop, states.device)
-        teacher_head = OutputHead(
-            weight=weight,
-            bias=bias,
-            transform=self.teacher.transform,
-            temperature=model.temperature,
-            start=head.start,
-            vocab_size=self.vocab_size,
+        transform = self.teacher.transform  # the teacher's own; the temperature is the student's
+        teacher_head = replace(
+            head, weight=weight, bias=bias, transform=transform, group=None, vocab_size=self.vocab_size
         )
         teacher_states = batch.columns[TEACHER_STATES].view(weight.dtype)
-        kl = linear_kl(
-            states,
-            head,
-            teacher_states,
-            teacher_head,
-            vocab_size=self.vocab_size,
-            chunk_tokens=model.chunk_tokens,
-        )
+        size, rows = self.vocab_size, model.chunk_tokens
+        kl = linear_kl(states, head, teacher_states, teacher_head, vocab_size=size, chunk_tokens=rows)
         return torch.stack(kl, dim=1)

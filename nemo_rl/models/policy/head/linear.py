@@ -10,20 +10,14 @@ a summed loss; policy gradients need every token's logprob, under the sampled di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.head.logit_tiles import (
-    TILE_BYTES,
-    Gradients,
-    OutputHead,
-    Sums,
-    TargetColumn,
-    TileOptions,
-    Tiles,
-)
+from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, Gradients, OutputHead, Sums, TileOptions, Tiles
 
 
 def linear_logprobs(
@@ -81,11 +75,10 @@ def topk_logits(
     tiles = Tiles(states, head.weight, head.bias, options)
     values = tiles.buffer.new_full((len(states), k), float("-inf"))
     indices = torch.zeros((len(states), k), dtype=torch.int64, device=states.device)
-    for columns, block in tiles.column_blocks():
-        for rows in tiles.row_blocks:
-            found, where = tiles.logits(rows, columns, block).topk(min(k, columns.stop - columns.start), dim=1)
-            where += head.start + columns.start
-            _keep_largest(values[rows], indices[rows], found, where)
+    for rows, columns, _, tile in tiles:
+        found, where = tile.topk(min(k, columns.stop - columns.start), dim=1)
+        where += head.start + columns.start
+        _keep_largest(values[rows], indices[rows], found, where)
     if head.group is not None and len(states) > 0:
         shape = (head.group.size() * len(states), k)
         all_values, all_indices = values.new_empty(shape), indices.new_empty(shape)
@@ -150,7 +143,8 @@ def linear_kl(
     assert len(states) == len(teacher_states) and head.start == teacher_head.start
     options = TileOptions.of(head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
     teacher_options = TileOptions.of(teacher_head, chunk_tokens, tile_bytes, vocab_size=vocab_size)
-    teacher = _Teacher(teacher_states.detach(), teacher_head.weight.detach(), teacher_head.bias, teacher_options)
+    # Forward and backward each make the teacher's tiles, so that their buffer does not live between the two.
+    teacher = partial(Tiles, teacher_states.detach(), teacher_head.weight.detach(), teacher_head.bias, teacher_options)
     forward, reverse = _LinearKL.apply(states, head.weight, head.bias, teacher, options)
     return forward, reverse
 
@@ -168,17 +162,15 @@ class _LinearLogprobs(torch.autograd.Function):
         tiles = Tiles(states, weight, bias, options)
         sums = Sums.empty(tiles.buffer, len(states))
         kept = tiles.buffer.new_empty(len(states) if options.is_filtered else 0)
-        for columns, block in tiles.column_blocks():
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                target = TargetColumn.of(targets[rows], options.start + columns.start, len(block))
-                if options.is_filtered:
-                    kept[rows] = tiles.smallest_kept(tile)
-                    tiles.filter(tile, kept[rows], target)
-                sums.chosen[rows] += torch.where(target.is_here, tile.gather(1, target.index), 0.0)
-                sums.add(rows, tile, with_entropy=False)
-        if options.group is not None and len(states) > 0:
-            sums.reduce(options.group)
+        for rows, columns, _, tile in tiles:
+            index, is_here = tiles.find(targets[rows], columns)
+            if options.is_filtered:
+                kept[rows] = tiles.smallest_kept(tile)
+                tiles.filter(tile, kept[rows], index, is_here)
+            sums.chosen[rows] += torch.where(is_here, tile.gather(1, index), 0.0)
+            sums.add(rows, tile, with_entropy=False)
+        sums.reduce(options.head.group)
+        # Not the tiles: backward computes them again, because [N, V] logits would not fit into memory.
         ctx.save_for_backward(states, weight, bias, targets, kept, sums.maximum, sums.total)
         ctx.options = options
         return sums.logprobs()[:, 0]
@@ -191,21 +183,16 @@ class _LinearLogprobs(torch.autograd.Function):
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
         rising = grad * tiles.scale
         falling = -rising / total
-        for columns, block in tiles.column_blocks():
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                target = TargetColumn.of(targets[rows], options.start + columns.start, len(block))
-                slope = tiles.slope(tile)
-                if options.is_filtered:
-                    tiles.filter(tile, kept[rows], target)
-                # d log p(target) / d logit = [is target] - p
-                tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
-                tile.scatter_add_(1, target.index, torch.where(target.is_here, rising[rows, None], 0.0))
-                if slope is not None:
-                    tile.mul_(slope)
-                sums.add(rows, columns, tile, block)
-            sums.finish(columns)
-        return *sums.result(options.group, weight.dtype), None, None
+        for rows, columns, block, tile in tiles:
+            index, is_here = tiles.find(targets[rows], columns)
+            slope = tiles.slope(tile)  # of the logits themselves: before the filter and the gradient overwrite them
+            if options.is_filtered:
+                tiles.filter(tile, kept[rows], index, is_here)
+            # d log p(target) / d logit = [is target] - p
+            tile.sub_(maximum[rows, None]).exp_().mul_(falling[rows, None])
+            tile.scatter_add_(1, index, torch.where(is_here, rising[rows, None], 0.0))
+            sums.add(rows, columns, tile, block, slope)
+        return *sums.result(options.head.group, weight.dtype), None, None
 
 
 class _Chosen:
@@ -214,7 +201,7 @@ class _Chosen:
     def __init__(self, indices: torch.Tensor, tiles: Tiles) -> None:
         height, width = tiles.rows_per_block, max(1, tiles.columns_per_block)
         self.num_row_blocks, self.height, self.width = len(tiles.row_blocks), height, width
-        column = indices - tiles.options.start
+        column = indices - tiles.options.head.start
         row = torch.arange(len(indices), device=indices.device)[:, None].expand_as(indices)
         num_tiles = self.num_row_blocks * -(-tiles.num_columns // width)
         is_here = (column >= 0) & (column < tiles.num_columns)
@@ -246,14 +233,11 @@ class _LinearTopK(torch.autograd.Function):
         tiles = Tiles(states, weight, bias, options)
         sums = Sums.empty(tiles.buffer, *indices.shape)
         chosen = _Chosen(indices, tiles)
-        for columns, block in tiles.column_blocks():
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                entries, places = chosen.of_tile(rows, columns)
-                sums.chosen.view(-1)[entries] = tile.view(-1)[places]
-                sums.add(rows, tile, with_entropy=True)
-        if options.group is not None and len(states) > 0:
-            sums.reduce(options.group)
+        for rows, columns, _, tile in tiles:
+            entries, places = chosen.of_tile(rows, columns)
+            sums.chosen.view(-1)[entries] = tile.view(-1)[places]
+            sums.add(rows, tile, with_entropy=True)
+        sums.reduce(options.head.group)
         entropy = sums.entropy()
         ctx.save_for_backward(states, weight, bias, indices, sums.maximum, sums.total, entropy)
         ctx.options = options
@@ -280,39 +264,19 @@ class _LinearTopK(torch.autograd.Function):
             constant += slope_of_log * entropy
         spare = torch.empty_like(tiles.buffer)
         log_total = total.log()
-        for columns, block in tiles.column_blocks():
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                slope = tiles.slope(tile)
-                tile.sub_(maximum[rows, None]).sub_(log_total[rows, None])
-                if slope_of_log is None:
-                    tile.exp_().mul_(constant[rows, None])
-                else:
-                    probabilities = torch.exp(tile, out=spare[: tile.numel()].view_as(tile))
-                    tile.mul_(slope_of_log[rows, None]).add_(constant[rows, None]).mul_(probabilities)
-                entries, places = chosen.of_tile(rows, columns)
-                tile.view(-1).index_add_(0, places, rising[entries])
-                if slope is not None:
-                    tile.mul_(slope)
-                sums.add(rows, columns, tile, block)
-            sums.finish(columns)
-        return *sums.result(options.group, weight.dtype), None, None
-
-
-@dataclass(frozen=True)
-class _Teacher:
-    """The teacher's side of a KL, without gradient."""
-
-    states: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    options: TileOptions
-
-    def tiles_like(self, student: Tiles) -> Tiles:
-        """The teacher's logits, cut into the tiles of the student."""
-        tiles = Tiles(self.states, self.weight, self.bias, self.options)
-        assert tiles.dtype == student.dtype and tiles.num_columns == student.num_columns
-        return tiles
+        for rows, columns, block, tile in tiles:
+            slope = tiles.slope(tile)
+            # In two steps: total and maximum differ in size, and their sum would lose digits.
+            tile.sub_(maximum[rows, None]).sub_(log_total[rows, None])
+            if slope_of_log is None:
+                tile.exp_().mul_(constant[rows, None])
+            else:
+                probabilities = torch.exp(tile, out=spare[: tile.numel()].view_as(tile))
+                tile.mul_(slope_of_log[rows, None]).add_(constant[rows, None]).mul_(probabilities)
+            entries, places = chosen.of_tile(rows, columns)
+            tile.view(-1).index_add_(0, places, rising[entries])
+            sums.add(rows, columns, tile, block, slope)
+        return *sums.result(options.head.group, weight.dtype), None, None
 
 
 @dataclass
@@ -347,8 +311,10 @@ class _PairSums:
         self.totals[:, rows] *= factor
         self.maxima[:, rows] = maxima
 
-    def reduce(self, group: dist.ProcessGroup) -> None:
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Over the ranks that share the vocabulary."""
+        if group is None or self.maxima.numel() == 0:
+            return
         maxima = self.maxima.clone()
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
         self._raise_maxima(slice(None), maxima)
@@ -370,20 +336,16 @@ class _LinearKL(torch.autograd.Function):
         states: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        teacher: _Teacher,
+        teacher: Callable[[], Tiles],
         options: TileOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles = Tiles(states, weight, bias, options)
-        others = teacher.tiles_like(tiles)
+        tiles, others = Tiles(states, weight, bias, options), teacher()
+        assert others.dtype == tiles.dtype and others.num_columns == tiles.num_columns
         sums = _PairSums.empty(tiles.buffer, len(states))
         spare = torch.empty_like(tiles.buffer)
-        for (columns, block), (_, other_block) in zip(tiles.column_blocks(), others.column_blocks(), strict=True):
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                other = others.logits(rows, columns, other_block)
-                sums.add(rows, tile, other, spare[: tile.numel()].view_as(tile))
-        if options.group is not None and len(states) > 0:
-            sums.reduce(options.group)
+        for (rows, _, _, tile), (_, _, _, other) in zip(tiles, others, strict=True):
+            sums.add(rows, tile, other, spare[: tile.numel()].view_as(tile))
+        sums.reduce(options.head.group)
         reverse, forward = sums.kl()
         ctx.save_for_backward(states, weight, bias, sums.maxima, sums.totals, reverse)
         ctx.teacher, ctx.options = teacher, options
@@ -394,24 +356,17 @@ class _LinearKL(torch.autograd.Function):
         """With q the teacher's: d KL(q || p) / d logit_j = p_j - q_j, of KL(p || q) it is p_j (log p_j/q_j - KL)."""
         states, weight, bias, maxima, totals, kl = ctx.saved_tensors
         options: TileOptions = ctx.options
-        tiles = Tiles(states, weight, bias, options)
-        others = ctx.teacher.tiles_like(tiles)
+        tiles, others = Tiles(states, weight, bias, options), ctx.teacher()
         sums = Gradients(tiles, *ctx.needs_input_grad[:3])
         of_forward, of_reverse = (grad[:, None] * tiles.scale for grad in grads)
         spare = torch.empty_like(tiles.buffer)
         log_totals = totals.log()
-        for (columns, block), (_, other_block) in zip(tiles.column_blocks(), others.column_blocks(), strict=True):
-            for rows in tiles.row_blocks:
-                tile = tiles.logits(rows, columns, block)
-                slope = tiles.slope(tile)
-                tile.sub_(maxima[0, rows, None]).sub_(log_totals[0, rows, None])
-                other = others.logits(rows, columns, other_block)
-                other.sub_(maxima[1, rows, None]).sub_(log_totals[1, rows, None])
-                factor = torch.sub(tile, other, out=spare[: tile.numel()].view_as(tile))
-                factor.sub_(kl[rows, None]).mul_(of_reverse[rows]).add_(of_forward[rows])
-                tile.exp_().mul_(factor).sub_(other.exp_().mul_(of_forward[rows]))
-                if slope is not None:
-                    tile.mul_(slope)
-                sums.add(rows, columns, tile, block)
-            sums.finish(columns)
-        return *sums.result(options.group, weight.dtype), None, None
+        for (rows, columns, block, tile), (_, _, _, other) in zip(tiles, others, strict=True):
+            slope = tiles.slope(tile)
+            tile.sub_(maxima[0, rows, None]).sub_(log_totals[0, rows, None])
+            other.sub_(maxima[1, rows, None]).sub_(log_totals[1, rows, None])
+            factor = torch.sub(tile, other, out=spare[: tile.numel()].view_as(tile))
+            factor.sub_(kl[rows, None]).mul_(of_reverse[rows]).add_(of_forward[rows])
+            tile.exp_().mul_(factor).sub_(other.exp_().mul_(of_forward[rows]))
+            sums.add(rows, columns, tile, block, slope)
+        return *sums.result(options.head.group, weight.dtype), None, None

@@ -53,28 +53,12 @@ class OutputHead:
     start: int = 0
     vocab_size: int
 
-    @classmethod
-    def whole(
-        cls,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        transform: LogitTransform | None = None,
-        temperature: float = 1.0,
-    ) -> OutputHead:
-        """The head of one process."""
-        transform = transform or LogitTransform()
-        return cls(weight=weight, bias=bias, transform=transform, temperature=temperature, vocab_size=len(weight))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TileOptions:
-    """The arguments of a call that are no tensors. Only the first `vocab_size` token ids count."""
+    """How the logits of `head` are computed. Only the first `vocab_size` token ids count."""
 
-    transform: LogitTransform
-    temperature: float
-    group: dist.ProcessGroup | None
-    start: int
+    head: OutputHead
     vocab_size: int
     chunk_tokens: int | None
     tile_bytes: int
@@ -96,10 +80,7 @@ class TileOptions:
         assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
         assert vocab_size is None or 0 < vocab_size <= head.vocab_size
         return cls(
-            transform=head.transform,
-            temperature=head.temperature,
-            group=head.group,
-            start=head.start,
+            head=head,
             vocab_size=head.vocab_size if vocab_size is None else vocab_size,
             chunk_tokens=chunk_tokens,
             tile_bytes=tile_bytes,
@@ -116,7 +97,7 @@ class TileOptions:
 
         All ranks of the group filter every tile together, so they must cut the rows alike.
         """
-        num_ranks = 1 if self.group is None else self.group.size()
+        num_ranks = 1 if self.head.group is None else self.head.group.size()
         return max(1, num_bytes // itemsize // -(-self.vocab_size // num_ranks))
 
     def tile_shape(self, num_rows: int, num_columns: int, itemsize: int) -> tuple[int, int]:
@@ -141,36 +122,42 @@ class Tiles:
         self.dtype = torch.promote_types(weight.dtype, torch.float32)
         self.operand_dtype = weight.dtype if weight.is_cuda else self.dtype
         self.states, self.weight, self.bias, self.options = states.to(self.operand_dtype), weight, bias, options
-        self.num_columns = min(max(0, options.vocab_size - options.start), len(weight))
+        self.num_columns = min(max(0, options.vocab_size - options.head.start), len(weight))
         rows, columns = options.tile_shape(len(states), self.num_columns, self.dtype.itemsize)
-        self.row_blocks = list(slices(len(states), rows))
+        self.row_blocks = list(_slices(len(states), rows))
         self.rows_per_block, self.columns_per_block = rows, columns
         self.buffer = weight.new_empty(rows * columns, dtype=self.dtype)
-        transform, temperature = options.transform, options.temperature
+        transform, temperature = options.head.transform, options.head.temperature
         self.softcap = transform.softcap
         self.scale = transform.scale / (temperature if transform.softcap is None else transform.softcap)
         self.softcap_scale = 1.0 if transform.softcap is None else transform.softcap / temperature
 
-    def column_blocks(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Columns of the logits, and the rows of the head [columns, H] that give them."""
-        for columns in slices(self.num_columns, self.columns_per_block):
-            yield columns, self.weight[columns].to(self.operand_dtype)
+    def __iter__(self) -> Iterator[tuple[slice, slice, torch.Tensor, torch.Tensor]]:
+        """(rows, columns, rows of the head [columns, H], logits [rows, columns] after transform and temperature).
 
-    def logits(self, rows: slice, columns: slice, block: torch.Tensor) -> torch.Tensor:
-        """After transform and temperature, [rows, columns]. Valid until the next call."""
-        states = self.states[rows]
-        tile = self.buffer[: len(states) * len(block)].view(len(states), len(block))
-        _matmul(states, block.t(), out=tile)
-        if self.bias is not None:
-            tile.add_(self.bias[columns])
-        if self.scale != 1.0:
-            tile.mul_(self.scale)
-        if self.softcap is not None:
-            tile.tanh_().mul_(self.softcap_scale)
-        return tile
+        A tile of logits is valid until the next one.
+        """
+        for columns in _slices(self.num_columns, self.columns_per_block):
+            block = self.weight[columns].to(self.operand_dtype)  # once for all rows, because it is a copy on CPUs
+            for rows in self.row_blocks:
+                states = self.states[rows]
+                tile = self.buffer[: len(states) * len(block)].view(len(states), len(block))
+                _matmul(states, block.t(), out=tile)
+                if self.bias is not None:
+                    tile.add_(self.bias[columns])
+                if self.scale != 1.0:
+                    tile.mul_(self.scale)
+                if self.softcap is not None:
+                    tile.tanh_().mul_(self.softcap_scale)
+                yield rows, columns, block, tile
+
+    def find(self, targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column of each row's target in a tile of `columns`, or any; whether it is in the tile), [rows, 1] each."""
+        index, width = (targets - self.options.head.start - columns.start)[:, None], columns.stop - columns.start
+        return index.clamp(0, width - 1), (index >= 0) & (index < width)
 
     def slope(self, tile: torch.Tensor) -> torch.Tensor | None:
-        """The derivative of `logits` by the head's output, divided by `scale`; None if it is 1."""
+        """The derivative of the logits by the head's output, divided by `scale`; None if it is 1."""
         if self.softcap is None:
             return None
         # d/dx of c tanh(x) is c (1 - tanh^2 x)
@@ -181,39 +168,27 @@ class Tiles:
         options = self.options
         # A few rows at a time, because finding a nucleus takes three more tensors of this size.
         few = options.rows_per(options.tile_bytes, self.dtype.itemsize)
-        return torch.cat([smallest_kept(rows, options.top_k, options.top_p, options.group) for rows in tile.split(few)])
+        group = options.head.group
+        return torch.cat([smallest_kept(rows, options.top_k, options.top_p, group) for rows in tile.split(few)])
 
-    def filter(self, tile: torch.Tensor, kept: torch.Tensor, target: TargetColumn) -> None:
-        """Set logits below `kept` [rows] to -inf in place, but not the target's.
+    @staticmethod
+    def filter(tile: torch.Tensor, kept: torch.Tensor, index: torch.Tensor, is_here: torch.Tensor) -> None:
+        """Set logits below `kept` [rows] to -inf in place, but not the target's, which `find` found.
 
         The target was sampled: rounding at the border of the set, or an update since, must not make it impossible.
         """
-        sampled = tile.gather(1, target.index)
+        sampled = tile.gather(1, index)
         tile.masked_fill_(tile < kept[:, None], float("-inf"))
-        tile.scatter_(1, target.index, torch.where(target.is_here, sampled, tile.gather(1, target.index)))
+        tile.scatter_(1, index, torch.where(is_here, sampled, tile.gather(1, index)))
 
 
 def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Logits [N, V_local] of `states` [N, H] after transform and temperature, computed as in training."""
     tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, TILE_BYTES))
     logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
-    for columns, block in tiles.column_blocks():
-        for rows in tiles.row_blocks:
-            logits[rows, columns] = tiles.logits(rows, columns, block)
+    for rows, columns, _, tile in tiles:
+        logits[rows, columns] = tile
     return logits
-
-
-@dataclass(frozen=True)
-class TargetColumn:
-    """The column of each row's target in a tile."""
-
-    index: torch.Tensor  # int64 [rows, 1]; any column if the target is not in the tile
-    is_here: torch.Tensor  # bool [rows, 1]
-
-    @classmethod
-    def of(cls, targets: torch.Tensor, first: int, width: int) -> TargetColumn:
-        index = (targets - first)[:, None]
-        return cls(index.clamp(0, width - 1), (index >= 0) & (index < width))
 
 
 @dataclass
@@ -247,8 +222,10 @@ class Sums:
         self.total[rows] *= factor
         self.maximum[rows] = maximum
 
-    def reduce(self, group: dist.ProcessGroup) -> None:
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Over the ranks that share the vocabulary."""
+        if group is None or len(self.maximum) == 0:
+            return
         maximum = self.maximum.clone()
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
         self._raise_maximum(slice(None), maximum)
@@ -284,26 +261,27 @@ class Gradients:
         if needs_weight:  # rows that no tile reaches
             self.weight[tiles.num_columns if num_rows > 0 else 0 :].zero_()
 
-    def _block(self, columns: slice) -> torch.Tensor:
-        """The accumulator of the gradient of these rows of the weight."""
-        return self.block[: columns.stop - columns.start] if self.block.numel() > 0 else self.weight[columns]
-
-    def add(self, rows: slice, columns: slice, tile: torch.Tensor, block: torch.Tensor) -> None:
-        """Add a tile; `block` are the rows of the head it came from."""
+    def add(
+        self, rows: slice, columns: slice, tile: torch.Tensor, block: torch.Tensor, slope: torch.Tensor | None
+    ) -> None:
+        """Add a tile of gradients of the logits; `block` are the rows of the head it came from, `slope` its slope."""
+        if slope is not None:
+            tile.mul_(slope)
         if self.needs_bias:
             self.bias[columns] += tile.sum(dim=0)
         tile = tile.to(self.tiles.operand_dtype)
         if self.needs_states:
             _add_matmul(self.states[rows], tile, block)
-        if self.needs_weight and rows.start == 0:
-            _matmul(tile.t(), self.tiles.states[rows], out=self._block(columns))
-        elif self.needs_weight:
-            _add_matmul(self._block(columns), tile.t(), self.tiles.states[rows])
-
-    def finish(self, columns: slice) -> None:
-        """All tiles of these columns have been added."""
-        if self.block.numel() > 0 and len(self.tiles.states) > 0:
-            self.weight[columns] = self._block(columns)
+        if not self.needs_weight:
+            return
+        is_rounded = self.block.numel() > 0
+        accumulator = self.block[: columns.stop - columns.start] if is_rounded else self.weight[columns]
+        if rows.start == 0:
+            _matmul(tile.t(), self.tiles.states[rows], out=accumulator)
+        else:
+            _add_matmul(accumulator, tile.t(), self.tiles.states[rows])
+        if is_rounded and rows.stop == len(self.tiles.states):  # rounded once, after the tiles of all rows
+            self.weight[columns] = accumulator
 
     def result(
         self, group: dist.ProcessGroup | None, dtype: torch.dtype
@@ -318,7 +296,7 @@ class Gradients:
         )
 
 
-def slices(length: int, step: int) -> Iterator[slice]:
+def _slices(length: int, step: int) -> Iterator[slice]:
     for start in range(0, length, max(1, step)):
         yield slice(start, min(start + step, length))
 

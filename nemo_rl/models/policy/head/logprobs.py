@@ -19,8 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from nemo_rl.models.policy.attention import context_sum
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.head.logit_tiles import LogitTransform, OutputHead, whole_logits
-from nemo_rl.models.policy.head.scalar import check_scalar_head, is_scalar, output_module
+from nemo_rl.models.policy.head.scalar import check_scalar_head, is_scalar, others_with_weights, output_module
 from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.weight_loading import local_part
 
 # What an architecture does to its logits after the head: setting of the configuration -> model types.
 _SOFTCAPS = {
@@ -36,12 +37,9 @@ _DIVISORS = {"logits_scaling": "granite granite_swa granitemoe granitemoe_swa gr
 # Settings that concern the head although their name has no "logit", and the reverse.
 _OF_THE_HEAD = {"dim_model_base", "lm_head_multiplier", "output_multiplier", "unpadded_vocab_size"}
 _NOT_OF_THE_HEAD = {
-    "attn_logit_softcapping",
-    "logits_to_keep",
-    "moe_router_logit_softcapping",
-    "num_logits_to_keep",
+    "attn_logit_softcapping", "logits_to_keep", "moe_router_logit_softcapping", "num_logits_to_keep",
     "output_router_logits",
-}
+}  # fmt: skip
 
 
 def logit_transform(config: PretrainedConfig) -> LogitTransform:
@@ -75,10 +73,7 @@ def logit_transform(config: PretrainedConfig) -> LogitTransform:
 def _check_head(hf: PreTrainedModel) -> None:
     """ValueError unless logits are one linear layer on the last hidden states, as far as the modules show."""
     head = hf.get_output_embeddings()
-    known = {id(hf.base_model), id(head)}
-    others = [
-        name for name, child in hf.named_children() if id(child) not in known and any(True for _ in child.parameters())
-    ]
+    others = others_with_weights(hf, head)
     if hf.base_model is hf or not isinstance(head, nn.Linear) or others:
         raise ValueError(
             f"{type(hf).__name__}: between its last hidden states and its logits stands more than one linear layer "
@@ -130,8 +125,7 @@ class LogprobModel(nn.Module):
         self.tensor = tensor
         self.context = context
         if output_module(hf) is not None:
-            check = check_scalar_head if is_scalar(hf.config) else _check_head
-            check(hf)
+            (check_scalar_head if is_scalar(hf.config) else _check_head)(hf)
         self.transform = LogitTransform() if is_scalar(hf.config) else logit_transform(hf.config)
 
     def forward(self, batch: ModelBatch, task: HeadTask) -> torch.Tensor:
@@ -168,7 +162,7 @@ class LogprobModel(nn.Module):
         assert is_scalar(self.hf.config), "a language model has no score"
         head = output_module(self.hf)
         assert head is not None, "this stage has no head"
-        return _local(head.get_parameter("weight"))
+        return local_part(head.get_parameter("weight"))
 
     def output_head(self) -> OutputHead:
         """This rank's rows of the head. Only valid inside `forward`, where FSDP has gathered the weight."""
@@ -183,16 +177,11 @@ class LogprobModel(nn.Module):
                 _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
                 group, start = self.tensor.get_group(), offset[0]
         return OutputHead(
-            weight=_local(weight),
-            bias=None if bias is None else _local(bias),
+            weight=local_part(weight),
+            bias=None if bias is None else local_part(bias),
             transform=self.transform,
             temperature=self.temperature,
             group=group,
             start=start,
             vocab_size=len(weight),
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part; its gradient is complete on this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

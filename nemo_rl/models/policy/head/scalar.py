@@ -99,17 +99,19 @@ def _names(mapping: Any, kind: type[PretrainedConfig]) -> list[str]:
 def check_scalar_head(hf: PreTrainedModel) -> None:
     """ValueError unless the head is one linear layer on the last hidden states, with one output and no bias."""
     head = hf._modules.get(HEAD)
-    others = [
-        name
-        for name, child in hf.named_children()
-        if child is not hf.base_model and child is not head and any(True for _ in child.parameters())
-    ]
+    others = others_with_weights(hf, head)
     is_plain = isinstance(head, nn.Linear) and head.bias is None and head.out_features == 1
     if not is_plain or others:
         raise ValueError(
             f"{type(hf).__name__} has another head than one linear layer `{HEAD}` with one output and no bias "
             f"({', '.join(others) or head}); use a model of another family, such as Llama, Qwen, Mistral or Gemma"
         )
+
+
+def others_with_weights(hf: PreTrainedModel, head: nn.Module | None) -> list[str]:
+    """Names of the modules with weights beside the base model and the head."""
+    children = [(name, child) for name, child in hf.named_children() if child not in (hf.base_model, head)]
+    return [name for name, child in children if next(child.parameters(), None) is not None]
 
 
 def output_module(hf: PreTrainedModel) -> nn.Module | None:
