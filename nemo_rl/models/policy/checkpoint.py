@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,9 @@ from nemo_rl.utils.checkpoint.tensors import load_tensors, saved_tensors
 SETTINGS_NAME = "settings.pt"
 
 
+_PUT_BACK = "put `optimizer` back to what the checkpoint's config.yaml says"
+
+
 def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of the parts of a model that this rank holds, by Hugging Face name.
 
@@ -50,20 +54,35 @@ def policy_tensors(modules: Iterable[nn.Module], *, trained_only: bool = False) 
 
 
 def names_and_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor, as `check_checkpoint_fits` compares it. Works on the meta device."""
+    """The whole shape of each tensor, as `check_checkpoint_fits` compares it."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 # -- saving
 
 
-@dataclass(frozen=True, kw_only=True)
-class PolicyState:
+class SavedState(Protocol):
     """This rank's part of a policy: references into the model and the optimizer, or copies of them (`on_host`)."""
+
+    def on_host(self) -> Self:
+        """Copies in host memory, which later steps do not change."""
+        ...
+
+    def save(self, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None) -> None:
+        """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.
+
+        Raises:
+            RuntimeError: on all ranks if one of them cannot write, with the text of its error.
+        """
+
+
+@dataclass(frozen=True)
+class PolicyState:
+    """The `SavedState` of a policy whose optimizer is torch's."""
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor] | None  # None: not saved
-    settings: Mapping[str, Any] | None  # see `_optimizer_settings`
+    settings: Mapping[str, Any] | None  # of the optimizer and the scheduler
 
     @classmethod
     def of(
@@ -75,36 +94,27 @@ class PolicyState:
         """`tensors`: as `policy_tensors` returns them, the parameters of the optimizer among them."""
         weights = {name: tensor.detach() for name, tensor in tensors.items()}
         if optimizer is None:
-            return cls(weights=weights, optimizer=None, settings=None)
-        return cls(
-            weights=weights,
-            optimizer=_as_tensors(_optimizer_values(tensors, optimizer)),
-            settings=_optimizer_settings(optimizer, scheduler),
-        )
+            return cls(weights, None, None)
+        # Plain values, copied, equal on all ranks: hyperparameters of each group and the scheduler's counters.
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        counters = None if scheduler is None else scheduler.state_dict()
+        settings = copy.deepcopy({"class": _class_name(optimizer), "param_groups": groups, "scheduler": counters})
+        return cls(weights, _as_tensors(_optimizer_values(tensors, optimizer)), settings)
 
     def on_host(self) -> PolicyState:
-        """Copies in host memory, which later steps do not change."""
         optimizer = None if self.optimizer is None else _on_host(self.optimizer)
         return replace(self, weights=_on_host(self.weights), optimizer=optimizer)
+
+    def save(self, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None) -> None:
+        save_tensors(self.weights, directory / "weights", model_save_format, group)
+        if self.optimizer is not None:
+            save_tensors(self.optimizer, directory / "optimizer", "torch_save", group)
+            if _is_first():
+                torch.save(self.settings, directory / "optimizer" / SETTINGS_NAME)
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def save_state(
-    state: PolicyState, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None
-) -> None:
-    """Every rank writes its part of `weights/` and `optimizer/` under `directory`. Collective over `group`.
-
-    Raises:
-        RuntimeError: on all ranks if one of them cannot write, with the text of its error.
-    """
-    save_tensors(state.weights, directory / "weights", model_save_format, group)
-    if state.optimizer is not None:
-        save_tensors(state.optimizer, directory / "optimizer", "torch_save", group)
-        if _is_first():
-            torch.save(state.settings, directory / "optimizer" / SETTINGS_NAME)
 
 
 def save_tensors(
@@ -115,7 +125,7 @@ def save_tensors(
 ) -> None:
     """Write the parts of `tensors` (name -> tensor or DTensor) that this rank holds. Collective over `group`.
 
-    Ranks may name different tensors; a part that several ranks hold is written once. Raises as `save_state`.
+    Ranks may name different tensors; a part that several ranks hold is written once. Raises as `SavedState.save`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -135,25 +145,22 @@ class AsyncSaver:
     share a group.
     """
 
-    def __init__(self, timeout_s: float = 3600.0, write: Callable[..., None] = save_state) -> None:
-        self._write = write
+    def __init__(self, timeout_s: float = 3600.0) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def start(self, state: Any, directory: Path, model_save_format: ModelSaveFormat) -> None:
-        """Copy `state`, the first argument of `write`, to host memory and begin to write the copy."""
+    def start(self, state: SavedState, directory: Path, model_save_format: ModelSaveFormat) -> None:
+        """Copy `state` to host memory and begin to write the copy."""
         assert self._pending is None, "finish() comes before the next start()"
         assert isinstance(self._group, dist.ProcessGroup)
-        self._pending = self._thread.submit(self._write, state.on_host(), directory, model_save_format, self._group)
+        self._pending = self._thread.submit(state.on_host().save, directory, model_save_format, self._group)
 
     def finish(self) -> None:
-        """Wait until every rank has written. Raises as `save_state`."""
+        """Wait until every rank has written. Raises as `SavedState.save`."""
         assert self._pending is not None, "start() comes first"
-        try:
-            self._pending.result()
-        finally:
-            self._pending = None
+        pending, self._pending = self._pending, None
+        pending.result()
 
     def close(self) -> None:
         """Wait for a running save, whatever its outcome. Call it before the process group is destroyed."""
@@ -193,20 +200,16 @@ def load_optimizer(
 # parameters that had no gradient yet, and move step counters between number and tensor: a resumed run would not be
 # bitwise the uninterrupted one.
 
-_PUT_BACK = "put `optimizer` back to what the checkpoint's config.yaml says"
-
 
 def _optimizer_values(parameters: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`<parameter>.<state>` -> tensor or number, for every trained parameter with state.
 
     `parameters` names all parameters that the optimizer holds, and perhaps more.
     """
-    names = {id(parameter): name for name, parameter in parameters.items()}
     return {
-        f"{names[id(parameter)]}.{key}": value
-        for parameter in _trained(optimizer)
-        if parameter in optimizer.state
-        for key, value in optimizer.state[parameter].items()
+        f"{name}.{key}": value
+        for name, parameter in _trained(parameters, optimizer)
+        for key, value in optimizer.state.get(parameter, {}).items()
     }
 
 
@@ -229,52 +232,36 @@ def _allocate_saved(
     A parameter that had no gradient before the checkpoint has no state in it.
     """
     optimizer.state.clear()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     _init_optim_state(optimizer)  # a step without gradient and learning rate, which changes no parameter
     saved: dict[str, set[str]] = {}
     for full_name in saved_names:
         parameter_name, _, key = full_name.rpartition(".")
         saved.setdefault(parameter_name, set()).add(key)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for parameter in list(_trained(optimizer)):
-        name = names[id(parameter)]
+    for name, parameter in _trained(parameters, optimizer):
+        keys = set(optimizer.state.get(parameter, ()))
         if name not in saved:
             optimizer.state.pop(parameter, None)
-            continue
-        keys = set(optimizer.state[parameter]) if parameter in optimizer.state else set()
-        if keys != saved[name]:
+        elif keys != saved[name]:
             there, here = (", ".join(sorted(found)) or "nothing" for found in (saved[name], keys))
             raise CheckpointError(
                 f"the checkpoint keeps {there} of {name}, {type(optimizer).__name__} needs {here}: {_PUT_BACK}"
             )
 
 
-def _optimizer_settings(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None) -> dict[str, Any]:
-    """Hyperparameters of each group and the scheduler's counters, equal on all ranks: plain values, copied."""
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    counters = None if scheduler is None else scheduler.state_dict()
-    return copy.deepcopy({"class": _class_name(optimizer), "param_groups": groups, "scheduler": counters})
-
-
 def _load_settings(
     settings: Mapping[str, Any], optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None
 ) -> None:
-    """Inverse of `_optimizer_settings`. CheckpointError if they are of another optimizer or schedule."""
+    """Restore `PolicyState.settings`. CheckpointError if they are of another optimizer or schedule."""
     # Compared by name, because Adam and AdamW, for example, keep the same state.
     if settings["class"] != _class_name(optimizer):
         raise CheckpointError(
             f"the checkpoint was saved by {settings['class']}, this run has {_class_name(optimizer)}: {_PUT_BACK}"
         )
-    groups = settings["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise CheckpointError(
-            f"the checkpoint's optimizer has {len(groups)} groups of parameters, this run's "
-            f"{len(optimizer.param_groups)}: {_PUT_BACK}"
-        )
     if (settings["scheduler"] is None) != (scheduler is None):
         which = "without a scheduler, this run has one" if scheduler is not None else "with a scheduler, this has none"
         raise CheckpointError(f"the checkpoint was saved by a run {which}: put `scheduler` back")
-    for saved, group in zip(groups, optimizer.param_groups, strict=True):
+    for saved, group in zip(settings["param_groups"], optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)
@@ -288,8 +275,10 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def _trained(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad)
+def _trained(named: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {id(parameter): name for name, parameter in named.items()}
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return ((names[id(parameter)], parameter) for parameter in parameters if parameter.requires_grad)
 
 
 # -- Hugging Face model directories
@@ -320,9 +309,7 @@ def save_consolidated_tensors(tensors: Iterable[ExportedTensor], directory: Path
     whole = ((tensor.name, tensor.gather(None)) for tensor in tensors)
     if _is_first():
         write_safetensors(whole, directory)
-    else:
-        for _ in whole:  # take part in the gathers
-            pass
+    deque(whole, maxlen=0)  # the other ranks take part in the gathers
     dist.barrier()
 
 
@@ -335,7 +322,7 @@ def write_safetensors(
     for number, pending in enumerate(_files(tensors, max_file_bytes), start=1):
         file = f"model-{number:05d}.safetensors"
         save_file(pending, directory / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(pending, file))
+        weight_map |= dict.fromkeys(pending, file)
         sizes += [tensor.nbytes for tensor in pending.values()]
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

@@ -34,7 +34,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     select,
 )
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
-from nemo_rl.models.policy.checkpoint import AsyncSaver
+from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
@@ -55,14 +55,8 @@ from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
 
 
-class ReferencePolicy(Protocol):
-    """Inside `active()` the model computes with the weights the run started from."""
-
-    def active(self) -> contextlib.AbstractContextManager[None]: ...
-
-
 class SwappedReference:
-    """A `ReferencePolicy`: the initial weights in host memory, exchanged with the current ones while it is active.
+    """The reference policy: the initial weights in host memory, exchanged with the current ones while it is active.
 
     `weights()` returns the tensors of this rank that training changes, at every exchange anew.
     """
@@ -121,7 +115,10 @@ class PolicyWorker(ABC):
     mesh: WorkerMesh
     layout: RowLayout
     runner: MicroBatchRunner
-    reference: ReferencePolicy | None
+    optimizer: Any
+    scheduler: Any
+    reference: Callable[[], contextlib.AbstractContextManager[None]] | None
+    """Inside the context that it returns, the model computes with the weights the run started from."""
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings, *, threads: bool) -> None:
         """`threads`: the host computes, so this rank takes its share of the cores."""
@@ -146,25 +143,26 @@ class PolicyWorker(ABC):
     def _clip(self) -> float:
         """Clip the gradients of an optimizer step by their norm over all ranks; returns the norm before."""
 
-    @abstractmethod
     def _learning_rate(self) -> float:
         """The learning rate of the next optimizer step."""
+        return self.optimizer.param_groups[0]["lr"]
 
-    @abstractmethod
     def _take_step(self) -> None:
         """Update the weights with the gradients."""
+        self.optimizer.step()
 
-    @abstractmethod
     def _step_scheduler(self) -> None:
         """Advance the learning-rate schedule, if there is one."""
+        if self.scheduler is not None:
+            self.scheduler.step()
 
-    @abstractmethod
     def _zero_gradients(self) -> None:
         """Clear the gradients."""
+        self.optimizer.zero_grad()
 
-    @abstractmethod
     def _training_mode(self) -> contextlib.AbstractContextManager[None]:
         """Active during the passes of an optimizer step, for example to switch on the dropout of adapters."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def _model_metrics(self) -> dict[str, float]:
@@ -175,8 +173,8 @@ class PolicyWorker(ABC):
         """Every weight that generation needs."""
 
     @abstractmethod
-    def _save_state(self, directory: Path, request: SaveRequest) -> None:
-        """Write this rank's weights and optimizer under `directory`. A background save sets `saver`."""
+    def _state(self, *, save_optimizer: bool) -> SavedState:
+        """This rank's weights and optimizer, as they are written."""
 
     @abstractmethod
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
@@ -184,7 +182,7 @@ class PolicyWorker(ABC):
 
     @abstractmethod
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
-        """Inverse of `_save_state`."""
+        """Read what the saved `_state` of any layout holds."""
 
     @abstractmethod
     def offload(self) -> None:
@@ -235,7 +233,7 @@ class PolicyWorker(ABC):
     def compute_reference_logprobs(self) -> None:
         """Fill `reference_policy_logprobs` of every row; temperature is applied, top-k and top-p are not."""
         assert self.reference is not None, "built without a reference model"
-        with self.reference.active():
+        with self.reference():
             self.compute(Logprobs(filtered=False), "reference_policy_logprobs", is_reference=True)
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
@@ -320,11 +318,7 @@ class PolicyWorker(ABC):
             loss, metrics = loss_fn(outputs, loss_inputs(rows, loss_fn.inputs_type, self.device), seqs, toks)
             losses.append(loss.detach())
             parts.append(metrics)
-        metrics = loss_metrics.reduce_micro_batches(parts)
-        metrics["loss"] = torch.stack(losses).sum()
-        reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
-        reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
-        return reduced
+        return self._reduce(parts, losses, seqs, toks)
 
     def _optimizer_step(
         self, loss_fn: LossFunction, task: HeadTask, micro_batches: list[MicroBatch], result: TrainResult
@@ -349,25 +343,37 @@ class PolicyWorker(ABC):
         with self._training_mode():
             self.runner.train(self._model_batches(batches, task), loss_of, task)
         grad_norm = self._clip()
-        reduced = self._reduce(parts, losses)
-        reduced |= self._model_metrics()
-        reduced["global_valid_seqs"], reduced["global_valid_toks"] = seqs.item(), toks.item()
+        reduced = self._reduce(parts, list(losses.values()), seqs, toks) | self._model_metrics()
         result.losses.append(reduced["loss"])
         result.grad_norms.append(grad_norm)
         result.learning_rates.append(self._learning_rate())
-        self._update(result, batches, losses, is_finite=math.isfinite(reduced["loss"] + grad_norm))
+        # Equal on all ranks, so that all take the step or none does.
+        if math.isfinite(reduced["loss"] + grad_norm):
+            self._take_step()
+            if self.config.scheduler_step_per == "optimizer_step":
+                self._step_scheduler()
+        else:
+            result.num_skipped_steps += 1
+            bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
+            # A finite loss with a non-finite gradient points to no micro-batch: record all.
+            suspects = batches if math.isfinite(reduced["loss"]) else bad
+            result.nonfinite_samples += [row.sample_id for rows in suspects for row in rows]
+        self._zero_gradients()
         return reduced
 
-    def _reduce(self, parts: list[LossMetrics], losses: dict[int, torch.Tensor]) -> dict[str, float]:
-        """Metrics of the optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
+    def _reduce(
+        self, parts: list[LossMetrics], losses: list[torch.Tensor], seqs: torch.Tensor, toks: torch.Tensor
+    ) -> dict[str, float]:
+        """Metrics of an optimizer step over all micro-batches and data-parallel ranks, equal on all ranks."""
         reduced: dict[str, float] = {}
-        if losses:  # only the last pipeline stage has them
+        if losses:  # in training only the last pipeline stage has them
             metrics = loss_metrics.reduce_micro_batches(parts)
-            metrics["loss"] = torch.stack(list(losses.values())).sum()
+            # A sum, not a mean: each loss is divided by the global counts already.
+            metrics["loss"] = torch.stack(losses).sum()
             reduced = loss_metrics.all_reduce(metrics, group=self.mesh.data_group)
         if self.mesh.pipeline_group is not None:
             reduced = from_last_stage(reduced, self.mesh.pipeline_group)
-        return reduced
+        return reduced | {"global_valid_seqs": seqs.item(), "global_valid_toks": toks.item()}
 
     def _global_counts(self, batches: list[list[Row]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences and tokens that carry loss, over all micro-batches and ranks of one optimizer step.
@@ -383,22 +389,6 @@ class PolicyWorker(ABC):
         seqs, toks = counts.float().to(self.device)
         return seqs, toks
 
-    def _update(
-        self, result: TrainResult, batches: list[list[Row]], losses: dict[int, torch.Tensor], *, is_finite: bool
-    ) -> None:
-        """Take the step, unless loss or gradient is not finite; then record the samples of this rank."""
-        if is_finite:
-            self._take_step()
-            if self.config.scheduler_step_per == "optimizer_step":
-                self._step_scheduler()
-        else:
-            result.num_skipped_steps += 1
-            bad = [batches[number] for number, loss in losses.items() if not loss.isfinite()]
-            # A finite loss with a non-finite gradient points to no micro-batch: record all.
-            suspects = batches if math.isfinite(result.losses[-1]) else bad
-            result.nonfinite_samples += [row.sample_id for rows in suspects for row in rows]
-        self._zero_gradients()
-
     # -- checkpoints
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> None:
@@ -410,7 +400,13 @@ class PolicyWorker(ABC):
         self._save_beside(folder, save_consolidated=request.save_consolidated)
         (directory / "rng").mkdir(exist_ok=True)
         save_rng_state(self._rng_file(directory))
-        self._save_state(folder, request)
+        state = self._state(save_optimizer=request.save_optimizer)
+        if not request.in_background:
+            state.save(folder, request.model_save_format)
+            return
+        if self.saver is None:
+            self.saver = AsyncSaver()
+        self.saver.start(state, folder, request.model_save_format)
 
     async def finish_save_checkpoint(self) -> None:
         """Wait for the background save, while the worker does other work. Raises its errors."""

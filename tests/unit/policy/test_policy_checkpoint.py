@@ -25,7 +25,6 @@ from nemo_rl.models.policy.checkpoint import (
     load_tensors,
     names_and_shapes,
     policy_tensors,
-    save_state,
     save_tensors,
     write_safetensors,
 )
@@ -112,7 +111,7 @@ def saves_and_goes_on(
     policy = Trained(world, tp, **options)
     for number in range(1, 4):
         policy.step(number)
-    save_state(policy.state(), directory, save_format)
+    policy.state().save(directory, save_format)
     return [policy.step(number) for number in range(4, 7)], policy.whole()
 
 
@@ -182,7 +181,7 @@ def test_parameters_without_a_gradient_have_no_state_before_and_after(tmp_path):
         if save:
             model["used"](torch.ones(1, 2)).sum().backward()
             optimizer.step()
-            save_state(PolicyState.of(policy_tensors([model]), optimizer, None), tmp_path, "torch_save")
+            PolicyState.of(policy_tensors([model]), optimizer, None).save(tmp_path, "torch_save")
         else:
             load_optimizer(policy_tensors([model]), optimizer, None, tmp_path)
         return sorted(name for name, parameter in model.named_parameters() if parameter in optimizer.state)
@@ -281,30 +280,33 @@ def test_only_trained_parameters_are_adapters():
 # -- in the background
 
 
-class Gate:
-    """A writer that waits: the training overtakes the save for certain."""
+class Held:
+    """A state whose write waits: the training overtakes the save for certain."""
 
-    def __init__(self) -> None:
-        self.opened = threading.Event()
+    def __init__(self, state: PolicyState, opened: threading.Event) -> None:
+        self.state, self.opened = state, opened
 
-    def save_state(self, *args: Any) -> None:
+    def on_host(self) -> Held:
+        return Held(self.state.on_host(), self.opened)
+
+    def save(self, *args: Any) -> None:
         assert self.opened.wait(30)
-        save_state(*args)
+        self.state.save(*args)
 
 
 @pytest.mark.parametrize("save_format", ["torch_save", "safetensors"])
 def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_leak_into_it(tmp_path, save_format):
     def rank_main(rank: int, world: int) -> Any:
-        gate = Gate()
+        opened = threading.Event()
         policy = Trained(world, 1, **ADAMW)
-        saver = AsyncSaver(write=gate.save_state)
+        saver = AsyncSaver()
         policy.step(1)
         want = policy.whole()
-        saver.start(policy.state(), tmp_path, save_format)
+        saver.start(Held(policy.state(), opened), tmp_path, save_format)
         losses = [policy.step(2), policy.step(3)]  # collectives of the training, none of the save's done
         assert not (tmp_path / "weights").exists()
         dist.barrier()
-        gate.opened.set()
+        opened.set()
         losses += [policy.step(number) for number in range(4, 10)]  # now both at once
         saver.finish()
         saver.close()

@@ -12,6 +12,7 @@ Tensor-parallel ranks, which see the same tokens, each do the same work in a gro
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from nemo_rl.config.rules import divisors
+from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.experts import (
@@ -36,6 +38,7 @@ from nemo_rl.models.policy.experts import (
     layer_values,
     num_experts,
 )
+from nemo_rl.models.policy.weight_loading import local_part
 
 GROUPED = "nemo_rl_grouped"
 """Name of `grouped_experts` among transformers' implementations of experts."""
@@ -45,11 +48,7 @@ EXPERT_PARALLEL = "nemo_rl_expert_parallel"
 
 
 def check_experts(config: PretrainedConfig, settings: DTensorConfig) -> None:
-    """Check that the experts of the model can be spread over `expert_parallel_size` ranks.
-
-    Raises:
-        ValueError: naming that key and what would work.
-    """
+    """ValueError, saying what would work, unless the experts can be spread over `expert_parallel_size` ranks."""
     ep_size = settings.expert_parallel_size
     if ep_size == 1:
         return
@@ -108,11 +107,6 @@ def permute(rows: torch.Tensor, order: torch.Tensor, copies: int = 1) -> torch.T
     return out
 
 
-def unpermute(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Inverse of `permute` without copies."""
-    return permute(rows, _inverse(order))
-
-
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(len(order), device=order.device)
@@ -144,20 +138,15 @@ def _weighted_sum(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return (rows * weights.reshape(-1, 1)).view(*weights.shape, rows.shape[-1]).sum(dim=1)
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter; the gradient of the part is complete here."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
 def grouped_experts(
     module: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """All experts of one layer on this rank: hidden states [T, H], indices and weights [T, K] -> [T, H]."""
     ids, order = top_k_index.reshape(-1).sort(stable=True)
-    gate_up, down = _local(module.get_parameter("gate_up_proj")), _local(module.get_parameter("down_proj"))
+    gate_up, down = local_part(module.get_parameter("gate_up_proj")), local_part(module.get_parameter("down_proj"))
     rows = permute(hidden_states, order, top_k_index.shape[1])
     out = run_experts(module, gate_up, down, rows, count_sorted(ids, gate_up.shape[0]))
-    return _weighted_sum(unpermute(out, order), top_k_weights).to(hidden_states.dtype)
+    return _weighted_sum(permute(out, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 
 
 @torch.compiler.disable
@@ -184,9 +173,9 @@ def parallel_experts(
     # Rows arrive sorted by rank, then by expert; the grouped product needs them sorted by expert.
     own = torch.arange(theirs.shape[1], device=rows.device).repeat(ranks)
     by_expert = own.repeat_interleave(theirs.flatten(), output_size=len(rows)).argsort(stable=True)
-    out = run_experts(module, _local(gate_up), _local(down), permute(rows, by_expert), theirs.sum(dim=0))
-    back = funcol.all_to_all_single_autograd(unpermute(out, by_expert), sent, received, group)
-    return _weighted_sum(unpermute(back, order), top_k_weights).to(hidden_states.dtype)
+    out = run_experts(module, local_part(gate_up), local_part(down), permute(rows, by_expert), theirs.sum(dim=0))
+    back = funcol.all_to_all_single_autograd(permute(out, _inverse(by_expert)), sent, received, group)
+    return _weighted_sum(permute(back, _inverse(order)), top_k_weights).to(hidden_states.dtype)
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
@@ -202,9 +191,16 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
     In place, on the meta device, before `shard_experts`. The experts' parameters become DTensors sharded by expert over
     `mesh.expert`; without that mesh they stay whole. Buffers that routers need in float32 get that dtype.
     """
-    keep_float32_buffers(hf)
+    # DeepSeek-V3 chooses experts by scores plus `e_score_correction_bias`, whose small differences decide.
+    in_float32 = set(hf._keep_in_fp32_modules_strict or ())
+    for module in hf.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name in in_float32:
+                module._buffers[name] = buffer.float()
     if mesh.expert is None:
-        choose_implementation(hf, mesh.world.device_type)
+        # On GPUs transformers' grouped matmul computes; elsewhere one matmul per expert that has tokens is faster.
+        if mesh.world.device_type != "cuda" and ExpertNames(hf.config.get_text_config().model_type).has_fused:
+            hf.set_experts_implementation(GROUPED)
         return
     for _, module in expert_modules(hf):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -213,28 +209,6 @@ def apply_expert_parallel(hf: PreTrainedModel, mesh: ParallelMesh) -> None:
             spread = DTensor.from_local(part, mesh.expert, [Shard(0)], run_check=False)
             module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
     hf.set_experts_implementation(EXPERT_PARALLEL)
-
-
-def choose_implementation(hf: PreTrainedModel, device_type: str) -> None:
-    """Set how experts compute: on GPUs transformers' grouped matmul, elsewhere one matmul per expert that has tokens.
-
-    Does not change a dense model, or one with experts of another layout.
-    """
-    if device_type != "cuda" and ExpertNames(hf.config.get_text_config().model_type).has_fused:
-        hf.set_experts_implementation(GROUPED)
-
-
-def keep_float32_buffers(hf: PreTrainedModel) -> None:
-    """Give the buffers that the model keeps in float32 this dtype, whatever dtype the model is built in.
-
-    DeepSeek-V3 chooses experts by scores plus `e_score_correction_bias`, whose small differences decide.
-    """
-    names = set(hf._keep_in_fp32_modules_strict or ())
-    for module in hf.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            if name in names:
-                persistent = name not in module._non_persistent_buffers_set
-                module.register_buffer(name, buffer.float(), persistent=persistent)
 
 
 def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> None:
@@ -249,7 +223,7 @@ def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> No
     policy: MixedPrecisionPolicy = fsdp_kwargs.pop("mp_policy")
 
     def place(parameter: nn.Parameter) -> Shard:
-        by_rows = _local(parameter).shape[0] % ranks and parameter.shape[1] % ranks == 0
+        by_rows = local_part(parameter).shape[0] % ranks and parameter.shape[1] % ranks == 0
         return Shard(1) if parameter.ndim == 3 and by_rows else Shard(0)
 
     for _, module in expert_modules(root):
@@ -265,35 +239,36 @@ def shard_experts(root: nn.Module, mesh: ParallelMesh, **fsdp_kwargs: Any) -> No
 class RouterLoad:
     """Counts, while training, how many tokens each expert of each layer gets.
 
-    Reads nothing from the device before `read`. Recomputed activations and passes without gradients do not count. Set
-    `token_mask` (bool [R, W], as the model's input) before a forward pass to leave out padding; None counts all.
+    Reads nothing from the device before `read`. Recomputed activations and passes without gradients do not count.
+    Padding counts unless `leave_padding_out` is called before each forward pass.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.token_mask: torch.Tensor | None = None
+        self.token_mask: torch.Tensor | None = None  # bool [R, W]
         self._counts: dict[int, torch.Tensor] = {}  # by layer, see `choice_counts`
         self._num_layers = 0
         for name, _ in expert_modules(root):
             router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
             if router is None:  # another layout, whose router outputs are not known
                 continue
-            router.register_forward_hook(self._hook(self._num_layers))
+            router.register_forward_hook(functools.partial(self._count, self._num_layers))
             self._num_layers += 1
 
-    def _hook(self, layer: int) -> Any:
-        @torch.compiler.disable
-        def count(router: nn.Module, args: Any, output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-            in_backward = torch._C._current_graph_task_id() != -1
-            if torch.is_grad_enabled() and not in_backward:
-                logits, chosen = output[0].detach(), output[2]
-                logits = logits.view(-1, logits.shape[-1])
-                every = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-                is_token = every if self.token_mask is None else self.token_mask.view(-1)
-                is_independent = "e_score_correction_bias" in router._buffers
-                counts = choice_counts(logits, chosen, is_token, is_independent=is_independent)
-                self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+    def leave_padding_out(self, stage: nn.Module, args: tuple[ModelBatch, *tuple[Any, ...]]) -> None:
+        """A forward pre-hook for a model whose first argument is a `ModelBatch`."""
+        self.token_mask = args[0].is_token
 
-        return count
+    @torch.compiler.disable
+    def _count(self, layer: int, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        in_backward = torch._C._current_graph_task_id() != -1
+        if torch.is_grad_enabled() and not in_backward:
+            logits, chosen = output[0].detach(), output[2]
+            logits = logits.view(-1, logits.shape[-1])
+            every = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+            is_token = every if self.token_mask is None else self.token_mask.view(-1)
+            is_independent = "e_score_correction_bias" in router._buffers
+            counts = choice_counts(logits, chosen, is_token, is_independent=is_independent)
+            self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
     def read(self, mesh: ParallelMesh) -> dict[str, float]:
         """Metrics of the micro-batches since the last call, over all ranks. Collective; waits for the device.

@@ -9,8 +9,9 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from transformers import DynamicCache
 from nemo_rl.models.policy import checkpoint
 from nemo_rl.models.policy.attention import ATTENTION, causal_mask
 from nemo_rl.models.policy.batch.microbatches import MicroBatchRunner, SequentialRunner
-from nemo_rl.models.policy.checkpoint import AsyncSaver, PolicyState
+from nemo_rl.models.policy.checkpoint import PolicyState
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor import lora, moe
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
@@ -37,9 +38,8 @@ from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, ReferencePolicy, SwappedReference
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
 from nemo_rl.refit.layout import ExportedTensor
-from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
 
@@ -51,7 +51,6 @@ class DTensorPolicyWorker(PolicyWorker):
     """See `PolicyWorker`. A plain class: `RayWorkerGroup` makes it an actor, a test makes it in a forked process."""
 
     mesh: ParallelMesh
-    saver: AsyncSaver | None
 
     def __init__(self, config: PolicyConfig, settings: PolicyWorkerSettings) -> None:
         super().__init__(config, settings, threads=not settings.use_gpu or config.dtensor_cfg.cpu_offload)
@@ -67,24 +66,23 @@ class DTensorPolicyWorker(PolicyWorker):
             config, hf_config, settings.model_path, self.mesh, self.device, settings.sampling, settings.seed
         )
         self.parts = [stage.hf for stage in self.stages]
-        self.router_load = self._watch_routers() if num_experts(hf_config) > 0 else None
+        self.router_load = None
+        if num_experts(hf_config) > 0:
+            self.router_load = moe.RouterLoad(nn.ModuleList(self.parts))
+            for stage in self.stages:
+                stage.register_forward_pre_hook(self.router_load.leave_padding_out)
         self.layout = row_layout(config, hf_config, self.mesh)
         self.runner = self._make_runner()
         self.optimizer = self.scheduler = None
         if settings.init_optimizer:
             self.optimizer = build_optimizer(config, trainable(self.stages))
             self.scheduler = build_scheduler(config, self.optimizer)
-        self.reference = self._reference_policy() if settings.init_reference_model else None
-
-    def _watch_routers(self) -> moe.RouterLoad:
-        load = moe.RouterLoad(nn.ModuleList(self.parts))
-
-        def leave_padding_out(stage: nn.Module, args: tuple[Any, ...]) -> None:
-            load.token_mask = args[0].is_token
-
-        for stage in self.stages:
-            stage.register_forward_pre_hook(leave_padding_out)
-        return load
+        self.reference = None
+        lora_cfg = config.dtensor_cfg.lora_cfg
+        if settings.init_reference_model and lora_cfg.enabled and lora_cfg.adapter_path is None:
+            self.reference = partial(lora.adapters_disabled, *self.parts)  # new adapters changed nothing at first
+        elif settings.init_reference_model:
+            self.reference = SwappedReference(self._local_shards).active
 
     def _make_runner(self) -> MicroBatchRunner:
         settings = self.config.dtensor_cfg
@@ -105,40 +103,18 @@ class DTensorPolicyWorker(PolicyWorker):
         if wanted is not None:
             return wanted
         ranks = self.mesh.fsdp.size(self.mesh.fsdp.ndim - 1)
-        whole = sum(parameter.to_local().numel() for parameter in trainable(self.stages)) * ranks  # pyright: ignore[reportAttributeAccessIssue]
+        whole = sum(cast(DTensor, parameter).to_local().numel() for parameter in trainable(self.stages)) * ranks
         if self.settings.use_gpu:
             memory = torch.cuda.get_device_properties(self.device).total_memory
         else:
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.settings.workers_per_node
         return whole * torch.float32.itemsize <= WHOLE_GRADIENT_SHARE * memory
 
-    def _reference_policy(self) -> ReferencePolicy:
-        lora_cfg = self.config.dtensor_cfg.lora_cfg
-        if lora_cfg.enabled and lora_cfg.adapter_path is None:
-            return BaseModelReference(self.parts)
-        return SwappedReference(self._local_shards)
-
     # -- optimizer steps
 
     def _clip(self) -> float:
         parameters, group = trainable(self.stages), self.mesh.pipeline_group
         return clip_grad_norm(parameters, self.config.max_grad_norm, pipeline_group=group).item()
-
-    def _learning_rate(self) -> float:
-        assert self.optimizer is not None
-        return self.optimizer.param_groups[0]["lr"]
-
-    def _take_step(self) -> None:
-        assert self.optimizer is not None
-        self.optimizer.step()
-
-    def _step_scheduler(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step()
-
-    def _zero_gradients(self) -> None:
-        assert self.optimizer is not None
-        self.optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:
@@ -162,21 +138,10 @@ class DTensorPolicyWorker(PolicyWorker):
     def _local_shards(self) -> list[torch.Tensor]:
         for stage in self.stages:
             stage.reshard()
-        shards = []
-        for parameter in trainable(self.stages):
-            assert isinstance(parameter, DTensor)
-            shards.append(parameter.to_local().detach())
-        return shards
+        return [cast(DTensor, parameter).to_local().detach() for parameter in trainable(self.stages)]
 
-    def _save_state(self, directory: Path, request: SaveRequest) -> None:
-        optimizer = self.optimizer if request.save_optimizer else None
-        state = PolicyState.of(self._named_tensors(), optimizer, self.scheduler)
-        if not request.in_background:
-            checkpoint.save_state(state, directory, request.model_save_format)
-            return
-        if self.saver is None:
-            self.saver = AsyncSaver()
-        self.saver.start(state, directory, request.model_save_format)
+    def _state(self, *, save_optimizer: bool) -> PolicyState:
+        return PolicyState.of(self._named_tensors(), self.optimizer if save_optimizer else None, self.scheduler)
 
     def _save_beside(self, directory: Path, *, save_consolidated: bool) -> None:
         lora_cfg, group = self.config.dtensor_cfg.lora_cfg, self.mesh.pipeline_group
@@ -224,19 +189,6 @@ class DTensorPolicyWorker(PolicyWorker):
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:  # step counters stay on the host
                     state[name] = value.to(device)
-
-
-# -- the reference policy: the weights the run started from, without a second copy on the device
-
-
-class BaseModelReference:
-    """With LoRA, the reference is the model without its adapters, unless training began with given adapters."""
-
-    def __init__(self, parts: Sequence[nn.Module]) -> None:
-        self.parts = parts
-
-    def active(self) -> AbstractContextManager[None]:
-        return lora.adapters_disabled(*self.parts)
 
 
 # -- generation: prompts padded on the left, with a KV cache

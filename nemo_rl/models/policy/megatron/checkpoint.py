@@ -96,35 +96,29 @@ class MegatronState:
             generators={name: state.clone() for name, state in self.generators.items()},
         )
 
+    def save(self, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None) -> None:
+        """As `SavedState`; also writes the counters and every rank's generators."""
+        assert model_save_format == "torch_save", "safetensors hold one chunk of a tensor per rank"
 
-def save_state(
-    state: MegatronState, directory: Path, model_save_format: ModelSaveFormat, group: dist.ProcessGroup | None = None
-) -> None:
-    """Every rank writes its part of the folder `directory` of a checkpoint. Collective over `group`.
-
-    RuntimeError on all ranks if one of them cannot write; the text holds its error.
-    """
-    assert model_save_format == "torch_save", "safetensors hold one chunk of a tensor per rank"
-
-    problem = None
-    try:
-        for name in ("weights", "generators", *(() if state.optimizer is None else ("optimizer",))):
-            (directory / name).mkdir(parents=True, exist_ok=True)
-        if state.generators:
-            save_file(dict(state.generators), directory / "generators" / f"{dist.get_rank()}.safetensors")
-        if dist.get_rank() == 0:
-            state.counters.write(directory)
-    except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
-        problem = f"rank {dist.get_rank()}: {error}"
-    if problems := problems_of_all(problem, group):
-        raise RuntimeError(f"{directory} could not be written: {'; '.join(problems)}")
-    _save_chunks(state.weights, directory / "weights", group)
-    if state.optimizer is not None:
-        _save_chunks(state.optimizer, directory / "optimizer", group)
+        problem = None
+        try:
+            for name in ("weights", "generators", *(() if self.optimizer is None else ("optimizer",))):
+                (directory / name).mkdir(parents=True, exist_ok=True)
+            if self.generators:
+                save_file(dict(self.generators), directory / "generators" / f"{dist.get_rank()}.safetensors")
+            if dist.get_rank() == 0:
+                self.counters.write(directory)
+        except (OSError, SafetensorError) as error:  # the writer decides which of them a full disk raises
+            problem = f"rank {dist.get_rank()}: {error}"
+        if problems := problems_of_all(problem, group):
+            raise RuntimeError(f"{directory} could not be written: {'; '.join(problems)}")
+        _save_chunks(self.weights, directory / "weights", group)
+        if self.optimizer is not None:
+            _save_chunks(self.optimizer, directory / "optimizer", group)
 
 
 def load_state(policy: MegatronPolicy, directory: Path, *, load_optimizer: bool) -> None:
-    """Inverse of `save_state`, in place, from any number of ranks and any layout. Collective.
+    """Inverse of `MegatronState.save`, in place, from any number of ranks and any layout. Collective.
 
     Raises:
         CheckpointError: a checkpoint of another backend, model or optimizer, or one that cannot be read.

@@ -97,7 +97,7 @@ def _add_adapter(linear: Any, inputs: tuple[Any, ...], outputs: tuple[torch.Tens
 
 
 class Adapters:
-    """The adapters of this rank's stages. As a `ReferencePolicy`, the model without them.
+    """The adapters of this rank's stages. While `active`, the model is the one without them: the reference policy.
 
     Attributes:
         trained_map: the mapping of the trained parameters, over the whole model.

@@ -5,7 +5,6 @@ Plain classes: `RayWorkerGroup` makes them actors, a test constructs them in a f
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import math
@@ -19,14 +18,14 @@ import torch.distributed as dist
 from torch import nn
 
 from nemo_rl.models.policy.batch.row_layout import RowLayout
-from nemo_rl.models.policy.checkpoint import AsyncSaver, save_config, save_consolidated_tensors
+from nemo_rl.models.policy.checkpoint import save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it comes before all that imports Megatron
-from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state, save_state
+from nemo_rl.models.policy.megatron.checkpoint import MegatronPolicy, MegatronState, load_state
 from nemo_rl.models.policy.megatron.config import MegatronConfig
 from nemo_rl.models.policy.megatron.files import readable_model
 from nemo_rl.models.policy.megatron.gpt_model import MegatronDecoder, load_scalar_weights
@@ -51,7 +50,6 @@ from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, Swa
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
-from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import seed_everything
 
 if TYPE_CHECKING:
@@ -106,12 +104,12 @@ class MegatronPolicyWorker(PolicyWorker):
         self.parameters = parameters_by_name(self.stages)
         self.layout = self._row_layout()
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
-        self.optimizer: Any = build_optimizer(config, self.chunks) if settings.init_optimizer else None
-        self.scheduler: Any = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
+        self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
+        self.scheduler = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
         self.residency = Residency(self.chunks, self.optimizer, self.device)
         self.reference = None
         if settings.init_reference_model:
-            self.reference = self.adapters or SwappedReference(self._changing_weights)
+            self.reference = (self.adapters or SwappedReference(self._changing_weights)).active
 
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
@@ -172,22 +170,13 @@ class MegatronPolicyWorker(PolicyWorker):
         for router in self.routers:
             router.step_choices = None
 
-    def _training_mode(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def _model_metrics(self) -> dict[str, float]:
         return {} if self.router_load is None else self.router_load.read(replays=self.config.router_replay.enabled)
 
     # -- checkpoints
 
-    def _save_state(self, directory: Path, request: SaveRequest) -> None:
-        state = MegatronState.of(self._saved_policy(), save_optimizer=request.save_optimizer)
-        if not request.in_background:
-            save_state(state, directory, request.model_save_format)
-            return
-        if self.saver is None:
-            self.saver = AsyncSaver(write=save_state)
-        self.saver.start(state, directory, request.model_save_format)
+    def _state(self, *, save_optimizer: bool) -> MegatronState:
+        return MegatronState.of(self._saved_policy(), save_optimizer=save_optimizer)
 
     def _saved_policy(self) -> MegatronPolicy:
         return MegatronPolicy(
