@@ -21,12 +21,11 @@ def main() -> int:
     )
     arguments = parser.parse_args()
 
-    from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint
+    from nemo_rl.models.policy.convert import convert_checkpoint
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
-        check_not_megatron(arguments.checkpoint)
-        convert_checkpoint(arguments.checkpoint, arguments.hf_ckpt_path, arguments.dtype)
+        convert_checkpoint(arguments.checkpoint, arguments.hf_ckpt_path, arguments.dtype, by_megatron=False)
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -27,14 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
 
     import yaml
 
-    from nemo_rl.models.policy.convert import convert_megatron_checkpoint
+    from nemo_rl.models.policy.convert import convert_checkpoint
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
         tokenizer = given.hf_model_name
         if tokenizer is None and given.config is not None:
             tokenizer = yaml.safe_load(given.config.read_text())["policy"]["tokenizer"]["name"]
-        convert_megatron_checkpoint(given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, tokenizer_from=tokenizer)
+        convert_checkpoint(
+            given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, by_megatron=True, tokenizer_from=tokenizer
+        )
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -22,7 +22,6 @@ from nemo_rl.models.policy.checkpoint import (
     policy_tensors,
     save_consolidated_tensors,
     save_model_files,
-    save_state,
     save_tensors,
 )
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
@@ -87,7 +86,7 @@ def save(directory: Path, family: str, save_format: Any) -> torch.Tensor:
     def rank_main(rank: int, world: int) -> torch.Tensor:
         fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
         policy = directory / "policy"
-        save_state(PolicyState.of(policy_tensors([model]), None, None), policy, save_format)
+        PolicyState.of(policy_tensors([model]), None, None).save(policy, save_format)
         save_model_files(model, policy)
         (policy / "tokenizer").mkdir(exist_ok=True)
         (policy / "tokenizer" / "tokenizer_config.json").write_text("{}")

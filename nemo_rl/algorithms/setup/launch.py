@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import ray
 
@@ -19,6 +19,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.types import SamplingParams
@@ -168,16 +169,18 @@ def start_policy(
         config,
         model.tokenizer,
         accelerator,
-        model_path=model.model_path,
-        sampling=sampling or SamplingParams(max_new_tokens=1),
-        seed=seed,
-        use_gpu=machines.use_gpus,
-        workers_per_node=machines.workers_per_node,
+        PolicyWorkerSettings(
+            model_path=model.model_path,
+            sampling=sampling or SamplingParams(max_new_tokens=1),
+            seed=seed,
+            use_gpu=machines.use_gpus,
+            workers_per_node=machines.workers_per_node,
+            folder=name,
+            init_optimizer=init_optimizer,
+            init_reference_model=init_reference_model,
+            pad_token_id=cast(int | None, model.tokenizer.pad_token_id),
+        ),
         timeout_s=machines.worker_timeout_s,
-        name_prefix=name,
-        checkpoint_folder=name,
-        init_optimizer=init_optimizer,
-        init_reference_model=init_reference_model,
     )
     stack.callback(policy.shutdown)
     if config.megatron_cfg.enabled and not machines.use_gpus:

@@ -87,7 +87,7 @@ class ContextKeys:
     index: torch.Tensor  # int64 [sum of key lengths]; into the tokens of all ranks, concatenated in rank order
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CuSeqlens:
     """Lengths of the packed segments of a batch: each segment of queries attends causally to its own segment of keys.
 
@@ -118,33 +118,15 @@ class CuSeqlens:
         queries = tuple(query_lengths)
         keys = queries if key_lengths is None else tuple(key_lengths)
         assert len(queries) == len(keys) and all(0 < q <= k for q, k in zip(queries, keys, strict=True))
-        return cls(
-            query_lengths=queries,
-            key_lengths=keys,
-            cu_seqlens_q=_cumulative(queries),
-            cu_seqlens_k=_cumulative(keys),
-            max_seqlen_q=max(queries),
-            max_seqlen_k=max(keys),
-            context=context,
-        )
+        offsets = (F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32) for lengths in (queries, keys))
+        return cls(queries, keys, *offsets, max(queries), max(keys), context)
 
-    def to(self, device: torch.device, *, non_blocking: bool = False) -> CuSeqlens:
-        """A copy on `device`."""
-        return self._moved(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> CuSeqlens:
-        """A copy in pinned memory, from which `to` need not wait."""
-        return self._moved(lambda tensor: tensor.pin_memory())
-
-    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> CuSeqlens:
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> CuSeqlens:
+        """A copy with `move` applied to the tensors, for example to another device."""
         context = None if self.context is None else replace(self.context, index=move(self.context.index))
         return replace(
             self, cu_seqlens_q=move(self.cu_seqlens_q), cu_seqlens_k=move(self.cu_seqlens_k), context=context
         )
-
-
-def _cumulative(lengths: Sequence[int]) -> torch.Tensor:
-    return F.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(torch.int32)
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -197,23 +179,19 @@ def attention(
         # Rows become segments here: a window as a mask would take W x W numbers and rule out the fast kernels.
         # Made on the device, unlike `CuSeqlens.of`, whose copy from the host would wait.
         offsets = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=query.device)
-        cu_seqlens = CuSeqlens(
-            query_lengths=(width,) * rows,
-            key_lengths=(width,) * rows,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=width,
-            max_seqlen_k=width,
-        )
+        cu_seqlens = CuSeqlens((width,) * rows, (width,) * rows, offsets, offsets, width, width)
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
     if cu_seqlens.context is not None:
         key, value = _gather_keys(key, value, cu_seqlens.context)
     attend = _flash if _has_flash(query, value) else _attend_by_length
-    out = attend(query, key, value, cu_seqlens, scaling, sliding_window)
+    out = attend((query, key, value), cu_seqlens, scaling, sliding_window)
     return out.unflatten(0, (rows, width)), None
 
 
 AttentionInterface.register(ATTENTION, attention)
+
+_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries, keys and values."""
 
 
 def _has_flash(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -233,15 +211,9 @@ def _gpu_has_flash(index: int) -> bool:
     return is_built and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: CuSeqlens,
-    scaling: float | None,
-    window: int | None,
-) -> torch.Tensor:
+def _flash(states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None) -> torch.Tensor:
     """One kernel for all segments. [T, heads, D] -> [T, heads, D of values]."""
+    query, key, value = states
     # Multi-head latent attention has narrower values than queries; the kernel takes one width only. The padding adds
     # columns of zeros to the output, which are cut off again.
     narrower = query.shape[-1] - value.shape[-1]
@@ -264,24 +236,18 @@ def _flash(
 
 @torch.compiler.disable
 def _attend_by_length(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: CuSeqlens,
-    scaling: float | None,
-    window: int | None,
+    states: _States, cu_seqlens: CuSeqlens, scaling: float | None, window: int | None
 ) -> torch.Tensor:
     """One SDPA call per run of segments of equal lengths. [T, heads, D] -> [T, heads, D of values]."""
     pairs = zip(cu_seqlens.query_lengths, cu_seqlens.key_lengths, strict=True)
     runs = [(len(list(equal)), *lengths) for lengths, equal in groupby(pairs)]
     # split, not slices: the backward of N slices would allocate N tensors of the full size
+    query, key, value = states
     queries = query.split([count * q for count, q, _ in runs])
-    keys, values = (states.split([count * k for count, _, k in runs]) for states in (key, value))
+    keys, values = (tensor.split([count * k for count, _, k in runs]) for tensor in (key, value))
     outs = []
-    for (count, q, k), *states in zip(runs, queries, keys, values, strict=True):
-        batched = [
-            part.unflatten(0, (count, length)).transpose(1, 2) for part, length in zip(states, (q, k, k), strict=True)
-        ]
+    for (count, q, k), *parts in zip(runs, queries, keys, values, strict=True):
+        batched = [x.unflatten(0, (count, n)).transpose(1, 2) for x, n in zip(parts, (q, k, k), strict=True)]
         outs.append(_sdpa(*batched, scaling, window).transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
 
@@ -318,8 +284,7 @@ def _sdpa(
 
 def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of this rank's segments, in order. One collective for both."""
-    gathered = _GatherByIndex.apply(torch.cat([key, value], dim=-1), context.index, context.group)
-    assert isinstance(gathered, torch.Tensor)
+    gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), context.index, context.group))
     keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
     return keys, values
 
@@ -366,6 +331,4 @@ def context_sum(partial: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
     The backward pass is the identity, not an all-reduce: every rank computes the same loss from the sum, so the
     gradient that a rank has is already complete, and a second sum would count it once per rank.
     """
-    total = _Sum.apply(partial, group)
-    assert isinstance(total, torch.Tensor)
-    return total
+    return cast(torch.Tensor, _Sum.apply(partial, group))

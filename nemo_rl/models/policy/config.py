@@ -216,6 +216,9 @@ class DTensorConfig(StrictModel):
     rules: ClassVar = {
         "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks",
         "custom_parallel_plan requires tensor_parallel_size > 1": "is a plan for tensor-parallel ranks",
+        "pipeline.stages_per_rank > 1 requires pipeline_parallel_size > 1": (
+            "needs {section}.pipeline_parallel_size above 1; set pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
+        ),
         "defer_fsdp_grad_sync: pipeline_parallel_size > 1 excludes defer_fsdp_grad_sync=false": (
             "a pipeline reduces gradients once per optimizer step; set it to null"
         ),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import warnings
@@ -24,7 +23,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors, save_config, write_safetensors
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
@@ -49,7 +48,6 @@ TOKENIZER_FILES = (
     "added_tokens.json", "chat_template.jinja", "merges.txt", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json", "vocab.json",
 )  # fmt: skip
-_STEP = re.compile(r"step_(\d+)")
 _NUM_DIGITS = 12  # of the digest in the name of a converted directory
 
 
@@ -90,23 +88,43 @@ class Source:
         return not self.is_model_directory and is_megatron_checkpoint(self.policy)
 
 
-def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None) -> None:
-    """Write `output` from `checkpoint`. `dtype` of the parameters, such as "bfloat16"; None keeps the saved dtypes.
+def convert_checkpoint(
+    checkpoint: Path,
+    output: Path,
+    dtype: str | None = None,
+    *,
+    by_megatron: bool | None = None,
+    tokenizer_from: str | None = None,
+) -> None:
+    """Write `output` from `checkpoint`.
 
     The whole model is in memory once, in `dtype`, or, if Megatron saved it, some tensors at a time. `output` appears
     when it is complete.
 
+    Args:
+        dtype: of the parameters, such as "bfloat16"; None keeps the saved dtypes.
+        by_megatron: whether Megatron must have saved the checkpoint, or must not have; None: either.
+        tokenizer_from: a directory or hub model, for a checkpoint without a tokenizer.
+
     Raises:
-        ValueError, CheckpointError, OSError: with what to change.
+        ValueError, CheckpointError, OSError: with what to change, or the converter to use.
     """
+    source = find_source(checkpoint)
+    if by_megatron is not None and by_megatron != source.is_megatron:
+        reason = f"was saved by megatron_cfg; use {MEGATRON_CONVERTER}"
+        if by_megatron:
+            reason = f"was not saved by megatron_cfg; use {DCP_CONVERTER}"
+        raise ValueError(f"{checkpoint} {reason}")
     with _whole_or_not_at_all(output) as partial:
-        source = find_source(checkpoint)
         chosen = None if dtype is None else DTYPES[dtype]
         saved = saved_tensors(source.weights)
         if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
             raise _only_adapters(source.weights)
         dtypes = [tensor.properties.dtype for tensor in saved.values() if tensor.properties.dtype.is_floating_point]
-        config = _read_config(source)
+        directory = source.weights if source.is_model_directory else source.policy
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
+        config = AutoConfig.from_pretrained(directory)
         config.dtype = chosen or max(dtypes, key=dtypes.count)  # the dtype of most tensors
         if source.is_model_directory:
             auto_class(config).from_pretrained(source.weights, dtype=config.dtype).save_pretrained(partial)
@@ -114,30 +132,11 @@ def convert_checkpoint(checkpoint: Path, output: Path, dtype: str | None = None)
             _convert_megatron(source, config, partial, chosen)
         else:
             _convert_shards(source, config, partial, chosen, saved)
+        if not source.is_model_directory and (source.policy / "generation_config.json").is_file():
+            shutil.copy(source.policy / "generation_config.json", partial)
         _copy_tokenizer(source, partial)
-
-
-def convert_megatron_checkpoint(
-    checkpoint: Path, output: Path, dtype: str | None = None, *, tokenizer_from: str | None = None
-) -> None:
-    """`convert_checkpoint` of a checkpoint that Megatron saved.
-
-    `tokenizer_from`: a directory or hub model, for a checkpoint without a tokenizer.
-
-    Raises:
-        ValueError: also if Megatron did not save it; names the converter to use.
-    """
-    if not find_source(checkpoint).is_megatron:
-        raise ValueError(f"{checkpoint} was not saved by megatron_cfg; use {DCP_CONVERTER}")
-    convert_checkpoint(checkpoint, output, dtype)
-    if tokenizer_from is not None and not (output / "tokenizer_config.json").is_file():
-        AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(output)
-
-
-def check_not_megatron(checkpoint: Path) -> None:
-    """ValueError naming the other converter for a checkpoint that Megatron saved."""
-    if find_source(checkpoint).is_megatron:
-        raise ValueError(f"{checkpoint} was saved by megatron_cfg; use {MEGATRON_CONVERTER}")
+        if tokenizer_from is not None and not (partial / "tokenizer_config.json").is_file():
+            AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
 
 
 def find_source(checkpoint: Path) -> Source:
@@ -149,8 +148,7 @@ def find_source(checkpoint: Path) -> Source:
     if (checkpoint / ADAPTER_CONFIG).is_file():
         raise _only_adapters(checkpoint)
     names = _model_files(checkpoint)
-    damage = find_damage(checkpoint, names) if names else None
-    if damage is not None:
+    if names and (damage := find_damage(checkpoint, names)):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
     for weights in (checkpoint / "policy" / "weights", checkpoint / "weights", checkpoint):
         if holds_tensors(weights):
@@ -167,13 +165,6 @@ def _only_adapters(directory: Path) -> ValueError:
         f"{directory} holds adapters alone (dtensor_cfg.lora_cfg, megatron_cfg.peft); "
         "examples/converters/convert_lora_to_hf.py merges them into their base model"
     )
-
-
-def _read_config(source: Source) -> PretrainedConfig:
-    directory = source.weights if source.is_model_directory else source.policy
-    if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory / 'config.json'} is missing: it says what model the weights are of")
-    return AutoConfig.from_pretrained(directory)
 
 
 def _convert_shards(
@@ -193,8 +184,6 @@ def _convert_shards(
         state[name] = torch.empty(tensor.shape, dtype=chosen if is_cast else saved[name].properties.dtype)
     with _in_one_process():
         load_tensors(state, source.weights)
-    if (source.policy / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source.policy)
     # transformers writes names and shapes as models have them on disk: it splits fused experts, for example.
     model.save_pretrained(output, state_dict=state)
 
@@ -204,8 +193,6 @@ def _convert_megatron(source: Source, config: PretrainedConfig, output: Path, ch
     wanted = checkpoint_shapes(config)
     check_checkpoint_fits(source.weights, wanted)
     save_config(config, output)
-    if (source.policy / "generation_config.json").is_file():
-        shutil.copy(source.policy / "generation_config.json", output)
     with _in_one_process():
         write_safetensors(read_tensors(source.weights, list(wanted), dtype=chosen), output)
 
@@ -235,11 +222,7 @@ def _copy_tokenizer(source: Source, output: Path) -> None:
 
 
 def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path) -> None:
-    """Write `output`: a base model with an adapter merged into it; see `merge_adapter`.
-
-    Raises:
-        ValueError: the adapter cannot be merged into this model, or `output` holds files already.
-    """
+    """`merge_adapter` into `output`, which appears when it is complete. ValueError also if it holds files already."""
     with _whole_or_not_at_all(output) as partial:
         merge_adapter(adapter, base_name, base_path, partial)
 
@@ -374,10 +357,10 @@ def model_of_checkpoint(path: Path, *, dtype: str, cache: Path, resolve_base: Ca
     """
     if _steps(path) and not (path / "policy").is_dir():
         step = _newest_sound(path)
+    elif damage := _damage(path):
+        raise ValueError(f"{path} is damaged: {damage}; restore it from a copy, or name another checkpoint")
     else:
         step = path
-        if damage := _damage(step):
-            raise ValueError(f"{step} is damaged: {damage}; restore it from a copy, or name another checkpoint")
     digest = sealed_digest(step)
     assert digest is not None, "a sound checkpoint has a manifest"
     beside = step.absolute().parent
@@ -421,10 +404,8 @@ def _convert(step: Path, target: Path, dtype: str, resolve_base: Callable[[str],
 
 def _steps(path: Path) -> list[Path]:
     """The finished checkpoints in a folder, newest first."""
-    if not path.is_dir():
-        return []
-    numbered = [(int(match[1]), child) for child in path.iterdir() if (match := _STEP.fullmatch(child.name))]
-    return [child for _, child in sorted(numbered, reverse=True)]
+    steps = [child for child in path.glob("step_*") if child.name.removeprefix("step_").isdecimal()]
+    return sorted(steps, key=lambda step: int(step.name.removeprefix("step_")), reverse=True)
 
 
 def _newest_sound(path: Path) -> Path:

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
 
-from nemo_rl.models.policy.weight_loading import StoredModel, copy_slice, local_index
+from nemo_rl.models.policy.weight_loading import StoredModel, check_shape, copy_slice, local_index, local_part
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -44,13 +43,14 @@ class ExpertNames:
                 reverse = rule.reverse_transform()
                 assert isinstance(reverse, WeightRenaming)
                 self._renamings.insert(0, reverse)
-            elif isinstance(rule, WeightConverter) and _stacks_experts(rule):
-                self._fused.append((rule.target_patterns[0], tuple(rule.source_patterns)))
+            elif isinstance(rule, WeightConverter) and len(rule.target_patterns) == 1:
+                steps = [(type(step), vars(step)["dim"]) for step in rule.operations if vars(step)]
+                stacks = steps in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
+                if stacks and all("*" in pattern for pattern in rule.source_patterns):
+                    self._fused.append((rule.target_patterns[0], tuple(rule.source_patterns)))
 
-    @property
-    def has_fused(self) -> bool:
+        self.has_fused = bool(self._fused)
         """Whether this model type has parameters that stand for one tensor per expert."""
-        return bool(self._fused)
 
     def stored_name(self, name: str) -> str:
         """The name outside the model of parameter `name`, which is not fused."""
@@ -97,10 +97,10 @@ class ExpertNames:
         experts = self.fused_sources(name, tensor.shape)
         if not experts:
             other = self.stored_name(name)
-            if other == name or other not in stored.names:
-                return False
-            copy_slice(tensor, stored.tensor(other), other, stored.model_path)
-            return True
+            is_stored = other != name and other in stored.names
+            if is_stored:
+                copy_slice(tensor, stored.tensor(other), other, stored.model_path)
+            return is_stored
         found = {source for parts in experts for source in parts} & stored.names
         if not found:
             return False
@@ -110,17 +110,10 @@ class ExpertNames:
                 f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "
                 "which config.json says; the weights and config.json do not belong together"
             )
-        index = local_index(tensor) if isinstance(tensor, DTensor) else tuple(slice(0, size) for size in tensor.shape)
+        index = local_index(tensor)
         if index is not None:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            _read_experts(local, index, tensor.shape, experts, stored)
+            _read_experts(local_part(tensor), index, tensor.shape, experts, stored)
         return True
-
-
-def _stacks_experts(rule: WeightConverter) -> bool:
-    operations = [(type(operation), vars(operation)["dim"]) for operation in rule.operations if vars(operation)]
-    stacked = [(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]
-    return operations in stacked and len(rule.target_patterns) == 1 and all("*" in s for s in rule.source_patterns)
 
 
 def _read_experts(
@@ -140,11 +133,7 @@ def _read_experts(
             if start >= stop:
                 continue
             piece = stored.tensor(source)
-            if tuple(piece.get_shape()) != (part_rows, shape[2]):
-                raise ValueError(
-                    f"{stored.model_path}: tensor {source} has shape {tuple(piece.get_shape())}, the model's "
-                    f"config.json says {(part_rows, shape[2])}; the weights and config.json do not belong together"
-                )
+            check_shape(piece, (part_rows, shape[2]), source, stored.model_path)
             target = local[position, start - own_rows.start : stop - own_rows.start]
             target.copy_(piece[start - first : stop - first, own_columns])
 

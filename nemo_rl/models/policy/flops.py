@@ -9,6 +9,7 @@ counted, so the utilisation is that of the model (MFU), not of the hardware.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -44,19 +45,12 @@ def peak_flops(device_name: str) -> float | None:
 
 
 @dataclass(frozen=True)
-class AttentionCost:
-    """One attention layer: operations per pair of positions, and its sliding window (None: unlimited)."""
-
-    per_pair: float
-    window: int | None
-
-
-@dataclass(frozen=True)
 class ModelFlops:
-    """Operations of the forward pass: `per_token` outside of attention, and of each attention layer."""
+    """Operations of the forward pass: `per_token` outside of attention, `per_pair` of positions in each layer."""
 
     per_token: float
-    attention: tuple[AttentionCost, ...]
+    per_pair: float
+    windows: tuple[int | None, ...]  # of each attention layer: its sliding window, None if unlimited
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelFlops:
@@ -70,18 +64,32 @@ class ModelFlops:
                     weights += parameter.numel()
                 elif parameter.ndim == 3:  # experts, fused as [experts, out, in]
                     weights += parameter.numel() * text.num_experts_per_tok / len(parameter)
-        return cls(per_token=2.0 * weights, attention=tuple(_attention_layers(text)))
+        # Architectures use other names in config.json; transformers maps these three attributes to them.
+        heads, num_layers, hidden = text.num_attention_heads, text.num_hidden_layers, text.hidden_size
+        settings = text.to_dict()
+        if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values
+            width = settings["qk_head_dim"] + settings["v_head_dim"]
+        else:
+            width = 2 * (settings.get("head_dim") or hidden // heads)
+        window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
+        kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
+        windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+        return cls(per_token=2.0 * weights, per_pair=2.0 * heads * width, windows=windows)
 
     @property
     def quadratic_weight(self) -> float:
         """Forward operations per squared token relative to those per token: the weight of attention in the cost."""
-        full = sum(layer.per_pair for layer in self.attention if layer.window is None)
-        return full / 2 / self.per_token
+        return self.per_pair * self.windows.count(None) / 2 / self.per_token
 
     def forward(self, length: int) -> float:
         """Operations of one forward pass over a sequence of `length` tokens, causal attention."""
-        pairs = {window: _pairs(length, window) for window in {layer.window for layer in self.attention}}
-        return self.per_token * length + sum(layer.per_pair * pairs[layer.window] for layer in self.attention)
+        attention = 0.0
+        for window, num_layers in Counter(self.windows).items():
+            reach = length if window is None else min(window, length)
+            # Queries near the beginning see fewer keys than the window has.
+            pairs = reach * (reach + 1) / 2 + (length - reach) * reach
+            attention += num_layers * self.per_pair * pairs
+        return self.per_token * length + attention
 
     def train(self, lengths: Iterable[int], *, is_frozen: bool = False) -> float:
         """Operations of forward and backward passes over sequences of these lengths.
@@ -91,23 +99,3 @@ class ModelFlops:
         lengths = list(lengths)
         whole = (1 + BACKWARD_FACTOR) * sum(self.forward(length) for length in lengths)
         return whole - (self.per_token * sum(lengths) if is_frozen else 0.0)
-
-
-def _attention_layers(text: PretrainedConfig) -> Iterable[AttentionCost]:
-    # Architectures use other names in config.json; transformers maps these three attributes to them.
-    heads, num_layers, hidden = text.num_attention_heads, text.num_hidden_layers, text.hidden_size
-    settings = text.to_dict()
-    if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values
-        width = settings["qk_head_dim"] + settings["v_head_dim"]
-    else:
-        width = 2 * (settings.get("head_dim") or hidden // heads)
-    window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
-    kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
-    for kind in kinds:
-        yield AttentionCost(2.0 * heads * width, window if kind == "sliding_attention" else None)
-
-
-def _pairs(length: int, window: int | None) -> float:
-    """Pairs (query, key not after it, at most `window` - 1 before it)."""
-    reach = length if window is None else min(window, length)
-    return reach * (reach + 1) / 2 + (length - reach) * reach

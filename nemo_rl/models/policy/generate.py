@@ -58,72 +58,6 @@ class Decoder(Protocol):
         ...
 
 
-class CompletionDrawer:
-    """Draws completions with `decoder`.
-
-    Args:
-        group: the tensor-parallel ranks, which draw the same completions together; None if there is one rank.
-    """
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        settings: GenerationSettings,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.decoder = decoder
-        self.settings = settings
-        self.device = device
-        self.group = group
-
-    @torch.no_grad()
-    def answer(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
-        """Complete all requests, in any order. Collective over the ranks that share parameters.
-
-        Every prompt has at least one token and leaves room for one. A completion holds every sampled token, including
-        the stop token or the tokens of the stop string at its end.
-        """
-        answers = []
-        size, equal = self.settings.max_batch_size, self.decoder.needs_equal_lengths
-        with self.decoder.active(), torch.compiler.set_stance("force_eager"):
-            for batch in batches(requests, size, equal_lengths=equal):
-                for row in self._draw(batch):
-                    assert row.stop_reason is not None
-                    completion = Completion(
-                        token_ids=row.token_ids,
-                        logprobs=row.logprobs,
-                        stop_reason=row.stop_reason,
-                        weight_version=weight_version,
-                    )
-                    answers.append(GenerationAnswer(request_id=row.request.request_id, completion=completion))
-        return answers
-
-    def _draw(self, requests: Sequence[GenerationRequest]) -> list[_Row]:
-        """Completions of requests with the same sampling parameters."""
-        rows = [_Row.of(number, request, self.settings) for number, request in enumerate(requests)]
-        sampling = requests[0].sampling
-        uniform = torch.stack([row.uniform for row in rows]).to(self.device)
-        longest = max(row.room for row in rows)
-        sequences = self.decoder.begin([row.request.prompt_token_ids for row in rows], longest)
-        active, at = rows, sequences.logits(sampling.temperature)
-        for step in range(longest):
-            numbers = torch.tensor([row.number for row in active], device=self.device)
-            tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.group)
-            drawn = tokens.tolist()
-            for row, token, logprob in zip(active, drawn, logprobs.tolist(), strict=True):
-                row.append(token, logprob, self.settings)
-            going = [index for index, row in enumerate(active) if row.stop_reason is None]
-            if not going:
-                break
-            if len(going) < len(active):
-                active = [active[index] for index in going]
-                sequences.keep(going)
-                tokens = tokens[torch.tensor(going, device=self.device)]
-            at = sequences.step(tokens, sampling.temperature)
-        return rows
-
-
 @dataclass(kw_only=True)
 class _Row:
     """An unfinished completion."""
@@ -131,21 +65,9 @@ class _Row:
     number: int  # in its batch
     request: GenerationRequest
     room: int  # tokens it may have
-    uniform: torch.Tensor  # float64 [max_new_tokens]; a random number for each
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     stop_reason: StopReason | None = None
-
-    @classmethod
-    def of(cls, number: int, request: GenerationRequest, settings: GenerationSettings) -> _Row:
-        most = request.sampling.max_new_tokens
-        generator = torch.Generator().manual_seed(request.seed)
-        return cls(
-            number=number,
-            request=request,
-            room=min(most, settings.max_model_len - len(request.prompt_token_ids)),
-            uniform=torch.rand(most, generator=generator, dtype=torch.float64),
-        )
 
     def append(self, token: int, logprob: float, settings: GenerationSettings) -> None:
         """Add a token. Sets `stop_reason` if it is the last one."""
@@ -251,22 +173,67 @@ class GeneratingWorker(PolicyWorker):
     Pipeline and context parallelism are not supported.
     """
 
-    drawer: CompletionDrawer | None = None
+    decoder: Decoder | None = None
 
     @abstractmethod
     def _decoder(self) -> tuple[Decoder, dist.ProcessGroup | None]:
-        """The decoder of the model, and the tensor-parallel ranks."""
+        """The decoder of the model, and the tensor-parallel ranks, which draw the same together; None for one rank."""
 
     def prepare_generation(self, settings: GenerationSettings) -> None:
         """Build the decoder."""
-        decoder, group = self._decoder()
-        self.drawer = CompletionDrawer(decoder, settings, self.device, group)
+        self.decoder, self.decoding_group = self._decoder()
+        self.generation_settings = settings
 
+    @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], weight_version: int) -> list[GenerationAnswer]:
-        """Complete `requests` with the current weights, whose version is `weight_version`.
+        """Complete `requests`, in any order, with the current weights, whose version is `weight_version`. Collective.
 
-        Ranks that work on the same samples get the same requests; the first of them answers.
+        Every prompt has at least one token and leaves room for one. A completion holds every sampled token, including
+        the stop token or the tokens of the stop string at its end. Ranks that work on the same samples get the same
+        requests; the first of them answers.
         """
-        assert self.drawer is not None, "prepare_generation comes first"
-        answers = self.drawer.answer(requests, weight_version)
+        assert self.decoder is not None, "prepare_generation comes first"
+        answers = []
+        size, equal = self.generation_settings.max_batch_size, self.decoder.needs_equal_lengths
+        with self.decoder.active(), torch.compiler.set_stance("force_eager"):
+            for batch in batches(requests, size, equal_lengths=equal):
+                for row in self._draw(self.decoder, batch):
+                    assert row.stop_reason is not None
+                    completion = Completion(
+                        token_ids=row.token_ids,
+                        logprobs=row.logprobs,
+                        stop_reason=row.stop_reason,
+                        weight_version=weight_version,
+                    )
+                    answers.append(GenerationAnswer(request_id=row.request.request_id, completion=completion))
         return answers if self.mesh.is_first_of_data_rank else []
+
+    def _draw(self, decoder: Decoder, requests: Sequence[GenerationRequest]) -> list[_Row]:
+        """Completions of requests with the same sampling parameters."""
+        sampling, settings = requests[0].sampling, self.generation_settings
+        most = sampling.max_new_tokens
+        rows = [
+            _Row(number=number, request=request, room=min(most, settings.max_model_len - len(request.prompt_token_ids)))
+            for number, request in enumerate(requests)
+        ]
+        # A generator per request, so that a completion does not depend on the others of its batch.
+        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        drawn = [torch.rand(most, generator=generator, dtype=torch.float64) for generator in generators]
+        uniform = torch.stack(drawn).to(self.device)
+        longest = max(row.room for row in rows)
+        sequences = decoder.begin([request.prompt_token_ids for request in requests], longest)
+        active, at = rows, sequences.logits(sampling.temperature)
+        for step in range(longest):
+            numbers = torch.tensor([row.number for row in active], device=self.device)
+            tokens, logprobs = draw_tokens(at, sampling, uniform[numbers, step], self.decoding_group)
+            for row, token, logprob in zip(active, tokens.tolist(), logprobs.tolist(), strict=True):
+                row.append(token, logprob, settings)
+            going = [index for index, row in enumerate(active) if row.stop_reason is None]
+            if not going:
+                break
+            if len(going) < len(active):  # finished rows leave the cache at once
+                active = [active[index] for index in going]
+                sequences.keep(going)
+                tokens = tokens[torch.tensor(going, device=self.device)]
+            at = sequences.step(tokens, sampling.temperature)
+        return rows

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.head.tasks import HeadTask
@@ -14,116 +13,100 @@ from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantag
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
-class PolicyInterface(ABC):
+class PolicyInterface(Protocol):
     """The trained model, sharded over its workers. The controller passes it plans and handles, never tensors.
 
     One step: `load(plan)`, then the logprob passes, then `train`. The results of a pass stay with the samples on the
     workers. Convention: the logprob of token i is at position i, position 0 is 0, rows are right-padded.
     """
 
-    @property
-    @abstractmethod
-    def data_parallel_size(self) -> int:
-        """Ranks that hold different samples: `BatchPlan.ranks` has this many entries."""
+    name_prefix: str
+    """Workers are named `<name_prefix>-<rank>`, in errors too."""
+
+    data_parallel_size: int
+    """Ranks that hold different samples: `BatchPlan.ranks` has this many entries."""
+
+    peak_flops: float | None
+    """Dense bfloat16 operations per second of one device; None if unknown (CPUs)."""
 
     @property
-    @abstractmethod
     def controller_tensor_bytes(self) -> int:
         """Bytes of arrays that passed through the controller on their way to or from the workers."""
+        ...
 
-    @property
-    @abstractmethod
-    def name_prefix(self) -> str:
-        """Workers are named `<name_prefix>-<rank>`, in errors too."""
-
-    @property
-    @abstractmethod
-    def peak_flops(self) -> float | None:
-        """Dense bfloat16 operations per second of one device; None if unknown (CPUs)."""
-
-    @abstractmethod
     def while_waiting(self, callback: Callable[[], None]) -> None:
         """Call `callback` about twice a second while the controller waits for the workers. Its errors end the wait."""
 
-    @abstractmethod
     def restart(self) -> None:
         """Replace all workers after one died. `load_checkpoint` and a new `prepare_refit` must follow."""
 
-    @abstractmethod
     def load(self, plan: BatchPlan) -> None:
         """Every worker fetches the rows it owns from the object store and drops those of the last plan."""
 
-    @abstractmethod
     def compute(self, task: HeadTask, column: str) -> None:
         """Compute the output of `task` for the loaded rows under the current weights, and keep it as `column`.
 
         `prev_logprobs` may be left out before a `train` of one optimizer step: its forward pass gives the same values.
         """
 
-    @abstractmethod
     def compute_reference_logprobs(self) -> None:
         """Compute logprobs under the weights the run started from, as column `reference_policy_logprobs`."""
 
-    @abstractmethod
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
         """Sum a column over the tokens that carry loss, by row, and keep the sums as column `total`."""
+        ...
 
-    @abstractmethod
     def share(self, column: str) -> dict[RowKey, Any]:
         """References to a column of every loaded row, for `attach` of a policy that loaded the same groups."""
+        ...
 
-    @abstractmethod
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
         """Every worker fetches, for its rows, the column that another policy shared."""
 
-    @abstractmethod
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`
         take no part in the loss.
 
         Returns `max_seq_mult_prob_error` and `num_masked_seqs_by_logprob_error`.
         """
+        ...
 
-    @abstractmethod
     def set_token_advantages(self, advantages: TokenAdvantages) -> None:
         """Turn the advantages of the loaded rows into advantages per token (KL penalty inside the reward)."""
 
-    @abstractmethod
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
         """Take the plan's optimizer steps. The loss gets the output of `task`. Acquires the accelerator."""
+        ...
 
-    @abstractmethod
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
         """Metrics of the loss over the loaded plan, which has one optimizer step, without training; includes `loss`."""
+        ...
 
-    @abstractmethod
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
         """Write `weights/`, `optimizer/`, `tokenizer/` and the workers' random generators under `directory`.
 
         With `request.in_background`, weights and optimizer state are still being written when this returns.
         """
+        ...
 
-    @abstractmethod
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read what `save_checkpoint` wrote, on the same or another number of ranks."""
 
-    @abstractmethod
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
         """Create the transfer buffers, once. Returns names, shapes, dtypes, offsets and buffer handles per rank."""
+        ...
 
-    @abstractmethod
     def start_pack(self, bucket: int) -> Any:
         """Begin to pack bucket number `bucket`; returns a future for `finish_pack`."""
+        ...
 
-    @abstractmethod
     def finish_pack(self, future: Any) -> list[dict[str, Any]]:
         """Wait for a bucket. Returns each sending rank's message to its receiver (fingerprints, never tensors)."""
+        ...
 
-    @abstractmethod
     def check_health(self, timeout_s: float | None = None) -> None:
         """Raise WorkerDied, naming the worker, if one is gone, or WorkerHang if one does not answer."""
 
-    @abstractmethod
     def shutdown(self) -> None:
         """End the workers."""
 
@@ -139,7 +122,7 @@ class PolicyWorkerSettings:
     init_reference_model: bool
     init_optimizer: bool
     seed: int
-    folder: str = "policy"  # of a checkpoint that this model is in: `value` for a critic
+    folder: str = "policy"  # of a checkpoint that this model is in, and its name in errors: `value` for a critic
     pad_token_id: int | None = None  # of the tokenizer; by it a reward model finds the last token of a padded row
 
 

@@ -53,12 +53,8 @@ class ParallelSizes:
 
     def describe(self) -> str:
         """The axes that share the work, as in `8 data x 2 context x 2 tensor`."""
-        counts = {
-            "pipeline": self.pipeline_parallel,
-            "data": self.data_parallel,
-            "context": self.context_parallel,
-            "tensor": self.tensor_parallel,
-        }
+        axes = ("pipeline", "data", "context", "tensor")
+        counts = {axis: getattr(self, f"{axis}_parallel") for axis in axes}
         return " x ".join(f"{count} {axis}" for axis, count in counts.items() if count > 1 or axis == "data")
 
     def describe_shards(self) -> str:
@@ -166,13 +162,12 @@ def training_problems(policy: PolicyConfig, world_size: int) -> Iterator[tuple[s
 
 def _dtensor_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[str, str]]:
     names = ("tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size")
+    data_parallel, copies = world_size // config.model_parallel_size, config.dp_replicate_size
+    shards = data_parallel // copies * config.context_parallel_size
     if world_size % config.model_parallel_size:
         yield _not_dividing({name: value_of(config, name) for name in names}, world_size)
-        return
-    data_parallel = world_size // config.model_parallel_size
-    shards = data_parallel // config.dp_replicate_size * config.context_parallel_size
-    if data_parallel % config.dp_replicate_size:
-        text = f"{config.dp_replicate_size} does not divide the {data_parallel} data-parallel ranks"
+    elif data_parallel % copies:
+        text = f"{copies} does not divide the {data_parallel} data-parallel ranks"
         yield "dp_replicate_size", f"{text}; these would: {divisors(data_parallel)}"
     elif shards % config.expert_parallel_size:
         yield (
@@ -184,18 +179,14 @@ def _dtensor_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[
 
 def _megatron_problems(config: MegatronConfig, world_size: int) -> Iterator[tuple[str, str]]:
     names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    per_stage = world_size // config.pipeline_model_parallel_size
+    sizes = {name: value_of(config, name) for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")}
     if world_size % config.model_parallel_size:
         yield _not_dividing({name: value_of(config, name) for name in names}, world_size)
-        return
-    per_stage = world_size // config.pipeline_model_parallel_size
-    sizes = {
-        "expert_model_parallel_size": config.expert_model_parallel_size,
-        "expert_tensor_parallel_size": config.expert_tensor_parallel_size,
-    }
-    if per_stage % math.prod(sizes.values()):
+    elif per_stage % math.prod(sizes.values()):
         used = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         yield (
-            max(sizes, key=lambda key: sizes[key]),
+            max(sizes, key=sizes.__getitem__),
             f"{used} does not divide the {per_stage} ranks of a pipeline stage (data x context x tensor parallel); "
             f"these would: {divisors(per_stage)}",
         )
@@ -230,12 +221,11 @@ def stage_layers(config: MegatronConfig, num_layers: int) -> list[list[range]]:
     """
     per_rank = _layers_per_rank(config, num_layers)
     pieces = config.stages_per_rank
-    for count in sorted(set(per_rank)):
-        if count % pieces:
-            raise ValueError(
-                f"{config.key('virtual_pipeline_model_parallel_size')}={pieces} does not divide the {count} "
-                f"layers of a pipeline rank; these would: {divisors(*per_rank)}"
-            )
+    if uneven := [count for count in per_rank if count % pieces]:
+        raise ValueError(
+            f"{config.key('virtual_pipeline_model_parallel_size')}={pieces} does not divide the {min(uneven)} layers "
+            f"of a pipeline rank; these would: {divisors(*per_rank)}"
+        )
     # Pieces are dealt out in turns: piece 0 of every rank, then piece 1 of every rank.
     stages: list[list[range]] = [[] for _ in per_rank]
     start = 0
@@ -258,11 +248,9 @@ def _layers_per_rank(config: MegatronConfig, num_layers: int) -> list[int]:
     if not given and left % size:
         raise ValueError(f"{key} does not divide the {num_layers} layers of the model; {_what_would(size, num_layers)}")
     if left != 0 if others == 0 else (left < others or left % others):
-        rest = f"holds {num_layers - left} of the {num_layers} layers of the model"
-        if others > 0:
-            rest = (
-                f"leaves {left} of the model's {num_layers} layers to {others} other stage(s), which share them evenly"
-            )
+        rest = f"leaves {left} of the model's {num_layers} layers to {others} other stage(s), which share them evenly"
+        if others == 0:
+            rest = f"holds {num_layers - left} of the {num_layers} layers of the model"
         uneven = " and ".join(f"{name}={count}" for name, count in given.items())
         raise ValueError(f"{key} with {uneven} {rest}; {_what_would(size, num_layers)}")
     per_rank = [left // others if others else 0] * size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,13 +19,9 @@ from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 
-WORKERS = {
-    "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
-    "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronPolicyWorker",
-}
 # Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
 # speed of small models. So they spin for microseconds (GNU's OpenMP), then sleep.
 CPU_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "5000"}
@@ -48,13 +44,13 @@ class WorkersWrite:
 class Policy(PolicyInterface):
     """A policy with one worker on each bundle of `cluster`, configured by its backend's section.
 
-    Training, scoring and checkpointing acquire `accelerator` as `name_prefix`.
+    Training, scoring and checkpointing acquire `accelerator` as `name_prefix`, which is `settings.folder`.
     """
 
-    @staticmethod
-    def worker_class_fqn(config: PolicyConfig) -> str:
-        """The class of the workers."""
-        return WORKERS[config.backend_key]
+    workers: ClassVar = {
+        "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.DTensorPolicyWorker",
+        "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronPolicyWorker",
+    }
 
     def __init__(
         self,
@@ -62,62 +58,46 @@ class Policy(PolicyInterface):
         config: PolicyConfig,
         tokenizer: PreTrainedTokenizerBase,
         accelerator: Accelerator,
+        settings: PolicyWorkerSettings,
         *,
-        model_path: str,
-        sampling: SamplingParams,
-        seed: int,
-        use_gpu: bool,
-        workers_per_node: int,
         timeout_s: float,
-        name_prefix: str = "policy",
-        init_optimizer: bool = True,
-        init_reference_model: bool = True,
-        checkpoint_folder: str = "policy",
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
-        self.accelerator = accelerator
-        pad_token_id = tokenizer.pad_token_id
-        assert pad_token_id is None or isinstance(pad_token_id, int)
-        settings = PolicyWorkerSettings(
-            model_path=model_path,
-            sampling=sampling,
-            use_gpu=use_gpu,
-            workers_per_node=workers_per_node,
-            init_reference_model=init_reference_model,
-            init_optimizer=init_optimizer,
-            seed=seed,
-            folder=checkpoint_folder,
-            pad_token_id=pad_token_id,
+        self.config, self.tokenizer, self.accelerator, self.name_prefix = (
+            config,
+            tokenizer,
+            accelerator,
+            settings.folder,
         )
-        self._folder = checkpoint_folder
-        self._name_prefix = name_prefix
         self._plan: BatchPlan | None = None
-        self.sizes = training_sizes(config, cluster.world_size())
-        host_environment = {} if use_gpu else CPU_ENVIRONMENT | host_copy_environment()
+        sizes = training_sizes(config, cluster.world_size())
+        sharding = sizes.sharding()
+        self.data_parallel_size = sizes.data_parallel
+        # The data-parallel coordinate of each worker is the number of its `RankPlan`.
+        self.data_coordinates = [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
+        host_environment = {} if settings.use_gpu else CPU_ENVIRONMENT | host_copy_environment()
         self._start = partial(
             RayWorkerGroup,
             cluster,
-            RayWorkerBuilder(self.worker_class_fqn(config), config, settings),
-            name_prefix=name_prefix,
+            RayWorkerBuilder(self.workers[config.backend_key], config, settings),
+            name_prefix=self.name_prefix,
             env_vars=host_environment | (config.backend_cfg.env_vars or {}),
             timeout_s=timeout_s,
-            sharding=self.sizes.sharding(),
+            sharding=sharding,
         )
         self.group = self._start()
         self._on_wait: Callable[[], None] | None = None
-        self._peak_flops = peak_flops(self.group.call_one(0, "device_name"))
-        accelerator.register(self._name_prefix, self.onload, self.offload, is_awake=True)
+        self.peak_flops = peak_flops(self.group.call_one(0, "device_name"))
+        accelerator.register(self.name_prefix, self.onload, self.offload, is_awake=True)
 
     def restart(self) -> None:
         """End all workers, dead or alive, and start new ones with the weights of the model's own checkpoint."""
         self.group.shutdown()
         awake = self.accelerator.awake
-        if awake is not None and awake != self._name_prefix:
+        if awake is not None and awake != self.name_prefix:
             self.accelerator.release(awake)
         self.group = self._start()
         self.group.on_wait = self._on_wait
-        self.accelerator.rebuilt(self._name_prefix)
+        self.accelerator.rebuilt(self.name_prefix)
 
     def while_waiting(self, callback: Callable[[], None]) -> None:
         self._on_wait = self.group.on_wait = callback
@@ -135,21 +115,8 @@ class Policy(PolicyInterface):
         self.group.call_all("offload")
 
     @property
-    def name_prefix(self) -> str:
-        return self._name_prefix
-
-    @property
-    def data_parallel_size(self) -> int:
-        return self.sizes.data_parallel
-
-    @property
     def controller_tensor_bytes(self) -> int:
-        """Bytes of arrays that passed through the controller on their way to or from the workers."""
         return self.group.controller_tensor_bytes
-
-    @property
-    def peak_flops(self) -> float | None:
-        return self._peak_flops
 
     def load(self, plan: BatchPlan) -> None:
         work = []
@@ -159,18 +126,12 @@ class Policy(PolicyInterface):
         self._plan = plan
         self.group.call_each("load", [work[coordinate] for coordinate in self.data_coordinates])
 
-    @property
-    def data_coordinates(self) -> list[int]:
-        """The data-parallel coordinate of each worker, which is the number of its `RankPlan`."""
-        sharding = self.sizes.sharding()
-        return [sharding.get_worker_coords(rank)["data_parallel"] for rank in range(sharding.size)]
-
     def compute(self, task: HeadTask, column: str) -> None:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             self.group.call_all("compute", task, column)
 
     def compute_reference_logprobs(self) -> None:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             self.group.call_all("compute_reference_logprobs")
 
     def sum_column(self, column: str, total: str) -> dict[RowKey, float]:
@@ -194,31 +155,31 @@ class Policy(PolicyInterface):
         self.group.call_all("set_token_advantages", advantages)
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             return self.group.call_all("evaluate", loss_fn, task)[0]
 
     def train(self, loss_fn: LossFunction, task: HeadTask) -> TrainResult:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             results = self.group.call_all("train", loss_fn, task)
         first = results[0]
         first.nonfinite_samples = sorted({sample for result in results for sample in result.nonfinite_samples})
         return first
 
     def save_checkpoint(self, directory: Path, request: SaveRequest) -> StateWrite:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             self.group.call_all("save_checkpoint", directory, request)
-        if not (directory / self._folder / "config.json").is_file():
+        if not (directory / self.name_prefix / "config.json").is_file():
             raise ValueError(
                 f"the policy workers write to {directory} and the controller cannot see them: "
                 "checkpointing.checkpoint_dir must lie on a file system that all nodes share"
             )
-        self.tokenizer.save_pretrained(directory / self._folder / "tokenizer")
+        self.tokenizer.save_pretrained(directory / self.name_prefix / "tokenizer")
         if request.save_consolidated:
-            self.tokenizer.save_pretrained(directory / self._folder / "weights" / "consolidated")
+            self.tokenizer.save_pretrained(directory / self.name_prefix / "weights" / "consolidated")
         return WorkersWrite(self.group) if request.in_background else AllWritten()
 
     def load_checkpoint(self, directory: Path, *, load_optimizer: bool) -> None:
-        with self.accelerator.hold(self._name_prefix):
+        with self.accelerator.hold(self.name_prefix):
             self.group.call_all("load_checkpoint", directory, load_optimizer=load_optimizer)
 
     def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -247,11 +208,10 @@ class SelfGeneratingPolicy(Policy):
     After `prepare_generation`, the caller calls `generate` on all `generating_workers` at once.
     """
 
-    @staticmethod
-    def worker_class_fqn(config: PolicyConfig) -> str:
-        if config.megatron_cfg.enabled:
-            return "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker"
-        return "nemo_rl.models.policy.dtensor.worker.GeneratingPolicyWorker"
+    workers: ClassVar = {
+        "dtensor_cfg": "nemo_rl.models.policy.dtensor.worker.GeneratingPolicyWorker",
+        "megatron_cfg": "nemo_rl.models.policy.megatron.worker.MegatronGeneratingWorker",
+    }
 
     @property
     def generating_workers(self) -> list[Any]:
@@ -264,18 +224,12 @@ class SelfGeneratingPolicy(Policy):
         generation = self.config.generation
         by_megatron = generation.backend == "megatron"
         size = (generation.mcore_generation_config if by_megatron else generation.hf_cfg).max_batch_size
-        end: Any = self.tokenizer.eos_token_id  # a number, for a single token
+        tokenizer: Any = self.tokenizer
         settings = GenerationSettings(
             max_model_len=generation.vllm_cfg.max_model_len,
             max_batch_size=size,
-            end_token_id=end,
-            special_token_ids=frozenset(self.tokenizer.all_special_ids),
-            decode=partial(_decode, self.tokenizer),
+            end_token_id=tokenizer.eos_token_id,
+            special_token_ids=frozenset(tokenizer.all_special_ids),
+            decode=partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False),
         )
         self.group.call_all("prepare_generation", settings)
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
-    text = tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert isinstance(text, str)
-    return text

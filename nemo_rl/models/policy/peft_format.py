@@ -17,13 +17,13 @@ import torch.distributed as dist
 from packaging.version import InvalidVersion, Version
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy.config import LoRAConfig
 from nemo_rl.models.policy.dtensor.lora import adapters, apply_lora, trained_head
 from nemo_rl.models.policy.head.scalar import HEAD, auto_class, is_scalar
 from nemo_rl.models.policy.weight_loading import copy_slice, hf_name
+from nemo_rl.refit.layout import gathered
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -79,8 +79,7 @@ def read_peft_adapter(directory: Path) -> PeftAdapter:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (json.JSONDecodeError, UnicodeDecodeError, SafetensorError) as error:
         raise ValueError(f"{directory} holds a damaged adapter: {error}; copy it anew") from error
-    problems = _not_implemented(config)
-    if problems:
+    if problems := _not_implemented(config):
         raise ValueError(f"the adapter in {directory} cannot be used:\n  " + "\n  ".join(problems))
     return PeftAdapter(directory, config["r"], config["lora_alpha"], config.get("base_model_name_or_path"), shapes)
 
@@ -94,8 +93,7 @@ def _not_implemented(config: dict[str, Any]) -> list[str]:
     if config.get("peft_type") != "LORA":
         problems.append(f"peft_type={config.get('peft_type')!r} is not LORA")
     problems += [f"{key} is missing" for key in ("r", "lora_alpha") if not isinstance(config.get(key), int | float)]
-    whole = sorted(set(config.get("modules_to_save") or ()) - _TRAINED_WHOLE)
-    if whole:
+    if whole := sorted(set(config.get("modules_to_save") or ()) - _TRAINED_WHOLE):
         problems.append(f"modules_to_save={whole} is not implemented: only the head of a reward model is trained whole")
     init = config.get("init_lora_weights", True)
     if init not in _PLAIN_INITS:
@@ -220,10 +218,7 @@ def save_peft(
         stages: the parts of the model on this rank: the whole model or, with pipeline parallelism, some of its layers.
         pipeline: the ranks that hold the other layers.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in adapter_tensors(stages):
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        tensors[name] = whole.cpu().contiguous()
+    tensors = {name: gathered(tensor, None).cpu() for name, tensor in adapter_tensors(stages)}
     chosen = [name for stage in stages for name, _ in adapters(stage)]
     modules = [hf_name(name) for stage in stages for name, _ in stage.named_modules()]
     for other_tensors, other_chosen, other_modules in _other_stages((tensors, chosen, modules), pipeline):

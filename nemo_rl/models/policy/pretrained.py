@@ -104,13 +104,8 @@ def load_config(model_path: str, overrides: dict[str, object]) -> PretrainedConf
     return AutoConfig.from_pretrained(model_path, **overrides)
 
 
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 INDEX_FILE = "model.safetensors.index.json"
+WEIGHT_FILES = ("model.safetensors", INDEX_FILE, "pytorch_model.bin", "pytorch_model.bin.index.json")
 MAX_LISTED = 4
 
 
@@ -175,23 +170,21 @@ def _check_files(model: str, directory: Path) -> None:
 
     `model`: key and name, for messages.
     """
-    if (directory / INDEX_FILE).is_file():
-        try:
-            files = set(json.loads((directory / INDEX_FILE).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{model}: {INDEX_FILE} is damaged ({error}); copy it anew") from error
-        absent = sorted(file for file in files if not (directory / file).is_file())
-        if absent:
-            raise ValueError(
-                f"{model} is not whole: {INDEX_FILE} names {len(files)} files, of which "
-                f"{len(absent)} are missing: {_some(absent)}; copy them too"
-            )
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
+    file = directory / INDEX_FILE
+    files: set[str] = set()
+    try:
+        if file.is_file():
+            files = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+        for file in sorted(directory.glob("*.safetensors")):
             with safe_open(file, framework="pt"):  # reads the header, which knows the size of the file
                 pass
-        except SafetensorError as error:
-            raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it anew") from error
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ValueError(f"{model}: {file.name} is damaged ({error}); copy it anew") from error
+    if absent := sorted(file for file in files if not (directory / file).is_file()):
+        raise ValueError(
+            f"{model} is not whole: {INDEX_FILE} names {len(files)} files, of which "
+            f"{len(absent)} are missing: {_some(absent)}; copy them too"
+        )
 
 
 def _check_tensors(policy: PolicyConfig, model_path: str, config: PretrainedConfig, *, has_score: bool) -> None:
@@ -238,12 +231,12 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
     """Check that the checkpoint has the head that the configuration asks for."""
     assert stored.names is not None
     has_head = HEAD_WEIGHT in stored.names
+    if has_head and not wants_score:
+        raise ValueError(
+            f"{model} is a reward model: it holds {HEAD_WEIGHT}, and its config.json does not "
+            "say so; name a language model"
+        )
     if not wants_score:
-        if has_head:
-            raise ValueError(
-                f"{model} is a reward model: it holds {HEAD_WEIGHT}, and its config.json does not "
-                "say so; name a language model"
-            )
         return
     others = foreign_heads(stored.names) + [HEAD_WEIGHT] * (has_head and not has_score)
     wrong = f"{model} is a reward checkpoint with the wrong head: "
@@ -255,10 +248,9 @@ def _check_head(model: str, stored: StoredModel, *, wants_score: bool, has_score
         )
     if has_score and not has_head:
         raise ValueError(f"{wrong}{HEAD_WEIGHT} is not among its weights; copy it anew or name another")
-    if has_head:
-        shape = stored.tensor(HEAD_WEIGHT).get_shape()
-        if shape[0] != 1:
-            raise ValueError(f"{wrong}{HEAD_WEIGHT} is {shape}, which gives {shape[0]} numbers instead of one")
+    shape = stored.tensor(HEAD_WEIGHT).get_shape() if has_head else [1]
+    if shape[0] != 1:
+        raise ValueError(f"{wrong}{HEAD_WEIGHT} is {shape}, which gives {shape[0]} numbers instead of one")
 
 
 def _some(names: list[str]) -> str:
@@ -278,9 +270,8 @@ def check_fit(config: PolicyConfig, model: PretrainedConfig, tokenizer: PreTrain
     asked = {longest: config.max_total_sequence_length}
     if engine is not None:
         asked[engine.key("max_model_len")] = engine.max_model_len
-    is_stretched = "factor" in (
-        sizes.get("rope_parameters") or {}
-    )  # long-context RoPE: more positions than max_position_embeddings
+    # Long-context RoPE has more positions than max_position_embeddings.
+    is_stretched = "factor" in (sizes.get("rope_parameters") or {})
     too_long = [f"{key}={value}" for key, value in asked.items() if positions is not None and value > positions]
     if too_long and not is_stretched:
         raise ValueError(

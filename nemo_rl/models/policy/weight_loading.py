@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -75,9 +75,7 @@ def checkpoint_files(model_path: str) -> dict[str, str] | None:
     """Tensor name -> safetensors file of a directory or hub model; None if it is not stored as safetensors."""
     index = cached_file(model_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False)
     if index is not None:
-        files, _ = get_checkpoint_shard_files(model_path, index)
-        assert files is not None
-        by_name = {Path(file).name: file for file in files}
+        by_name = {Path(file).name: file for file in get_checkpoint_shard_files(model_path, index)[0] or ()}
         return {tensor: by_name[file] for tensor, file in json.loads(Path(index).read_text())["weight_map"].items()}
     single = cached_file(model_path, "model.safetensors", _raise_exceptions_for_missing_entries=False)
     if single is None:
@@ -125,8 +123,15 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield hf_name(name), buffer
 
 
-def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
-    """The position of the local shard in the whole tensor; None if this rank holds nothing of it."""
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, whose gradient is complete on this rank; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_index(tensor: torch.Tensor) -> tuple[slice, ...] | None:
+    """The position of `local_part` in the whole tensor; None if this rank holds nothing of it."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if 0 in shape:
         return None
@@ -136,21 +141,23 @@ def local_index(tensor: DTensor) -> tuple[slice, ...] | None:
 @torch.no_grad()
 def copy_whole(parameter: torch.Tensor, whole: torch.Tensor | StoredTensor) -> None:
     """Copy this rank's part of `whole`, in memory or on disk, into `parameter`. No communication."""
-    if not isinstance(parameter, DTensor):
-        parameter.copy_(whole[...])
-        return
     index = local_index(parameter)
     if index is not None:
-        parameter.to_local().copy_(whole[index])
+        local_part(parameter).copy_(whole[index if parameter.ndim else ...])
+
+
+def check_shape(stored: StoredTensor, shape: Sequence[int], name: str, model_path: str) -> None:
+    """ValueError if `stored` has another shape."""
+    if tuple(stored.get_shape()) != tuple(shape):
+        raise ValueError(
+            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
+            f"{tuple(shape)}; the weights and config.json do not belong together"
+        )
 
 
 def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path: str) -> None:
     """Read this rank's part of `stored`. ValueError if the shapes differ."""
-    if tuple(stored.get_shape()) != tuple(tensor.shape):
-        raise ValueError(
-            f"{model_path}: tensor {name} has shape {tuple(stored.get_shape())}, the model's config.json says "
-            f"{tuple(tensor.shape)}; the weights and config.json do not belong together"
-        )
+    check_shape(stored, tensor.shape, name, model_path)
     copy_whole(tensor, stored)
 
 
@@ -197,18 +204,17 @@ def load_weights(
             for name, tensor in tensors.items():
                 if name not in absent:
                     copy_slice(tensor, stored.tensor(name), name, model_path)
-            return _fill(drawn, tensors, fresh)
-    logger.info("%s holds no safetensors of these names: rank 0 loads it whole and broadcasts it", model_path)
-    absent = _broadcast_from_rank_zero(tensors, model_path, auto_class)
-    if lost := [name for name in absent if name not in fresh]:
-        raise ValueError(f"{model_path} has no weights for {', '.join(lost[:8])}; it is not the model of config.json")
-    return _fill(absent, tensors, fresh)
-
-
-def _fill(names: list[str], tensors: Mapping[str, torch.Tensor], fresh: Mapping[str, FillTensor]) -> list[str]:
-    for name in names:
+    if unreadable.item() > 0:
+        logger.info("%s holds no safetensors of these names: rank 0 loads it whole and broadcasts it", model_path)
+        absent = _broadcast_from_rank_zero(tensors, model_path, auto_class)
+        drawn = [name for name in absent if name in fresh]
+        if lost := [name for name in absent if name not in fresh]:
+            raise ValueError(
+                f"{model_path} has no weights for {', '.join(lost[:8])}; it is not the model of config.json"
+            )
+    for name in drawn:
         fresh[name](tensors[name])
-    return names
+    return drawn
 
 
 @torch.no_grad()

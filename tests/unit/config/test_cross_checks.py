@@ -108,6 +108,11 @@ def test_the_minimal_run_is_fine() -> None:
             "2 is usual there",
         ),
         (
+            ("policy.dtensor_cfg.pipeline={schedule: interleaved_1f1b, stages_per_rank: 2}",),
+            "policy.dtensor_cfg.pipeline.stages_per_rank",
+            "needs policy.dtensor_cfg.pipeline_parallel_size above 1",
+        ),
+        (
             ("policy.dtensor_cfg.activation_checkpointing=some",),
             "policy.dtensor_cfg.activation_checkpointing",
             "must be 'full' or 'selective', or a valid boolean (got some)",

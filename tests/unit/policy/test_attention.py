@@ -299,7 +299,7 @@ def test_on_a_gpu_segments_equal_the_cpu_and_nothing_waits(dtype, window):
 
     def run(device: str, compute: torch.dtype) -> list[torch.Tensor]:
         inputs = [x.to(device, compute, copy=True).requires_grad_() for x in states]
-        moved, grads = cu_seqlens.to(torch.device(device)), grad.to(device, compute)
+        moved, grads = cu_seqlens.moved(lambda tensor: tensor.to(device)), grad.to(device, compute)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -16,7 +16,6 @@ from nemo_rl.models.policy.checkpoint import (
     policy_tensors,
     save_consolidated_tensors,
     save_model_files,
-    save_state,
 )
 from nemo_rl.models.policy.convert import CheckpointModel, is_checkpoint, model_of_checkpoint
 from nemo_rl.refit.layout import exported
@@ -51,7 +50,7 @@ def save(folder: Path, base: Path, step: int, *, consolidated: bool = False, ada
         def rank_main(rank: int, world: int) -> None:
             tensors = policy_tensors([model])
             saved = tensors if adapter is None else {"model.layers.0.self_attn.q_proj.lora_A": torch.zeros(2, 2)}
-            save_state(PolicyState.of(saved, None, None), policy, "torch_save")
+            PolicyState.of(saved, None, None).save(policy, "torch_save")
             save_model_files(model, policy)
             if consolidated:
                 whole = [exported(name, lambda tensor=tensor: tensor) for name, tensor in tensors.items()]

@@ -16,6 +16,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.types import BatchPlan, SamplingParams
 from tests.unit.policy.models import save_random_model
@@ -43,15 +44,17 @@ def two_policies(student: Path, teacher: Path, tokenizer: Path) -> Iterator[tupl
                 policy_config(**CONFIG, dtensor_cfg=cut),
                 AutoTokenizer.from_pretrained(tokenizer),
                 accelerator,
-                model_path=str(path),
-                sampling=SamplingParams(max_new_tokens=1),
-                seed=0,
-                use_gpu=False,
-                workers_per_node=2,
+                PolicyWorkerSettings(
+                    model_path=str(path),
+                    sampling=SamplingParams(max_new_tokens=1),
+                    seed=0,
+                    use_gpu=False,
+                    workers_per_node=2,
+                    folder=name,
+                    init_optimizer=name == "policy",
+                    init_reference_model=False,
+                ),
                 timeout_s=120,
-                name_prefix=name,
-                init_optimizer=name == "policy",
-                init_reference_model=False,
             )
             stack.callback(policy.shutdown)
             made.append(policy)

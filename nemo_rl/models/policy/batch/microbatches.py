@@ -6,8 +6,10 @@ A `Row` is what a policy worker keeps of one sample during one step: the tokens 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -26,7 +28,6 @@ from nemo_rl.types import (
     PlannedSample,
     RankPlan,
     RolloutGroup,
-    Sample,
 )
 
 InputsT = TypeVar("InputsT", bound=LossInputs)
@@ -71,25 +72,20 @@ def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGrou
     for planned in (planned for batch in plan.logprobs for planned in batch):
         for group, index in keys_of(planned):
             sample = groups[group].samples[index]
-            experts = None if isinstance(sample, Example) else sample.routed_experts
-            rows[group, index] = Row(
+            rows[group, index] = row = Row(
                 sample_id=sample.sample_id,
                 token_ids=torch.from_numpy(sample.token_ids.astype(np.int64)),
                 token_mask=torch.from_numpy(sample.token_mask.copy()),
                 mask=planned.mask,
-                columns=_first_columns(sample, planned),
-                routed_experts=None if experts is None else torch.from_numpy(experts.copy()),
             )
+            if isinstance(sample, Example):
+                row.columns["margin"] = torch.tensor(sample.margin)
+                continue
+            row.columns["generation_logprobs"] = torch.from_numpy(sample.generation_logprobs.copy())
+            row.columns["advantages"] = torch.full(row.token_mask.shape, planned.advantage, dtype=torch.float32)
+            if sample.routed_experts is not None:
+                row.routed_experts = torch.from_numpy(sample.routed_experts.copy())
     return rows
-
-
-def _first_columns(sample: Sample | Example, planned: PlannedSample) -> dict[str, torch.Tensor]:
-    if isinstance(sample, Example):
-        return {"margin": torch.tensor(sample.margin)}
-    return {
-        "generation_logprobs": torch.from_numpy(sample.generation_logprobs.copy()),
-        "advantages": torch.full(sample.token_mask.shape, planned.advantage, dtype=torch.float32),
-    }
 
 
 def scored_sequences(
@@ -100,22 +96,22 @@ def scored_sequences(
     `last_token_only`: score the last token that is not `pad_token_id`, as the classifiers of transformers do. The
     condition matters if sequences end with the token that is also used for padding.
     """
-    if not last_token_only:
-        return [(row.token_ids, row.token_mask) for row in rows]
     scored = []
     for row in rows:
-        last = torch.zeros(len(row.token_ids), dtype=torch.bool)
-        is_text = row.token_ids != pad_token_id if pad_token_id is not None else torch.ones_like(last)
-        last[int(is_text.nonzero().max()) if is_text.any() else 0] = True
-        scored.append((row.token_ids, last))
+        mask = row.token_mask
+        if last_token_only:
+            is_text = row.token_ids != pad_token_id if pad_token_id is not None else torch.ones_like(mask)
+            mask = torch.zeros_like(mask)
+            mask[int(is_text.nonzero().max()) if is_text.any() else 0] = True
+        scored.append((row.token_ids, mask))
     return scored
 
 
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     """Right-pad tensors [T, ...] with zeros to [B, length, ...]."""
     out = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
-    for row, tensor in enumerate(tensors):
-        out[row, : len(tensor)] = tensor
+    for row, tensor in zip(out, tensors, strict=True):
+        row[: len(tensor)] = tensor
     return out
 
 
@@ -195,13 +191,11 @@ class SequentialRunner:
 
     def _prefetched(self, batches: Sequence[ModelBatch]) -> Iterator[ModelBatch]:
         """Batches on the device. The next one is copied while the model computes on the current one."""
-        following = batches[0].to(self.device) if batches else None
+        moved = (batch.to(self.device) for batch in batches)
+        ahead = deque(islice(moved, 1))
         for number in range(len(batches)):
-            current, following = following, None
-            if number + 1 < len(batches):
-                following = batches[number + 1].to(self.device)
-            assert current is not None
-            yield current
+            ahead.extend(islice(moved, 1))
+            yield ahead.popleft()
             clear_cache(number, self.clear_cache_every)
 
 
@@ -232,10 +226,10 @@ def scored_by_last_stage(
     trailing = () if task.num_values is None else (task.num_values,)
     shapes = [(*batch.shape, *trailing) for batch in batches]
     sizes = [math.prod(shape) for shape in shapes]
+    # One broadcast for all micro-batches: each would have to wait for the slowest rank.
+    flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
     if scored:
         flat = torch.cat([values.flatten() for values in scored])
-    else:
-        flat = torch.empty(sum(sizes), dtype=task.dtype, device=device)
     dist.broadcast(flat, src=dist.get_global_rank(pipeline, pipeline.size() - 1), group=pipeline)
     for shape, part in zip(shapes, flat.split(sizes), strict=True):
         yield part.view(shape)
@@ -265,22 +259,17 @@ def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> 
     """One value per metric over ranks: at most three collectives, whatever the number of metrics."""
     out: dict[str, float] = {}
     for how, op in _COLLECTIVE.items():
-        names = [name for name in metrics if reduction_of(name) == how]
-        if not names:
-            continue
-        values = torch.stack([metrics[name].double() for name in names])
-        dist.all_reduce(values, op=op, group=group)
-        out.update(zip(names, values.tolist(), strict=True))
+        if names := [name for name in metrics if reduction_of(name) == how]:
+            values = torch.stack([metrics[name].double() for name in names])
+            dist.all_reduce(values, op=op, group=group)
+            out.update(zip(names, values.tolist(), strict=True))
     return out
 
 
 def reduce_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     """One value per metric over the steps of a `train` call: counts are summed, sums averaged, else min or max."""
-    out = {}
-    for name in steps[0] if steps else ():
-        values = [step[name] for step in steps]
-        if name in COUNTS:
-            out[name] = sum(values)
-        else:
-            out[name] = {"min": min, "max": max, "sum": lambda v: sum(v) / len(v)}[reduction_of(name)](values)
-    return out
+    combine = {"min": min, "max": max, "sum": lambda values: sum(values) / len(values)}
+    return {
+        name: (sum if name in COUNTS else combine[reduction_of(name)])([step[name] for step in steps])
+        for name in (steps[0] if steps else ())
+    }

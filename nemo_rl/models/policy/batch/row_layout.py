@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -36,17 +35,17 @@ class ModelBatch:
 
     def to(self, device: torch.device) -> ModelBatch:
         """A copy on `device`; from pinned memory the call does not wait."""
-        return self._moved(lambda tensors: tensors.to(device, non_blocking=True))
+        return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> ModelBatch:
         """A copy in page-locked memory, from which `to` does not wait."""
-        return self._moved(lambda tensors: tensors.pin_memory())
+        return self._moved(torch.Tensor.pin_memory)
 
-    def _moved(self, move: Callable[[Any], Any]) -> ModelBatch:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved = {name: move(value) for name, value in values.items() if isinstance(value, torch.Tensor | CuSeqlens)}
+    def _moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> ModelBatch:
+        moved = {name: move(value) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         columns = {name: move(value) for name, value in self.columns.items()}
-        return replace(self, **moved, columns=columns)
+        cu_seqlens = None if self.cu_seqlens is None else self.cu_seqlens.moved(move)
+        return replace(self, **moved, columns=columns, cu_seqlens=cu_seqlens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,14 +112,15 @@ class RowLayout:
         position = _ranges(torch.tensor(lengths))
         owner, slot = spans.locate(number, position)
         is_here = owner == self.context_rank
+        own = slot[is_here]
         input_ids = torch.zeros(rows * width, dtype=torch.int64)
-        input_ids[slot[is_here]] = ids[is_here]
+        input_ids[own] = ids[is_here]
         is_token = torch.zeros(rows * width, dtype=torch.bool)
-        is_token[slot[is_here]] = True
-        experts = _experts_of_tokens(routed_experts, lengths)
+        is_token[own] = True
+        experts = _experts_of_tokens(routed_experts or (), lengths)
         if experts is not None:
             held = torch.full((rows * width, *experts.shape[1:]), -1, dtype=torch.int16)
-            held[slot[is_here]] = experts[is_here]
+            held[own] = experts[is_here]
             experts = held.view(rows, width, *experts.shape[1:])
         # The state that scores a token may lie on another rank than the token: at the border of two chunks.
         back = 0 if self.own_states else 1
@@ -204,16 +204,13 @@ class _Spans:
         return CuSeqlens.of(queries, keys.tolist() + tail, ContextKeys(group=layout.context_group, index=index))
 
 
-def _experts_of_tokens(
-    routed_experts: Sequence[torch.Tensor | None] | None, lengths: Sequence[int]
-) -> torch.Tensor | None:
+def _experts_of_tokens(routed_experts: Sequence[torch.Tensor | None], lengths: list[int]) -> torch.Tensor | None:
     """Experts of all tokens, int16 [sum of T, layers, K], -1 without a record; None if no token has a record."""
-    known = [experts for experts in routed_experts or () if experts is not None]
-    if not known:
+    known = next((experts for experts in routed_experts if experts is not None), None)
+    if known is None:
         return None
-    assert routed_experts is not None
-    out = torch.full((sum(lengths), *known[0].shape[1:]), -1, dtype=torch.int16)
-    for part, experts in zip(out.split(list(lengths)), routed_experts, strict=True):
+    out = torch.full((sum(lengths), *known.shape[1:]), -1, dtype=torch.int16)
+    for part, experts in zip(out.split(lengths), routed_experts, strict=True):
         if experts is not None:
             part[: len(experts)] = experts
     return out

@@ -25,11 +25,7 @@ from nemo_rl.utils.checkpoint.tensors import check_checkpoint_fits
 
 
 def check_policy(config: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
-    """Check layout, optimizer and scheduler.
-
-    Raises:
-        ValueError: naming the key to change and what would work.
-    """
+    """ValueError, naming the key and what would work, if layout, optimizer or scheduler do not work."""
     check_layout(config, model)
     optimizer = build_optimizer(config, [torch.nn.Parameter(torch.zeros(1))])
     build_scheduler(config, optimizer)
@@ -51,12 +47,8 @@ def check_saved_weights(directory: Path, config: PolicyConfig, model: Pretrained
 
 
 def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
-    """Check on the driver, before a worker starts, that `policy.dtensor_cfg` can cut the model. Allocates nothing.
-
-    Raises:
-        ValueError: naming the key to change and what would work.
-    """
-    settings = config.dtensor_cfg
+    """ValueError, naming the key and what would work, unless `policy.dtensor_cfg` can cut the model."""
+    settings, lora_cfg = config.dtensor_cfg, config.dtensor_cfg.lora_cfg
     model = copy.deepcopy(model)  # building a model writes into its configuration
     if not is_scalar(model):
         logit_transform(model)
@@ -70,17 +62,14 @@ def check_layout(config: PolicyConfig, model: PretrainedConfig) -> None:
         )
     pipeline.check_pipeline(model, settings)
     moe.check_experts(model, settings)
-    if settings.lora_cfg.enabled:
-        lora.check_lora(model, settings.lora_cfg)
-        if settings.lora_cfg.adapter_path is not None:
-            directory = Path(settings.lora_cfg.adapter_path)
-            peft_format.check_peft_adapter(directory, model, settings.lora_cfg, config.model_name)
-    if reason is None:
-        return
+    if lora_cfg.enabled:
+        lora.check_lora(model, lora_cfg)
+    if lora_cfg.adapter_path is not None:
+        peft_format.check_peft_adapter(Path(lora_cfg.adapter_path), model, lora_cfg, config.model_name)
     why = f"the sequences of {config.model_name!r} cannot lie end to end, because {reason}"
-    if config.padding_free:
+    if reason is not None and config.padding_free:
         raise ValueError(f"{config.key('padding_free')}=true: {why}; set it to null or false")
-    if config.sequence_packing.enabled:
+    if reason is not None and config.sequence_packing.enabled:
         raise ValueError(
             f"{config.key('sequence_packing.enabled')}=true: {why}; set it to false and "
             f"{config.key('dynamic_batching.enabled')}=true"

@@ -60,18 +60,14 @@ class LoRALinear(nn.Linear):
         output = F.linear(input, self.weight, self.bias)
         if not self.adapter_active:
             return output
-        dropped = _dropout(input, self.dropout) if self.dropout_active else input
-        return output + F.linear(F.linear(dropped, self.lora_A) * self.scale, self.lora_B)
-
-
-def _dropout(input: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout of this rank's part; ranks with equal seeds drop the same of replicated inputs.
-
-    DTensor's own dropout would broadcast the generator state of rank 0 to all ranks of the world at first use.
-    """
-    if not isinstance(input, DTensor):
-        return F.dropout(input, p)
-    return DTensor.from_local(F.dropout(input.to_local(), p), input.device_mesh, input.placements, run_check=False)
+        if self.dropout_active and isinstance(input, DTensor):
+            # DTensor's own dropout would broadcast the generator state of rank 0 to all ranks of the world at first
+            # use. Tensor-parallel ranks have equal seeds, so they drop the same of replicated inputs.
+            dropped = F.dropout(input.to_local(), self.dropout)
+            input = DTensor.from_local(dropped, input.device_mesh, input.placements, run_check=False)
+        elif self.dropout_active:
+            input = F.dropout(input, self.dropout)
+        return output + F.linear(F.linear(input, self.lora_A) * self.scale, self.lora_B)
 
 
 # -- which layers
@@ -98,11 +94,7 @@ def apply_lora(hf: PreTrainedModel, cfg: LoRAConfig) -> list[str]:
 
 
 def check_lora(config: PretrainedConfig, cfg: LoRAConfig) -> None:
-    """Check that `cfg` fits the model of `config`, without its weights.
-
-    Raises:
-        ValueError: as `apply_lora`.
-    """
+    """ValueError, as `apply_lora`, unless `cfg` fits the model of `config`. Needs no weights."""
     with torch.device("meta"):
         _choose(auto_class(config).from_config(config), cfg)
 
@@ -116,10 +108,9 @@ def adapters(hf: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 
 def trained_head(hf: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
     """(Hugging Face name, weight) of the head that is trained beside the adapters; nothing for a language model."""
-    if is_scalar(hf.config):
-        head = output_module(hf)
-        if head is not None:  # None on other pipeline stages
-            yield HEAD_WEIGHT, head.get_parameter("weight")
+    head = output_module(hf) if is_scalar(hf.config) else None
+    if head is not None:  # None on other pipeline stages
+        yield HEAD_WEIGHT, head.get_parameter("weight")
 
 
 def is_adapter(name: str) -> bool:
@@ -151,10 +142,8 @@ def _choose(hf: PreTrainedModel, cfg: LoRAConfig) -> dict[str, nn.Linear]:
                     f"There are {available}"
                 )
     excluded = {name for name in linears if any(matches(name, entry) for entry in cfg.exclude_modules)}
-    if cfg.match_all_linear:
-        wanted = layers.keys() - excluded
-    else:
-        wanted = {name for name in linears if any(matches(name, entry) for entry in cfg.target_modules)} - excluded
+    targets = {name for name in linears if any(matches(name, entry) for entry in cfg.target_modules)}
+    wanted = (layers.keys() if cfg.match_all_linear else targets) - excluded
     if refused := sorted(wanted - layers.keys()):
         raise ValueError(_head_refused(refused[0], hf, cfg))
     chosen = {name: module for name, module in layers.items() if name in wanted}
@@ -233,12 +222,8 @@ def adapters_disabled(*parts: nn.Module) -> Iterator[None]:
             module.adapter_active = True
 
 
-@torch.no_grad()
 def cast_frozen(hf: nn.Module, dtype: torch.dtype) -> None:
-    """Keep the frozen parameters in `dtype`. They receive no updates, so the dtype of the computation is enough.
-
-    Call it between `apply_lora` and sharding, on the meta device.
-    """
+    """Keep frozen parameters, before they are sharded, in `dtype`: without updates, that of the computation will do."""
     for parameter in hf.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)

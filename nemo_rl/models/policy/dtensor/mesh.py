@@ -39,11 +39,12 @@ class ParallelMesh:
         data = self.world["dp_replicate", "dp_shard"]._flatten("data_parallel")
         self.data_group = data.get_group()
         self.data_rank: int = data.get_local_rank()
-        self.tensor = self._axis("tensor_parallel")
-        self.context = self._axis("context_parallel")
-        self.pipeline = self._axis("pipeline_parallel")
-        self.expert: DeviceMesh | None = None
-        self.expert_fsdp: DeviceMesh | None = None
+        self.tensor, self.context, self.pipeline = (
+            self.world[axis] if self.world[axis].size() > 1 else None
+            for axis in ("tensor_parallel", "context_parallel", "pipeline_parallel")
+        )
+        self.context_rank: int = self.world["context_parallel"].get_local_rank()
+        self.expert = self.expert_fsdp = None
         if sizes.expert_parallel > 1:
             expert_shard = sizes.dp_shard * sizes.context_parallel // sizes.expert_parallel
             front = (sizes.pipeline_parallel, sizes.dp_replicate)
@@ -52,17 +53,6 @@ class ParallelMesh:
             self.expert = experts["expert_parallel"]
             axes = ("expert_shard",) if sizes.dp_replicate == 1 else ("dp_replicate", "expert_shard")
             self.expert_fsdp = experts[axes]
-
-    def _axis(self, name: str) -> DeviceMesh | None:
-        return self.world[name] if self.world[name].size() > 1 else None
-
-    @property
-    def context_rank(self) -> int:
-        return self.world["context_parallel"].get_local_rank()
-
-    @property
-    def pipeline_rank(self) -> int:
-        return self.world["pipeline_parallel"].get_local_rank()
 
     @property
     def pipeline_group(self) -> dist.ProcessGroup | None:

@@ -12,14 +12,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PretrainedConfig, PreTrainedModel
 
 from nemo_rl.models.policy import peft_format
@@ -53,7 +52,7 @@ def build_stages(
     `hf_config`: for a reward or value model, the result of `scalar_config`.
     """
     assert is_scalar(hf_config) == config.reward_model_cfg.enabled
-    lora_cfg = config.dtensor_cfg.lora_cfg
+    lora_cfg, host = config.dtensor_cfg.lora_cfg, torch.device("cpu")
     whole = build_on_meta(hf_config, DTYPES[config.master_precision])
     whole.eval()  # dropout would give the same tokens other logprobs in every pass
     if lora_cfg.enabled:
@@ -61,11 +60,10 @@ def build_stages(
         lora.cast_frozen(whole, DTYPES[config.precision])
     parts = [whole]
     if mesh.pipeline is not None:
-        parts = pipeline.split(whole, mesh.pipeline_rank, config.dtensor_cfg)
+        parts = pipeline.split(whole, mesh.pipeline.get_local_rank(), config.dtensor_cfg)
     stages = []
     for part in parts:
         stage = _cut(part, config, mesh, sampling)
-        host = torch.device("cpu")
         materialize(stage, host if config.dtensor_cfg.cpu_offload else device, buffer_device=device)
         drawn = _fill(stage, config, model_path, seed)
         # Of the ranks that have the head, one logs it.
@@ -117,11 +115,9 @@ def _fill(stage: LogprobModel, config: PolicyConfig, model_path: str, seed: int)
 
 def row_layout(config: PolicyConfig, hf_config: PretrainedConfig, mesh: ParallelMesh) -> RowLayout:
     """How the sequences of a micro-batch are laid out for this model on this rank."""
-    settings = config.dtensor_cfg
-    is_padding_free = config.padding_free
+    settings, reward, is_padding_free = config.dtensor_cfg, config.reward_model_cfg, config.padding_free
     if is_padding_free is None:
         is_padding_free = unpackable_reason(hf_config) is None
-    reward = config.reward_model_cfg
     multiples = [config.make_sequence_length_divisible_by]
     if settings.sequence_parallel:
         multiples.append(settings.tensor_parallel_size)
@@ -144,19 +140,17 @@ def trainable(stages: Sequence[LogprobModel]) -> list[nn.Parameter]:
 
 # -- recomputation, FSDP2, memory
 
-_EXPENSIVE = frozenset(
-    {
-        torch.ops.aten.mm.default,
-        torch.ops.aten.addmm.default,
-        torch.ops.aten.bmm.default,
-        torch.ops.aten._grouped_mm.default,
-        torch.ops.aten._scaled_dot_product_flash_attention.default,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-        torch.ops.aten._scaled_dot_product_efficient_attention.default,
-        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        torch.ops.torch_attn._varlen_attn.default,
-    }
-)
+_EXPENSIVE = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
+]
 
 
 def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
@@ -169,17 +163,12 @@ def recompute_activations(model: PreTrainedModel, mode: bool | str) -> None:
         return
     wrap = checkpoint_wrapper
     if mode == "selective":
-        contexts = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
+        contexts = functools.partial(create_selective_checkpoint_contexts, _EXPENSIVE)
         wrap = functools.partial(checkpoint_wrapper, context_fn=contexts)
     blocks = {id(layer) for layer in decoder_layers(model)}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in blocks:
-                parent.register_module(name, wrap(child))
-
-
-def _keep_expensive(context: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+    for name, module in list(model.named_modules()):
+        if id(module) in blocks:
+            model.set_submodule(name, wrap(module))
 
 
 def shard(
@@ -209,9 +198,9 @@ def materialize(model: nn.Module, device: torch.device, *, buffer_device: torch.
     """
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     model.to_empty(device=device)
-    for name in [name for name, _ in model.named_buffers()]:
+    for name, buffer in buffers.items():
         module, _, attribute = name.rpartition(".")
-        model.get_submodule(module)._buffers[attribute] = buffers[name].to(buffer_device or device)
+        model.get_submodule(module)._buffers[attribute] = buffer.to(buffer_device or device)
 
 
 # -- whole weights, for generation and checkpoints
@@ -235,10 +224,9 @@ def export_weights(
 def _exported_of(root: PreTrainedModel, merged: bool) -> Iterator[ExportedTensor]:
     names = ExpertNames(root.config.get_text_config().model_type)
     seen: set[int] = set()
-    for prefix, module in root.named_modules(remove_duplicate=True):
-        own = list(module._parameters.items())
-        own += [item for item in module._buffers.items() if item[0] not in module._non_persistent_buffers_set]
-        for attribute, tensor in own:
+    for prefix, module in root.named_modules():
+        persistent = {k: v for k, v in module._buffers.items() if k not in module._non_persistent_buffers_set}
+        for attribute, tensor in (module._parameters | persistent).items():
             if tensor is None or id(tensor) in seen:  # tied
                 continue
             seen.add(id(tensor))
@@ -296,33 +284,20 @@ def _over_pipeline(own: list[ExportedTensor], mesh: ParallelMesh, device: torch.
     assert mesh.pipeline is not None
     group = mesh.pipeline.get_group()
     described: list[list[ExportedTensor]] = [[] for _ in range(mesh.pipeline.size())]
-    dist.all_gather_object(described, [replace(tensor, gather=_elsewhere) for tensor in own], group=group)
+    dist.all_gather_object(described, [replace(tensor, gather=torch.empty) for tensor in own], group=group)
     mine = {tensor.name: tensor for tensor in own}
-    tensors = []
-    for stage, theirs in enumerate(described):
-        source = dist.get_global_rank(group, stage)
-        for tensor in theirs:
-            gather = functools.partial(_broadcast_whole, mine.get(tensor.name), tensor, source, group, device)
-            tensors.append(replace(tensor, gather=gather))
-    return tensors
 
+    def broadcast(tensor: ExportedTensor, source: int, dtype: torch.dtype | None) -> torch.Tensor:
+        if tensor.name in mine:
+            whole = mine[tensor.name].gather(dtype).to(device)
+        else:
+            wanted = tensor.dtype if dtype is None or not tensor.dtype.is_floating_point else dtype
+            whole = torch.empty(tensor.shape, dtype=wanted, device=device)
+        dist.broadcast(whole, src=source, group=group)
+        return whole
 
-def _elsewhere(dtype: torch.dtype | None) -> torch.Tensor:
-    raise AssertionError("held by another pipeline stage")
-
-
-def _broadcast_whole(
-    own: ExportedTensor | None,
-    meta: ExportedTensor,
-    source: int,
-    group: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-) -> torch.Tensor:
-    if own is not None:
-        tensor = own.gather(dtype).to(device)
-    else:
-        wanted = meta.dtype if dtype is None or not meta.dtype.is_floating_point else dtype
-        tensor = torch.empty(meta.shape, dtype=wanted, device=device)
-    dist.broadcast(tensor, src=source, group=group)
-    return tensor
+    return [
+        replace(tensor, gather=functools.partial(broadcast, tensor, dist.get_global_rank(group, stage)))
+        for stage, theirs in enumerate(described)
+        for tensor in theirs
+    ]

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.utils.registry import import_object
 
 
@@ -78,10 +79,7 @@ def clip_grad_norm(
     # Gradients sharded over the same groups share their all-reduces; a gradient may be sharded over several groups,
     # then its sum of squares is reduced over one after the other.
     squares = _squares_by_groups(gradients)
-    groups: list[dist.ProcessGroup] = []
-    for found in squares:
-        groups += [group for group in found if group not in groups]
-    for group in groups:
+    for group in dict.fromkeys(group for found in squares for group in found):
         shared = [found for found in squares if group in found]
         reduced = torch.stack([squares[found] for found in shared])
         dist.all_reduce(reduced, group=group)
@@ -92,7 +90,8 @@ def clip_grad_norm(
     norm = total.sqrt()
     if max_norm is not None and gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([_local(g) for g in gradients], torch.where(norm.isfinite(), scale, 1.0))
+        # A scale of 1 for a norm that is not finite, decided on the device: asking the host would wait for it.
+        torch._foreach_mul_([local_part(g) for g in gradients], torch.where(norm.isfinite(), scale, 1.0))
     return norm
 
 
@@ -106,21 +105,17 @@ def _reduced(parameter: nn.Parameter) -> torch.Tensor:
     return gradient
 
 
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.ProcessGroup, ...], torch.Tensor]:
     """Sums of squares of the local gradients, by the groups over which they are sharded."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     for gradient in gradients:
         found: tuple[dist.ProcessGroup, ...] = ()
         if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-            found = tuple(mesh.get_group(axis) for axis in axes)
-        by_groups.setdefault(found, []).append(_local(gradient))
+            sharded = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+            found = tuple(gradient.device_mesh.get_group(axis) for axis in sharded)
+        by_groups.setdefault(found, []).append(local_part(gradient))
     return {
+        # float32: squares of bfloat16 gradients would lose most of their digits in the sum
         found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
         for found, local in by_groups.items()
     }

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -79,8 +80,8 @@ def split(hf: PreTrainedModel, rank: int, config: DTensorConfig) -> list[PreTrai
     return copies
 
 
-def split_stages(hf: PreTrainedModel, stage_index: int, config: DTensorConfig) -> range:
-    """Remove the parts of other stages from `hf`, in place. Returns the layers that remain.
+def split_stages(hf: PreTrainedModel, stage_index: int, config: DTensorConfig) -> None:
+    """Remove the parts of other stages from `hf`, in place.
 
     Embeddings stay on the first stage, final norm and head on the last. Names of parameters do not change.
 
@@ -99,29 +100,23 @@ def split_stages(hf: PreTrainedModel, stage_index: int, config: DTensorConfig) -
         setattr(base, norm, _Identity(getattr(base, norm)))
         (head,) = [name for name, module in hf.named_children() if module is output_module(hf)]
         setattr(hf, head, None)
-    return kept
 
 
 def _parts(hf: PreTrainedModel, config: DTensorConfig) -> tuple[nn.Module, str]:
     """(the module that holds embeddings, layers and final norm; the name of that norm)."""
-    base, name = cast(nn.Module, hf.base_model), type(hf).__name__
+    base = cast(nn.Module, hf.base_model)
     children = dict(base.named_children())
     norms = [norm for norm in _FINAL_NORMS if norm in children]
     missing = [part for part in ("embed_tokens", "layers") if part not in children] + ["norm"] * (not norms)
-    if missing:
+    known = {"embed_tokens", "layers", *norms[:1]}
+    others = [name for name, child in children.items() if name not in known and list(child.parameters())]
+    if missing or others:
+        reason = f"it has no {', '.join(missing)}"
+        if not missing:
+            reason = f"besides embeddings, layers and norm it has weights in {', '.join(others)}"
         raise ValueError(
-            f"{name} cannot be split into pipeline stages: it has no {', '.join(missing)}; set "
+            f"{type(hf).__name__} cannot be split into pipeline stages: {reason}; set "
             f"{config.key('pipeline_parallel_size')}=1, or use a decoder like Llama, Qwen or Mistral"
-        )
-    others = [
-        child
-        for child, module in children.items()
-        if child not in ("embed_tokens", "layers", norms[0]) and any(True for _ in module.parameters())
-    ]
-    if others:
-        raise ValueError(
-            f"{name} cannot be split into pipeline stages: besides embeddings, layers and norm it has weights in "
-            f"{', '.join(others)}; set {config.key('pipeline_parallel_size')}=1"
         )
     return base, norms[0]
 
@@ -137,18 +132,9 @@ def _num_stages(name: str, num_layers: int, config: DTensorConfig) -> int:
 
 
 def check_pipeline(config: PretrainedConfig, dtensor_cfg: DTensorConfig) -> None:
-    """Check that the model of `config` can be split as `dtensor_cfg` says. Needs no weights and no ranks.
-
-    Raises:
-        ValueError: naming the key to change and what would work.
-    """
-    size, per_rank = dtensor_cfg.pipeline_parallel_size, dtensor_cfg.pipeline.stages_per_rank
+    """ValueError, naming a remedy, unless the model of `config` can be split so. Needs no weights and no ranks."""
+    size = dtensor_cfg.pipeline_parallel_size
     if size == 1:
-        if per_rank > 1:
-            raise ValueError(
-                f"{dtensor_cfg.key('pipeline.stages_per_rank')}={per_rank} needs pipeline_parallel_size above 1; set "
-                "pipeline.schedule=1f1b and pipeline.stages_per_rank=1"
-            )
         return
     text = config.get_text_config()
     _num_stages(f"the {config.model_type} model", text.num_hidden_layers, dtensor_cfg)
@@ -226,17 +212,17 @@ class PipelineStageModel(LogprobModel):
         return self.score(out, batch, task)
 
 
+@dataclass
 class Activations:
     """The point-to-point messages between stages: hidden states [R, W / sequence_shards, H] of `dtype`.
 
     With sequence parallelism each tensor-parallel rank sends its own positions.
     """
 
-    def __init__(self, hidden_size: int, dtype: torch.dtype, device: torch.device, sequence_shards: int = 1) -> None:
-        self.hidden_size = hidden_size
-        self.dtype = dtype
-        self.device = device
-        self.sequence_shards = sequence_shards
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    sequence_shards: int = 1
 
     def empty(self, batch: ModelBatch) -> torch.Tensor:
         """Memory for the hidden states of `batch`."""
@@ -269,14 +255,9 @@ class _Stage(PipelineStage):
         clear_cache_every: int | None,
     ) -> None:
         any_rows = torch.empty(0, device="meta", dtype=activations.dtype, requires_grad=True)
+        inputs = () if stage_index == 0 else any_rows
         super().__init__(
-            model,
-            stage_index,
-            num_stages,
-            activations.device,
-            input_args=() if stage_index == 0 else any_rows,
-            output_args=any_rows,
-            group=group,
+            model, stage_index, num_stages, activations.device, input_args=inputs, output_args=any_rows, group=group
         )
         self.activations = activations
         self.clear_cache_every = clear_cache_every
@@ -344,13 +325,10 @@ class PipelineRunner:
         config: DTensorConfig,
         compute_dtype: torch.dtype,
     ) -> None:
-        self.stages = stages
-        self.group = pipeline.get_group()
-        self.size = pipeline.size()
+        self.stages, self.device = stages, device
+        self.group, self.size = pipeline.get_group(), pipeline.size()
         self.rank: int = pipeline.get_local_rank()
-        self.device = device
-        self.schedule = config.pipeline.schedule
-        self.clear_cache_every = config.clear_cache_every_n_steps
+        self.schedule, self.clear_cache_every = config.pipeline.schedule, config.clear_cache_every_n_steps
         hidden_size = stages[0].hf.config.get_text_config().hidden_size
         sequence_shards = config.tensor_parallel_size if config.sequence_parallel else 1
         self.activations = Activations(hidden_size, compute_dtype, device, sequence_shards)
@@ -384,12 +362,8 @@ class PipelineRunner:
         if count in self._built:
             return self._built[count]
         num_stages = self.size * len(self.stages)
-        stages = [
-            _Stage(
-                model, self.rank + turn * self.size, num_stages, self.group, self.activations, self.clear_cache_every
-            )
-            for turn, model in enumerate(self.stages)
-        ]
+        shared = (num_stages, self.group, self.activations, self.clear_cache_every)
+        stages = [_Stage(model, self.rank + turn * self.size, *shared) for turn, model in enumerate(self.stages)]
         if self.schedule == "interleaved_1f1b":
             # torch wants rounds of equal length; plans follow `DTensorConfig.micro_batch_multiple`.
             assert count % self.size == 0, (count, self.size)
@@ -403,12 +377,11 @@ class PipelineRunner:
 
     def forward(self, batches: Sequence[ModelBatch], task: HeadTask) -> Iterator[torch.Tensor]:
         """The outputs of `task` for all micro-batches, in order, on all pipeline ranks, without gradients."""
-        if not batches:
-            return
-        with torch.no_grad():
+        if batches:
             scored = self._forward_all([batch.to(self.device) for batch in batches], task)
-        yield from scored_by_last_stage(scored, batches, task, self.group, self.device)
+            yield from scored_by_last_stage(scored, batches, task, self.group, self.device)
 
+    @torch.no_grad()
     def _forward_all(self, batches: Sequence[ModelBatch], task: HeadTask) -> list[torch.Tensor]:
         """On the last rank the outputs of `task` for all micro-batches, elsewhere nothing.
 
@@ -435,26 +408,21 @@ class PipelineRunner:
             hidden = None
             if following is not None and not following[1].is_first:
                 hidden = self.activations.empty(batches[following[0]])
-            self._exchange(out, hidden)
+            operations = []
+            if out is not None:
+                operations.append(dist.P2POp(dist.isend, out, group=self.group, group_peer=(self.rank + 1) % self.size))
+            if hidden is not None:
+                previous = (self.rank - 1) % self.size
+                operations.append(dist.P2POp(dist.irecv, hidden, group=self.group, group_peer=previous))
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
         return scored
 
     def _unit(self, unit: int, count: int) -> tuple[int, PipelineStageModel] | None:
         """(micro-batch, stage) of a unit of work; None if the unit does not exist."""
         per_round = self.size * len(self.stages)
         number = unit // per_round * self.size + unit % self.size
-        if unit < 0 or number >= count:
-            return None
-        return number, self.stages[unit % per_round // self.size]
-
-    def _exchange(self, sent: torch.Tensor | None, received: torch.Tensor | None) -> None:
-        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        operations = []
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=following))
-        if received is not None:
-            operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=previous))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        return (number, self.stages[unit % per_round // self.size]) if unit >= 0 and number < count else None
 
 
 @contextmanager
@@ -464,12 +432,8 @@ def _kept_gathered(stages: Sequence[nn.Module]) -> Iterator[None]:
     The schedules keep them from the first backward pass on. Freeing them after each forward pass before that would only
     gather them again for every micro-batch.
     """
-    blocks = [
-        module
-        for stage in stages
-        for module in stage.modules()
-        if isinstance(module, FSDPModule) and module is not stage  # the root stays gathered anyway
-    ]
+    blocks = [module for stage in stages for module in stage.modules() if isinstance(module, FSDPModule)]
+    blocks = [block for block in blocks if block not in stages]  # the roots stay gathered anyway
     for block in blocks:
         block.set_reshard_after_forward(False, recurse=False)
     yield

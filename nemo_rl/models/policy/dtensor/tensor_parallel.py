@@ -28,6 +28,7 @@ from nemo_rl.config.rules import divisors
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.scalar import is_scalar, output_module
 from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.models.policy.weight_loading import local_part
 from nemo_rl.utils.registry import import_object
 
 SEQUENCE = Shard(1)
@@ -44,10 +45,9 @@ def check_tensor_parallel(config: PretrainedConfig, settings: DTensorConfig) -> 
         ValueError: the ranks do not divide heads or matrices (says what would work); no plan is known for the
             architecture (says how to write one); the user's plan cannot be imported or is no plan.
     """
-    if settings.tensor_parallel_size == 1:
-        return
-    hf = build_on_meta(config, torch.bfloat16)
-    _check_divisible(hf, styles(hf, settings), settings)
+    if settings.tensor_parallel_size > 1:
+        hf = build_on_meta(config, torch.bfloat16)
+        _check_divisible(hf, styles(hf, settings), settings)
 
 
 def apply_tensor_parallel(hf: PreTrainedModel, mesh: DeviceMesh, settings: DTensorConfig) -> None:
@@ -79,12 +79,11 @@ def _check_divisible(hf: PreTrainedModel, plan: Plan, settings: DTensorConfig) -
     asked = {f"{sizes[key]} {what}": sizes[key] for key, what in heads if sizes.get(key)}
     for name, style in plan.items():
         module = hf.get_submodule(name)
-        if not isinstance(module, nn.Linear) or module is hf.get_output_embeddings():
-            continue
-        if isinstance(style, Colwise):
-            asked[f"{module.out_features} output features of {name}"] = module.out_features
-        elif isinstance(style, Rowwise):
-            asked[f"{module.in_features} input features of {name}"] = module.in_features
+        if isinstance(module, nn.Linear) and module is not hf.get_output_embeddings():
+            if isinstance(style, Colwise):
+                asked[f"{module.out_features} output features of {name}"] = module.out_features
+            elif isinstance(style, Rowwise):
+                asked[f"{module.in_features} input features of {name}"] = module.in_features
     failing = [what for what, count in asked.items() if count % size]
     if failing:
         raise ValueError(
@@ -113,14 +112,8 @@ def _as_dtensor(tensor: torch.Tensor, mesh: DeviceMesh, layout: Placement) -> DT
 
 
 def _relayout(tensor: torch.Tensor, mesh: DeviceMesh, now: Placement, then: Placement) -> torch.Tensor:
-    """A local tensor in another layout; its gradient comes back in the first."""
+    """A DTensor, or a local tensor in the layout `now`, as a local tensor in another; its gradient comes back so."""
     return _as_dtensor(tensor, mesh, now).redistribute(placements=[then]).to_local()
-
-
-def _local_in(output: torch.Tensor, layout: Placement | None) -> torch.Tensor:
-    """This rank's part of a DTensor in another layout (None: its own)."""
-    assert isinstance(output, DTensor)
-    return (output if layout is None else output.redistribute(placements=[layout])).to_local()
 
 
 class _Style(ParallelStyle):
@@ -174,7 +167,7 @@ class Colwise(_Style):
         return _as_dtensor(tensor, mesh, Replicate())
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _local_in(output, Replicate() if self.gather_output else Shard(-1))
+        return _relayout(output, mesh, Shard(-1), Replicate() if self.gather_output else Shard(-1))
 
 
 class FusedColwise(Colwise):
@@ -192,11 +185,13 @@ class FusedColwise(Colwise):
         local = super().write(module, output, mesh)
         size, rank = mesh.size(), mesh.get_local_rank()
         features = local.movedim(-1, 0)  # all-to-all splits dimension 0
-        parts = {to: list(_overlaps(self.blocks, size, rank, to)) for to in range(size)}
-        sent = torch.cat([features[part] for to in range(size) for part in parts[to]])
-        sent_sizes = [_length(parts[to]) for to in range(size)]
-        received_sizes = [_length(_overlaps(self.blocks, size, source, rank)) for source in range(size)]
-        received = funcol.all_to_all_single_autograd(sent, received_sizes, sent_sizes, mesh.get_group())
+        parts = [list(_overlaps(self.blocks, size, rank, to)) for to in range(size)]
+        sent = [torch.cat([features[part] for part in own] or [features[:0]]) for own in parts]
+        received_sizes = [
+            sum(part.stop - part.start for part in _overlaps(self.blocks, size, source, rank)) for source in range(size)
+        ]
+        sent_sizes = [len(part) for part in sent]
+        received = funcol.all_to_all_single_autograd(torch.cat(sent), received_sizes, sent_sizes, mesh.get_group())
         return received.movedim(0, -1).contiguous()
 
 
@@ -210,10 +205,6 @@ def _overlaps(blocks: Sequence[int], size: int, owner: int, wanted_by: int) -> I
         if first < last:
             yield slice(first - owner * share, last - owner * share)
         begin += block
-
-
-def _length(parts: Iterator[slice] | list[slice]) -> int:
-    return sum(part.stop - part.start for part in parts)
 
 
 class Rowwise(_Style):
@@ -233,7 +224,7 @@ class Rowwise(_Style):
         return _as_dtensor(tensor, mesh, self.input).redistribute(placements=[Shard(-1)])
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _local_in(output, self.output)
+        return _relayout(output, mesh, Partial(), self.output)
 
 
 class Replicated(_Style):
@@ -254,7 +245,7 @@ class Replicated(_Style):
         return _as_dtensor(tensor, mesh, self.layout)
 
     def write(self, module: nn.Module, output: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-        return _local_in(output, Replicate() if self.gather_output else None)
+        return _relayout(output, mesh, self.layout, Replicate()) if self.gather_output else local_part(output)
 
 
 class LatentKvA(Replicated):
@@ -347,7 +338,7 @@ class VocabularyParallelEmbedding(_Style):
             # Exactly one rank has each token, so the sum over ranks is the lookup.
             return _relayout(found.masked_fill(is_elsewhere[..., None], 0), device_mesh, Partial(), Replicate())
 
-        cast(Any, module).forward = lookup
+        module.forward = lookup
         return module
 
 
@@ -380,18 +371,11 @@ _OWN_WORDS: dict[str, dict[str, str]] = {
         "model.layers.*.mlp.gate_up_proj": "fused_gate_up",
         "model.layers.*.mlp.down_proj": "rowwise",
     },
-    "phi": {
-        _ATTENTION + "q_layernorm": "replicated_with_grad_allreduce",
-        _ATTENTION + "k_layernorm": "replicated_with_grad_allreduce",
-    },
+    "phi": dict.fromkeys((_ATTENTION + "q_layernorm", _ATTENTION + "k_layernorm"), "replicated_with_grad_allreduce"),
     "deepseek_v3": {
-        _ATTENTION + "q_proj": "colwise",
-        _ATTENTION + "q_a_proj": "replicated",
-        _ATTENTION + "q_a_layernorm": "replicated",
-        _ATTENTION + "q_b_proj": "colwise",
+        **dict.fromkeys((_ATTENTION + name for name in ("q_proj", "q_b_proj", "kv_b_proj")), "colwise"),
+        **dict.fromkeys((_ATTENTION + name for name in ("q_a_proj", "q_a_layernorm", "kv_a_layernorm")), "replicated"),
         _ATTENTION + "kv_a_proj_with_mqa": "mla_kv_a_proj",
-        _ATTENTION + "kv_a_layernorm": "replicated",
-        _ATTENTION + "kv_b_proj": "colwise",
         _ATTENTION + "o_proj": "rowwise",
     },
 }
@@ -446,16 +430,15 @@ def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
     """
     path, key = settings.custom_parallel_plan, settings.key("custom_parallel_plan")
     if path is None:
-        words = dict(hf.tp_plan) | _OWN_WORDS.get(hf.config.get_text_config().model_type, {})
-        if not any(word in _MATRICES for pattern, word in words.items() if "*" in pattern):
+        plan = dict(hf.tp_plan) | _OWN_WORDS.get(hf.config.get_text_config().model_type, {})
+        if not any(word in _MATRICES for pattern, word in plan.items() if "*" in pattern):
             raise ValueError(
                 f"{settings.key('tensor_parallel_size')}: no tensor-parallel plan is known for {type(hf).__name__}; "
                 f"{HOW_TO_WRITE.format(key)}. Or set tensor_parallel_size=1"
             )
-        return _Planner(hf, words, settings).plan()
-    plan = user_plan(hf, path, key)
-    words = {pattern: value for pattern, value in plan.items() if isinstance(value, str)}
-    if words:
+    else:
+        plan = user_plan(hf, path, key)
+    if words := {pattern: value for pattern, value in plan.items() if isinstance(value, str)}:
         return _Planner(hf, words, settings).plan()
     if settings.sequence_parallel:
         raise ValueError(
@@ -470,8 +453,8 @@ def styles(hf: PreTrainedModel, settings: DTensorConfig) -> Plan:
         elif module is output_module(hf):
             given[name] = _head_style(hf)
         for pattern, style in plan.items():
-            if isinstance(style, ParallelStyle) and matches(name, pattern):
-                given[name] = style
+            if matches(name, pattern):
+                given[name] = cast(ParallelStyle, style)
     return given
 
 
@@ -493,30 +476,28 @@ class _Planner:
         # Blocks with experts. Expert parallelism splits experts and routers; the plan may name modules beside them.
         self.moe_blocks = [name for name, module in self.modules.items() if "experts" in dict(module.named_children())]
         self.hidden = SEQUENCE if settings.sequence_parallel else Replicate()
-        self.words = self._find(words)
-        self.regions: dict[str, set[str]] = {}  # name of an attention or MLP -> words of its modules
-        for name, word in self.words.items():
-            if word in _MATRICES:
-                self.regions.setdefault(name.rpartition(".")[0], set())
+        experts = [f"{block}.experts" for block in self.moe_blocks]
+        self.words = {
+            name: word
+            for name, module in self.modules.items()
+            for pattern, word in words.items()
+            if matches(name, pattern)
+            and not self._is_in(f"{name}.", experts)
+            and all(module is not end for end in self.ends)
+        }
+        # Name of an attention or MLP -> words of its modules.
+        self.regions: dict[str, set[str]] = {
+            name.rpartition(".")[0]: set() for name, word in self.words.items() if word in _MATRICES
+        }
         for name, word in self.words.items():
             region = self._region(name)
             if region is not None:
                 self.regions[region].add(word)
 
-    def _find(self, words: Mapping[str, str]) -> dict[str, str]:
-        found = {}
-        experts = [f"{block}.experts" for block in self.moe_blocks]
-        for name, module in self.modules.items():
-            fits = [word for pattern, word in words.items() if matches(name, pattern)]
-            is_expert = any(name == expert or name.startswith(f"{expert}.") for expert in experts)
-            if fits and not is_expert and all(module is not end for end in self.ends):
-                found[name] = fits[-1]
-        return found
-
     def _region(self, name: str) -> str | None:
         """The innermost region that holds module `name`."""
-        inside = [region for region in self.regions if name == region or name.startswith(f"{region}.")]
-        return max(inside, key=len) if inside else None
+        inside = [region for region in self.regions if self._is_in(f"{name}.", [region])]
+        return max(inside, key=len, default=None)
 
     def _output(self, name: str) -> Placement:
         """Layout of the hidden states at a region. A block with experts gets and returns whole sequences."""
@@ -528,11 +509,9 @@ class _Planner:
 
     def plan(self) -> Plan:
         plan: Plan = {}
-        has_embeddings = False
         for name, module in self.modules.items():
             if module is self.ends[0]:
                 plan[name] = VocabularyParallelEmbedding()
-                has_embeddings = True
             elif module is self.ends[1]:
                 plan[name] = _head_style(self.hf)
             elif name in self.regions:
@@ -545,7 +524,7 @@ class _Planner:
                 plan |= self._unnamed(name)
         if self.hidden is SEQUENCE:
             self._check_final_norm(plan)
-            if has_embeddings and self.layers:  # later pipeline stages receive hidden states that are split already
+            if self.ends[0] is not None and self.layers:  # later pipeline stages receive split hidden states
                 plan[self.layers[0]] = SplitSequence()
         return plan
 

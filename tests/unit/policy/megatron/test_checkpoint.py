@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from examples.converters import convert_dcp_to_hf, convert_megatron_to_hf
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig, PolicyConfig
-from nemo_rl.models.policy.convert import check_not_megatron, convert_checkpoint, convert_megatron_checkpoint
+from nemo_rl.models.policy.convert import convert_checkpoint
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.checkpoint import Chunks, add_chunks
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig, MegatronSchedulerConfig
@@ -196,7 +196,7 @@ def test_the_consolidated_model_loads_with_transformers_and_the_converter_writes
 def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
     _, step, _ = saved
     with pytest.raises(ValueError, match=r"use examples/converters/convert_megatron_to_hf\.py"):
-        check_not_megatron(step)
+        convert_checkpoint(step, tmp_path / "hf", by_megatron=False)
     monkeypatch.setattr("sys.argv", ["x", "--checkpoint", str(step), "--hf-ckpt-path", str(tmp_path / "hf")])
     assert convert_dcp_to_hf.main() == 2
     assert "convert_megatron_to_hf.py" in capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_converters_name_each_other(saved, tmp_path, capsys, monkeypatch):
     shutil.copytree(step, copy)
     (copy / "policy" / MARKER).unlink()
     with pytest.raises(ValueError, match=r"use examples/converters/convert_dcp_to_hf\.py"):
-        convert_megatron_checkpoint(copy, tmp_path / "hf")
+        convert_checkpoint(copy, tmp_path / "hf", by_megatron=True)
 
 
 def test_a_checkpoint_is_checked_by_its_headers(saved, tmp_path, caplog):
