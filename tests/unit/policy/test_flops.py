@@ -38,7 +38,7 @@ def test_linear_layers_are_what_torch_counts() -> None:
         model(torch.ones(1, length, dtype=torch.int64), use_cache=False)
     counted = ModelFlops.of(config)
     pairs = length * length  # torch computes, and counts, all pairs
-    attention = sum(layer.per_pair for layer in counted.attention) * pairs
+    attention = counted.per_pair * len(counted.windows) * pairs
     assert counter.get_total_flops() == counted.per_token * length + attention
 
 
@@ -78,10 +78,10 @@ def test_only_the_experts_of_a_token_count() -> None:
 )
 def test_sliding_windows_count_what_they_see(config: PretrainedConfig, windows: list[int | None]) -> None:
     flops = ModelFlops.of(config)
-    assert [layer.window for layer in flops.attention] == windows
+    assert list(flops.windows) == windows
     length = 10
     pairs = {None: sum(range(1, length + 1)), 4: sum(min(i, 4) for i in range(1, length + 1))}
-    expected = flops.per_token * length + sum(layer.per_pair * pairs[layer.window] for layer in flops.attention)
+    expected = flops.per_token * length + sum(flops.per_pair * pairs[window] for window in flops.windows)
     assert flops.forward(length) == expected
 
 
