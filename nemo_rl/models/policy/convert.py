@@ -109,13 +109,13 @@ def convert_checkpoint(
     Raises:
         ValueError, CheckpointError, OSError: with what to change, or the converter to use.
     """
-    source = find_source(checkpoint)
-    if by_megatron is not None and by_megatron != source.is_megatron:
-        reason = f"was saved by megatron_cfg; use {MEGATRON_CONVERTER}"
-        if by_megatron:
-            reason = f"was not saved by megatron_cfg; use {DCP_CONVERTER}"
-        raise ValueError(f"{checkpoint} {reason}")
     with _whole_or_not_at_all(output) as partial:
+        source = find_source(checkpoint)
+        if by_megatron is not None and by_megatron != source.is_megatron:
+            reason = f"was saved by megatron_cfg; use {MEGATRON_CONVERTER}"
+            if by_megatron:
+                reason = f"was not saved by megatron_cfg; use {DCP_CONVERTER}"
+            raise ValueError(f"{checkpoint} {reason}")
         chosen = None if dtype is None else DTYPES[dtype]
         saved = saved_tensors(source.weights)
         if any({"lora_A", "lora_B"} & set(name.split(".")) for name in saved):
