@@ -251,14 +251,13 @@ class RouterLoad:
             router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
             if router is None:  # another layout, whose router outputs are not known
                 continue
-            router.register_forward_hook(functools.partial(self._count, self._num_layers))
+            router.register_forward_hook(functools.partial(torch.compiler.disable(self._count), self._num_layers))
             self._num_layers += 1
 
     def leave_padding_out(self, stage: nn.Module, args: tuple[ModelBatch, *tuple[Any, ...]]) -> None:
         """A forward pre-hook for a model whose first argument is a `ModelBatch`."""
         self.token_mask = args[0].is_token
 
-    @torch.compiler.disable
     def _count(self, layer: int, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
         in_backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not in_backward:

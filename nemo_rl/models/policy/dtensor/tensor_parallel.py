@@ -338,7 +338,7 @@ class VocabularyParallelEmbedding(_Style):
             # Exactly one rank has each token, so the sum over ranks is the lookup.
             return _relayout(found.masked_fill(is_elsewhere[..., None], 0), device_mesh, Partial(), Replicate())
 
-        module.forward = lookup
+        cast(Any, module).forward = lookup
         return module
 
 
