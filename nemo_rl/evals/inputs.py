@@ -174,19 +174,9 @@ def load_eval_rows(dataset: EvalDatasetConfig) -> Rows:
     """The rows of one dataset; see `load_eval_data` for what it raises."""
     name = dataset.dataset_name
     assert name is not None, "the configuration was checked"
-    cfg = DatasetConfig(
-        dataset_name=name,
-        data_path=dataset.data_path,
-        input_key=dataset.problem_key or "input",
-        output_key=dataset.solution_key or "output",
-        subset=dataset.subset,
-        split=dataset.split,
-        seed=dataset.seed,
-        download_dir=dataset.download_dir,
-        kwargs=dataset.kwargs,
-        processor="",
-        env_name="",
-    )
+    same = {"dataset_name", "data_path", "subset", "split", "seed", "download_dir", "kwargs"}
+    columns = {"input_key": dataset.problem_key or "input", "output_key": dataset.solution_key or "output"}
+    cfg = DatasetConfig(**dataset.model_dump(include=same), **columns, processor="", env_name="")
     if name in EVAL_DATASETS:
         return EVAL_DATASETS[name].load(cfg)
     is_path = dataset.file_format is not None or is_file(name) or "/" in name

@@ -27,7 +27,7 @@ SHORT_FILES = {
     "algorithms/losses/aggregate.py": "the sums that every loss divides by global counts",
     "algorithms/losses/nll.py": "one loss",
     "algorithms/setup/grpo.py": "the way in to GRPO",
-    "algorithms/setup/ppo.py": "the way in to GRPO",
+    "algorithms/setup/ppo.py": "the way in to PPO",
     "evals/placement.py": "import boundary: runs before torch is loaded",
     "models/generation/vllm/executors.py": "import boundary: subclasses of vLLM",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",

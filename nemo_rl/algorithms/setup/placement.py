@@ -31,7 +31,12 @@ def describe_placement(cfg: RolloutMasterConfig) -> str:
     """Describe the node and device of each rank, and how the samples of a step are divided."""
     colocated = {m.key: _rank_texts(m.config, m.cluster) for m in cfg.further_models if not m.is_apart}
     columns = {"policy": _rank_texts(cfg.policy, cfg.training_cluster), **colocated}
-    engines = {"generation": _engine_of_ranks(cfg)}
+    size = cfg.policy.generation.vllm_cfg.engine_size
+    places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]
+    texts = [f"engine {engine}" + (f" shard {shard}" if size > 1 else "") for engine, shard in places]
+    if cfg.policy.generation.is_by_policy:
+        texts = ["its policy"] * cfg.cluster.num_workers
+    engines = {"generation": texts}
     training, apart = cfg.training_cluster, []
     if cfg.rollout.replay_from is None and cfg.policy.generation.colocated.enabled:
         training, columns = cfg.cluster, columns | engines
@@ -161,14 +166,6 @@ def _model_on_ranks(policy: PolicyConfig, sizes: ParallelSizes) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
-
-
-def _engine_of_ranks(cfg: RolloutMasterConfig) -> list[str]:
-    if cfg.policy.generation.is_by_policy:
-        return ["its policy"] * cfg.cluster.num_workers
-    size = cfg.policy.generation.vllm_cfg.engine_size
-    places = [divmod(rank, size) for rank in range(cfg.generation_cluster.num_workers)]
-    return [f"engine {engine}" + (f" shard {shard}" if size > 1 else "") for engine, shard in places]
 
 
 def _rank_lines(

@@ -79,18 +79,8 @@ class EpisodeEnvironment:
 
     async def metrics(self, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
         """The result of `global_post_process_and_metrics`. A failure is logged and gives no metrics."""
-        try:
-            return await self.client.metrics(finished_batch(samples))
-        except EnvironmentFailure as failure:  # training can continue without these metrics
-            logger.warning("%s", failure)
-            return {}
-
-
-def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any]:
-    """Finished samples as environments expect them in `global_post_process_and_metrics`; tensors are [B]."""
-    metas = [sample.meta for _, sample in samples]
-    return BatchedDataDict(
-        {
+        metas = [sample.meta for _, sample in samples]
+        batch = {  # tensors are [B]
             "group_id": [group_id for group_id, _ in samples],
             "text": [sample.messages[0]["content"] for _, sample in samples],
             "message_log": [sample.messages for _, sample in samples],
@@ -100,7 +90,11 @@ def finished_batch(samples: Sequence[tuple[str, Sample]]) -> BatchedDataDict[Any
             "prompt_lengths": torch.tensor([meta.num_prompt_tokens for meta in metas]),
             "generation_lengths": torch.tensor([meta.num_generated_tokens for meta in metas]),
         }
-    )
+        try:
+            return await self.client.metrics(BatchedDataDict(batch))
+        except EnvironmentFailure as failure:  # training can continue without these metrics
+            logger.warning("%s", failure)
+            return {}
 
 
 def sampling_params(generation: GenerationConfig, tokenizer: PreTrainedTokenizerFast) -> SamplingParams:
