@@ -441,10 +441,10 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(algorithm: PackingAlgorithm | str, *arguments: Any, **options: Any) -> SequencePacker:
-    """The packer of a name, which may be in any case; the other arguments are those of `SequencePacker`.
+def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, **options: Any) -> SequencePacker:
+    """The packer of a name, which may be in any case; `options` are the other arguments of `SequencePacker`.
 
     Raises:
         ValueError: for an unknown name, or a number below 1.
     """
-    return PACKERS[PackingAlgorithm(algorithm)](*arguments, **options)
+    return PACKERS[PackingAlgorithm(algorithm)](bin_capacity, **options)

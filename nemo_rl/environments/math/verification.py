@@ -18,6 +18,7 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nemo_rl.environments.line_process import LineWorker, WorkerPool
 
@@ -46,8 +47,9 @@ def hf_math_verify(response: str, ground_truth: str) -> Verdict:
 
     # It warns once per process that its signal-based time limits are off. The process has a limit of its own.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=None)
-    answer = parse(response, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=None)
+    no_limit: Any = None  # the package documents None and declares int
+    gold = parse(f"\\boxed{{{ground_truth}}}", (LatexExtractionConfig(),), parsing_timeout=no_limit)
+    answer = parse(response, (ExprExtractionConfig(), LatexExtractionConfig()), parsing_timeout=no_limit)
     correct = bool(verify(gold, answer, timeout_seconds=None))
     return correct, next((part for part in answer if isinstance(part, str)), None)
 
