@@ -27,7 +27,7 @@ from nemo_rl.models.policy.batch.microbatches import (
     rows_of_plan,
     select,
 )
-from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
+from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import (
     BatchPlan,
@@ -45,7 +45,7 @@ from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-FLOPS = ModelFlops(per_token=1e6, attention=(AttentionCost(per_pair=1e3, window=None),))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
 ROWS_PER_GROUP = 3
 
 

@@ -13,14 +13,14 @@ from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTra
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
-from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
+from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import SamplingParams
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
 
-FLOPS = ModelFlops(per_token=1e6, attention=(AttentionCost(per_pair=1e3, window=None),))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
 
 
 def alternate(request: GroupRequest, index: int) -> float:

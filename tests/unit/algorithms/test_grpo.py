@@ -15,7 +15,7 @@ from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.flops import AttentionCost, ModelFlops
+from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError
@@ -36,7 +36,7 @@ BASE = (
 )
 
 
-FLOPS = ModelFlops(per_token=1e6, attention=(AttentionCost(per_pair=1e3, window=None),))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
 
 
 def alternate(request: GroupRequest, index: int) -> float:
