@@ -182,7 +182,10 @@ def attention(
         cu_seqlens = CuSeqlens((width,) * rows, (width,) * rows, offsets, offsets, width, width)
     query, key, value = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))  # [R * W, heads, D]
     if cu_seqlens.context is not None:
-        key, value = _gather_keys(key, value, cu_seqlens.context)
+        # One collective for both: the keys and values of this rank's segments, in order.
+        index, group = cu_seqlens.context.index, cu_seqlens.context.group
+        gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), index, group))
+        key, value = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
     attend = _flash if _has_flash(query, value) else _attend_by_length
     out = attend((query, key, value), cu_seqlens, scaling, sliding_window)
     return out.unflatten(0, (rows, width)), None
@@ -280,13 +283,6 @@ def _sdpa(
 
 
 # -- context parallelism: each rank has some of the tokens of every sequence (see `RowLayout`)
-
-
-def _gather_keys(key: torch.Tensor, value: torch.Tensor, context: ContextKeys) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of this rank's segments, in order. One collective for both."""
-    gathered = cast(torch.Tensor, _GatherByIndex.apply(torch.cat([key, value], dim=-1), context.index, context.group))
-    keys, values = gathered.split([key.shape[-1], value.shape[-1]], dim=-1)
-    return keys, values
 
 
 class _GatherByIndex(torch.autograd.Function):

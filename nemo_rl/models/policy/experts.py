@@ -110,32 +110,18 @@ class ExpertNames:
                 f"{stored.model_path}: the tensors {experts[0][0]}, ... are not those of {tensor.shape[0]} experts, "
                 "which config.json says; the weights and config.json do not belong together"
             )
-        index = local_index(tensor)
-        if index is not None:
-            _read_experts(local_part(tensor), index, tensor.shape, experts, stored)
+        own_experts, own_rows, own_columns = local_index(tensor) or (slice(0, 0),) * 3
+        part_shape = (tensor.shape[1] // len(experts[0]), tensor.shape[2])
+        for local, parts in zip(local_part(tensor), experts[own_experts], strict=False):
+            for part, source in enumerate(parts):
+                first = part * part_shape[0]
+                start, stop = max(own_rows.start, first), min(own_rows.stop, first + part_shape[0])
+                if start < stop:  # this rank holds rows of this part
+                    piece = stored.tensor(source)
+                    check_shape(piece, part_shape, source, stored.model_path)
+                    rows = piece[start - first : stop - first, own_columns]
+                    local[start - own_rows.start : stop - own_rows.start].copy_(rows)
         return True
-
-
-def _read_experts(
-    local: torch.Tensor,
-    index: tuple[slice, ...],
-    shape: torch.Size,
-    experts: list[list[str]],
-    stored: StoredModel,
-) -> None:
-    """Copy the region `index` of the whole [E, parts x R, C] parameter into `local`, from [R, C] tensors."""
-    own_experts, own_rows, own_columns = index
-    part_rows = shape[1] // len(experts[0])
-    for position, parts in enumerate(experts[own_experts]):
-        for part, source in enumerate(parts):
-            first = part * part_rows
-            start, stop = max(own_rows.start, first), min(own_rows.stop, first + part_rows)
-            if start >= stop:
-                continue
-            piece = stored.tensor(source)
-            check_shape(piece, (part_rows, shape[2]), source, stored.model_path)
-            target = local[position, start - own_rows.start : stop - own_rows.start]
-            target.copy_(piece[start - first : stop - first, own_columns])
 
 
 # -- Metrics of the routers.

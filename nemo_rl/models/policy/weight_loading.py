@@ -163,24 +163,19 @@ def copy_slice(tensor: torch.Tensor, stored: StoredTensor, name: str, model_path
 
 # -- loading
 
-SpecialReader = Callable[[str, torch.Tensor, StoredModel], bool]
-"""Fills a tensor whose name or shape on disk differs (fused experts); returns False for other tensors."""
-
-FillTensor = Callable[[torch.Tensor], None]
-"""Gives a tensor its initial values."""
-
 
 def load_weights(
     tensors: Mapping[str, torch.Tensor],
     model_path: str,
-    special: SpecialReader,
+    special: Callable[[str, torch.Tensor, StoredModel], bool],
     *,
     auto_class: Any = AutoModelForCausalLM,
-    fresh: Mapping[str, FillTensor] | None = None,
+    fresh: Mapping[str, Callable[[torch.Tensor], None]] | None = None,
 ) -> list[str]:
     """Fill `tensors` (Hugging Face name -> parameter, DTensor or buffer of this rank) from `model_path`. Collective.
 
     Args:
+        special: fills a tensor whose name or shape on disk differs (fused experts); returns False for other tensors.
         auto_class: the class of transformers that loads a checkpoint that cannot be read here.
         fresh: tensors that the checkpoint may lack, with a function that then fills them.
 

@@ -14,7 +14,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -54,6 +54,10 @@ from nemo_rl.types import (
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
 
+if TYPE_CHECKING:
+    from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
+    from nemo_rl.models.policy.megatron.mesh import MegatronMesh
+
 
 class SwappedReference:
     """The reference policy: the initial weights in host memory, exchanged with the current ones while it is active.
@@ -87,32 +91,13 @@ class SwappedReference:
             torch.cuda.synchronize()  # the next exchange reads these copies on the host
 
 
-class WorkerMesh(Protocol):
-    """The ranks with which a worker shares samples, and stages of the model."""
-
-    @property
-    def data_group(self) -> dist.ProcessGroup:
-        """The ranks that hold different samples and have equal coordinates otherwise."""
-        ...
-
-    @property
-    def pipeline_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the stages of the model, in order; None without a pipeline."""
-        ...
-
-    @property
-    def is_first_of_data_rank(self) -> bool:
-        """Whether this is the first of the ranks that work on the same samples."""
-        ...
-
-
 class PolicyWorker(ABC):
     """One rank of a policy. Every method is a collective: all ranks call it in the same order.
 
     A backend's constructor calls `super().__init__`, which joins the process group, and sets the attributes below.
     """
 
-    mesh: WorkerMesh
+    mesh: ParallelMesh | MegatronMesh
     layout: RowLayout
     runner: MicroBatchRunner
     optimizer: Any

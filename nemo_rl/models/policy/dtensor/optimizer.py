@@ -75,10 +75,28 @@ def clip_grad_norm(
     """
     parameters = list(parameters)
     assert parameters, "nothing is trained on this rank"
-    gradients = [_reduced(parameter) for parameter in parameters if parameter.grad is not None]
+    gradients: list[torch.Tensor] = []
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for parameter in parameters:
+        gradient, found = parameter.grad, ()
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            if any(placement.is_partial() for placement in gradient.placements):
+                # Under tensor parallelism without FSDP a gradient may be a partial sum, which is done here.
+                whole = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+                gradient = parameter.grad = gradient.redistribute(placements=whole)
+            sharded = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+            found = tuple(gradient.device_mesh.get_group(axis) for axis in sharded)
+        gradients.append(local_part(gradient))
+        by_groups.setdefault(found, []).append(gradients[-1])
+    # float32, because squares of bfloat16 gradients would lose most of their digits in the sum
+    squares = {
+        found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
+        for found, local in by_groups.items()
+    }
     # Gradients sharded over the same groups share their all-reduces; a gradient may be sharded over several groups,
     # then its sum of squares is reduced over one after the other.
-    squares = _squares_by_groups(gradients)
     for group in dict.fromkeys(group for found in squares for group in found):
         shared = [found for found in squares if group in found]
         reduced = torch.stack([squares[found] for found in shared])
@@ -91,31 +109,5 @@ def clip_grad_norm(
     if max_norm is not None and gradients:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         # A scale of 1 for a norm that is not finite, decided on the device: asking the host would wait for it.
-        torch._foreach_mul_([local_part(g) for g in gradients], torch.where(norm.isfinite(), scale, 1.0))
+        torch._foreach_mul_(gradients, torch.where(norm.isfinite(), scale, 1.0))
     return norm
-
-
-def _reduced(parameter: nn.Parameter) -> torch.Tensor:
-    """The gradient, with pending sums done: under tensor parallelism without FSDP it may be a partial sum."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
-        placements = [Replicate() if placement.is_partial() else placement for placement in gradient.placements]
-        gradient = parameter.grad = gradient.redistribute(placements=placements)
-    return gradient
-
-
-def _squares_by_groups(gradients: list[torch.Tensor]) -> dict[tuple[dist.ProcessGroup, ...], torch.Tensor]:
-    """Sums of squares of the local gradients, by the groups over which they are sharded."""
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        found: tuple[dist.ProcessGroup, ...] = ()
-        if isinstance(gradient, DTensor):
-            sharded = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-            found = tuple(gradient.device_mesh.get_group(axis) for axis in sharded)
-        by_groups.setdefault(found, []).append(local_part(gradient))
-    return {
-        # float32: squares of bfloat16 gradients would lose most of their digits in the sum
-        found: torch.stack(torch._foreach_norm(local, 2, dtype=torch.float32)).square().sum()
-        for found, local in by_groups.items()
-    }
