@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -441,10 +441,13 @@ PACKERS: dict[PackingAlgorithm, type[SequencePacker]] = {
 }
 
 
-def get_packer(algorithm: PackingAlgorithm | str, bin_capacity: int, **options: Any) -> SequencePacker:
-    """The packer of a name, which may be in any case; `options` are the other arguments of `SequencePacker`.
-
-    Raises:
-        ValueError: for an unknown name, or a number below 1.
-    """
-    return PACKERS[PackingAlgorithm(algorithm)](bin_capacity, **options)
+def get_packer(
+    algorithm: PackingAlgorithm | str,
+    bin_capacity: int,
+    collect_metrics: bool = False,
+    min_bin_count: int | None = None,
+    bin_count_multiple: int | None = None,
+    seed: int = 0,
+) -> SequencePacker:
+    """The packer of a name, which may be in any case. ValueError for an unknown name or a number below 1."""
+    return PACKERS[PackingAlgorithm(algorithm)](bin_capacity, collect_metrics, min_bin_count, bin_count_multiple, seed)
