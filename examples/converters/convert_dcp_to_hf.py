@@ -2,7 +2,8 @@
 
 uv run examples/converters/convert_dcp_to_hf.py --checkpoint results/grpo/step_100 --hf-ckpt-path my_model
 
-Takes a `step_N` directory, its `policy/weights` in either format, or a consolidated model directory.
+Takes a `step_N` directory, its `policy/weights` in either format, or a consolidated model directory. Where the
+checkpoint has no tokenizer it is that of the run's `--config`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import sys
 from pathlib import Path
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="config.yaml of the run")
     parser.add_argument("--checkpoint", "--dcp-ckpt-path", type=Path, required=True, help="a step_N directory")
     parser.add_argument("--hf-ckpt-path", type=Path, required=True, help="directory to write")
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters written; default: as saved"
     )
-    arguments = parser.parse_args()
+    given = parser.parse_args(arguments)
 
-    from nemo_rl.models.policy.convert import convert_checkpoint
+    from nemo_rl.models.policy.convert import convert_checkpoint, tokenizer_of_run
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
-        convert_checkpoint(arguments.checkpoint, arguments.hf_ckpt_path, arguments.dtype, by_megatron=False)
+        tokenizer = None if given.config is None else tokenizer_of_run(given.config)
+        convert_checkpoint(
+            given.checkpoint, given.hf_ckpt_path, given.dtype, by_megatron=False, tokenizer_from=tokenizer
+        )
     except (ValueError, OSError, CheckpointError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 2

@@ -25,15 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
     )
     given = parser.parse_args(arguments)
 
-    import yaml
-
-    from nemo_rl.models.policy.convert import convert_checkpoint
+    from nemo_rl.models.policy.convert import convert_checkpoint, tokenizer_of_run
     from nemo_rl.utils.checkpoint.manager import CheckpointError
 
     try:
         tokenizer = given.hf_model_name
         if tokenizer is None and given.config is not None:
-            tokenizer = yaml.safe_load(given.config.read_text())["policy"]["tokenizer"]["name"]
+            tokenizer = tokenizer_of_run(given.config)
         convert_checkpoint(
             given.megatron_ckpt_path, given.hf_ckpt_path, given.dtype, by_megatron=True, tokenizer_from=tokenizer
         )

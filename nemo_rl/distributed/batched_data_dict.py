@@ -33,7 +33,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
             if sorted(batch) != keys:
                 raise ValueError(f"batches to be joined have different keys: {keys} and {sorted(batch)}")
         pads = pad_value_dict or {}
-        return cls({key: _join(key, [batch[key] for batch in batches], pads.get(key, 0)) for key in keys})
+        return cls({key: join(key, [batch[key] for batch in batches], pads.get(key, 0)) for key in keys})
 
     @property
     def size(self) -> int:
@@ -82,11 +82,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
         return dict(self.data)
 
 
-def _join(key: str, values: list[Any], pad: int | float) -> Any:
+def join(key: str, values: list[Any], pad: int | float = 0) -> Any:
+    """Lists joined, or tensors of one dtype concatenated on dimension 0, right-padded with `pad` on dimension 1.
+
+    Raises:
+        ValueError: for tensors of several dtypes.
+        NotImplementedError: for a value that is neither a list nor a tensor.
+    """
     if all(isinstance(value, list) for value in values):
         return [item for value in values for item in value]
     if not all(isinstance(value, torch.Tensor) for value in values):
         raise NotImplementedError(f"cannot join {key!r}: {sorted({type(value).__name__ for value in values})}")
+    if len(dtypes := {value.dtype for value in values}) > 1:
+        raise ValueError(f"tensors of {key!r} have different dtypes: {', '.join(sorted(map(str, dtypes)))}; cast them")
     if values[0].ndim < 2:
         return torch.cat(values)
     width = max(value.shape[1] for value in values)

@@ -129,9 +129,14 @@ def exact_answer_alphanumeric(
     messages: Messages, metadata: Any, *, answer_tag: Text = "answer", key: Text = "ground_truth"
 ) -> float:
     """1 if the last `<answer>...</answer>` has the letters and digits of `metadata[key]`, in any case."""
-    tag = re.escape(answer_tag)
-    pattern = f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
+    pattern = _inside(answer_tag)
     return exact_answer(messages, metadata, pattern=pattern, key=key, ignore_case=True, alphanumeric=True)
+
+
+def _inside(tag: str) -> str:
+    """A pattern whose group is the text between `<tag>` and the next `</tag>`."""
+    tag = re.escape(tag)
+    return f"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>"
 
 
 _verifiers = threading.local()  # one process for each thread that verifies
@@ -142,16 +147,25 @@ def math_expression(
     metadata: Any,
     *,
     key: Text = "ground_truth",
+    answer_tag: Text = "answer",
     math_verify_impl: Verifier = "hf_math_verify",
     verify_timeout_s: Annotated[float, Field(gt=0)] = 5.0,
 ) -> float:
     """1 if the response gives a mathematical expression equal to `metadata[key]`, as the math environment checks it.
 
-    A verification that takes longer than `verify_timeout_s` is ended and counts as wrong. RuntimeError when there is no
-    verdict.
+    The content of the last `<answer>...</answer>`, if there is one, is judged as if it were boxed, or stood behind
+    "Answer:". A verification that takes longer than `verify_timeout_s` is ended and counts as wrong. RuntimeError when
+    there is no verdict.
     """
     _is_verifier(math_verify_impl)
-    job = Verification(math_verify_impl, response_text(messages), _expected(metadata, key))
+    response = response_text(messages)
+    tagged = re.findall(_inside(answer_tag), response, re.DOTALL)
+    if tagged:
+        response = tagged[-1].strip().strip("$")
+        if "\\boxed" not in response:
+            is_parsed = math_verify_impl == "hf_math_verify"
+            response = f"\\boxed{{{response}}}" if is_parsed else f"Answer: {response}"
+    job = Verification(math_verify_impl, response, _expected(metadata, key))
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:
         pools[verify_timeout_s] = VerifierPool(1, verify_timeout_s)

@@ -86,15 +86,22 @@ class TimeoutChecker:
     """Decides when a job with a time limit must write its last checkpoint.
 
     `timeout` is "DD:HH:MM:SS" from construction, or None for no limit. `check_save` returns True once: as soon as one
-    more iteration of mean length and a checkpoint of the longest duration so far would exceed the limit.
+    more iteration of mean length and, with `fit_last_save_time`, a checkpoint of the longest duration so far would
+    exceed the limit.
     """
 
-    def __init__(self, timeout: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        timeout: str | None = "00:03:45:00",
+        fit_last_save_time: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_s = math.inf if timeout is None else parse_duration_s(timeout)
         self._clock = clock
         self._born = clock()
         self._iteration_started: float | None = None
         self._iterations_s: list[float] = []  # of finished iterations
+        self._fit_last_save_time = fit_last_save_time
         self._longest_save_s = 0.0
         self._has_fired = False
 
@@ -111,7 +118,8 @@ class TimeoutChecker:
 
     def note_save(self, seconds: float) -> None:
         """Report the duration of a checkpoint, from the first byte to the last."""
-        self._longest_save_s = max(self._longest_save_s, seconds)
+        if self._fit_last_save_time:
+            self._longest_save_s = max(self._longest_save_s, seconds)
 
     def check_save(self) -> bool:
         if self._has_fired:

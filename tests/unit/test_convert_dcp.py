@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
+from examples.converters import convert_dcp_to_hf
+from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.models.policy.checkpoint import (
     PolicyState,
     policy_tensors,
@@ -25,6 +28,7 @@ from nemo_rl.models.policy.checkpoint import (
     save_tensors,
 )
 from nemo_rl.models.policy.convert import convert_checkpoint as convert
+from nemo_rl.models.policy.convert import find_source
 from nemo_rl.refit.layout import exported
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager
 from nemo_rl.utils.config import CheckpointingConfig
@@ -121,6 +125,26 @@ def test_the_converted_model_has_the_logits_of_the_policy(tmp_path, family, save
         assert any(".experts.3." in name for name in stored), "experts one by one, as models come"
     if family == "deepseek-v3":
         assert any(name.endswith("e_score_correction_bias") for name in stored)
+
+
+def test_the_command_of_nemo_rl_converts(tmp_path):
+    want = save(tmp_path, "llama", "torch_save")
+    shutil.rmtree(tmp_path / "policy" / "tokenizer")
+    build_tiny_tokenizer().save_pretrained(tmp_path / "hub")
+    (tmp_path / "base.yaml").write_text(f"policy: {{model_name: {tmp_path}/hub}}\n")
+    (tmp_path / "config.yaml").write_text("defaults: base.yaml\npolicy: {tokenizer: {name: '${policy.model_name}'}}\n")
+    arguments = [f"--config={tmp_path}/config.yaml", f"--dcp-ckpt-path={tmp_path}/policy/weights/"]
+    assert convert_dcp_to_hf.main([*arguments, f"--hf-ckpt-path={tmp_path}/out"]) == 0
+    torch.testing.assert_close(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), want)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert find_source(tmp_path / "policy" / "weights" / "iter_0000000").weights == tmp_path / "policy" / "weights"
+
+
+def test_a_configuration_without_a_model_is_refused(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("grpo: {}\n")
+    arguments = ["--config", f"{tmp_path}/config.yaml", "--dcp-ckpt-path", f"{tmp_path}", "--hf-ckpt-path", "out"]
+    assert convert_dcp_to_hf.main(arguments) == 2
+    assert "has no policy.model_name; give the config.yaml of the run" in capsys.readouterr().err
 
 
 def test_a_consolidated_directory_converts_too(tmp_path):

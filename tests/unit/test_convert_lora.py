@@ -63,6 +63,25 @@ def test_the_merged_model_gives_the_logits_of_base_and_adapter(max_shard_size: s
     assert not list(output.parent.glob("*.partial*"))
 
 
+def test_the_commands_of_nemo_rl_take_a_step_and_a_base_that_megatron_converted(tmp_path: Path) -> None:
+    adapted = save_adapter(tmp_path / "step_3" / "policy" / "adapter", save_base(tmp_path / "base"))
+    step, base = f"{tmp_path}/step_3/policy/weights/iter_0000000", f"{tmp_path}/base"
+    (tmp_path / "step_3" / "policy" / "weights").mkdir()
+    converted = ["--base-ckpt", f"{tmp_path}/nemo_rl/base/iter_0000000", "--hf-model-name", base]
+    assert main([*converted, "--adapter-ckpt", step, "--hf-ckpt-path", f"{tmp_path}/one"]) == 0
+    assert main(["--base-ckpt", base, "--adapter-ckpt", step, "--hf-ckpt-path", f"{tmp_path}/two"]) == 0
+    for output in ("one", "two"):
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / output).eval()
+        torch.testing.assert_close(logits(merged), logits(adapted), rtol=0, atol=1e-5)
+    alone = ["--adapter-ckpt", f"{tmp_path}/step_3", "--hf-ckpt-path", f"{tmp_path}/alone", "--adapter-only"]
+    assert main(alone) == 0
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+        file.name for file in (tmp_path / "alone").iterdir()
+    }
+    with pytest.raises(SystemExit, match="2"):
+        main(["--adapter-ckpt", step, "--hf-ckpt-path", f"{tmp_path}/three"])
+
+
 def test_dtypes_and_untouched_tensors_stay_as_they_are(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", save_base(tmp_path / "base", torch.bfloat16).float())
     convert_adapter(tmp_path / "adapter", f"{tmp_path}/base", f"{tmp_path}/base", tmp_path / "merged")

@@ -104,7 +104,7 @@ class Trainer(ABC):
         self.validated_at = -1  # step after which the last validation ran
         self.checkpointer = CheckpointManager(tools.checkpointing) if tools.checkpointing.enabled else None
         self.pending_save: PendingSave | None = None
-        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by)
+        self.deadline = TimeoutChecker(tools.checkpointing.checkpoint_must_save_by, fit_last_save_time=True)
 
     @abstractmethod
     def step(self) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nemo_rl.data.chat.template import ChatTemplate, format_chat
 from nemo_rl.data.interfaces import TaskDataSpec
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, join
 from nemo_rl.types import LLMMessageLogType
 
 
@@ -164,7 +164,7 @@ def message_log_to_flat_messages(message_log: LLMMessageLogType) -> dict[str, An
     flat: dict[str, Any] = {}
     for key in dict.fromkeys(key for message in message_log for key in message):
         values = [message[key] for message in message_log if key in message]
-        flat[key] = torch.cat(values) if all(isinstance(value, torch.Tensor) for value in values) else values
+        flat[key] = join(key, values) if all(isinstance(value, torch.Tensor) for value in values) else values
     return flat
 
 
@@ -173,7 +173,12 @@ def batched_message_log_to_flat_message(
     pad_value_dict: Mapping[str, int | float] | None = None,
     make_sequence_length_divisible_by: int = 1,
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
-    """One right-padded batch of conversations: tensors [B, S] and lists by key, and lengths int32 [B]."""
+    """One right-padded batch of conversations: tensors [B, S] and lists by key, and lengths int32 [B].
+
+    The batch is empty if no message has `token_ids`. ValueError for a key whose tensors have several dtypes.
+    """
+    if not any("token_ids" in message for log in message_logs for message in log):
+        return BatchedDataDict(), torch.zeros(0, dtype=torch.int32)
     flats = [
         BatchedDataDict({k: v[None] if isinstance(v, torch.Tensor) else [v] for k, v in flat.items()})
         for flat in map(message_log_to_flat_messages, message_logs)

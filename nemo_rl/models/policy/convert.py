@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel
 
+from nemo_rl.config.sources import load_tree
 from nemo_rl.models.policy.checkpoint import names_and_shapes, policy_tensors, save_config, write_safetensors
 from nemo_rl.models.policy.head.scalar import HEAD_WEIGHT, auto_class
 from nemo_rl.models.policy.megatron.files import checkpoint_shapes, is_megatron_checkpoint, read_tensors
@@ -139,8 +141,18 @@ def convert_checkpoint(
             AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(partial)
 
 
+def tokenizer_of_run(config: Path) -> str:
+    """The tokenizer that the configuration of a run names. ValueError if it names none."""
+    tree = OmegaConf.create(load_tree(config).values)
+    name = OmegaConf.select(tree, "policy.tokenizer.name") or OmegaConf.select(tree, "policy.model_name")
+    if name is None:
+        raise ValueError(f"{config} has no policy.model_name; give the config.yaml of the run")
+    return str(name)
+
+
 def find_source(checkpoint: Path) -> Source:
     """The weights that `checkpoint` means. ValueError if there are none, or adapters alone."""
+    checkpoint = _without_iteration(checkpoint)
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is no directory; give a step_N directory")
     if checkpoint.name.startswith("tmp_step_"):
@@ -158,6 +170,11 @@ def find_source(checkpoint: Path) -> Source:
         f"{checkpoint} is no checkpoint: it holds no policy/weights; give a step_N directory, its policy/weights, or a "
         "directory that checkpointing.save_consolidated wrote"
     )
+
+
+def _without_iteration(path: Path) -> Path:
+    """The folder of Megatron's `iter_NNNNNNN`, which checkpoints here do not have."""
+    return path.parent if path.name.startswith("iter_") and not path.exists() else path
 
 
 def _only_adapters(directory: Path) -> ValueError:
@@ -225,6 +242,29 @@ def convert_adapter(adapter: Path, base_name: str, base_path: str, output: Path)
     """`merge_adapter` into `output`, which appears when it is complete. ValueError also if it holds files already."""
     with _whole_or_not_at_all(output) as partial:
         merge_adapter(adapter, base_name, base_path, partial)
+
+
+def find_adapter(checkpoint: Path) -> Path:
+    """The adapter in PEFT's format that `checkpoint` means: itself, or that of a step_N or its policy/weights.
+
+    Raises:
+        ValueError: there is none.
+    """
+    checkpoint = _without_iteration(checkpoint)
+    for directory in (checkpoint, checkpoint / "policy" / "adapter", checkpoint.parent / "adapter"):
+        if (directory / ADAPTER_CONFIG).is_file():
+            return directory
+    raise ValueError(
+        f"{checkpoint} is no adapter in PEFT's format: {ADAPTER_CONFIG} is missing; give a step_N directory of a run "
+        "with adapters, or its policy/adapter"
+    )
+
+
+def copy_adapter(adapter: Path, output: Path) -> None:
+    """Copy an adapter in PEFT's format, with its tokenizer if it has one."""
+    read_peft_adapter(adapter)
+    with _whole_or_not_at_all(output) as partial:
+        shutil.copytree(adapter, partial, dirs_exist_ok=True)
 
 
 def merge_adapter(adapter_directory: Path, base_name: str, base_path: str, output: Path) -> None:

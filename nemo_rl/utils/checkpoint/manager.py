@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nemo_rl.utils import files as strict_json
 from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, sync_directory
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
@@ -59,9 +61,10 @@ class CheckpointManager:
 
     def __init__(
         self,
-        cfg: CheckpointingConfig,
+        cfg: CheckpointingConfig | Mapping[str, Any],
         free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     ) -> None:
+        cfg = CheckpointingConfig.model_validate(cfg)
         self.checkpoint_dir = Path(cfg.checkpoint_dir).absolute()  # workers may run in another folder
         self.metric_name = cfg.metric_name
         self._logged_metric = None if cfg.metric_name is None else logged_metric(cfg.metric_name)
@@ -104,8 +107,13 @@ class CheckpointManager:
             tmp_path = self.init_tmp_checkpoint(step, {**training_info, "metrics": metrics}, resolved_config_yaml)
             return PendingSave(self, step, tmp_path, start_write(tmp_path) or AllWritten(), metrics, started)
 
-    def init_tmp_checkpoint(self, step: int, training_info: Mapping[str, Any], resolved_config_yaml: str) -> Path:
-        """Create `tmp_step_N` with training_info.json and config.yaml, locked until it is finalized."""
+    def init_tmp_checkpoint(
+        self, step: int, training_info: Mapping[str, Any], run_config: Mapping[str, Any] | str | None = None
+    ) -> Path:
+        """Create `tmp_step_N` with training_info.json, locked until it is finalized.
+
+        `run_config`, as YAML or as a mapping, becomes config.yaml.
+        """
         tmp_path = self._tmp_path(step)
         self.checkpoint_dir.mkdir(parents=True, exist_ok=True)
         if tmp_path.exists():
@@ -119,16 +127,24 @@ class CheckpointManager:
         try_lock(lock_fd)
         self._tmp_lock_fds[tmp_path] = lock_fd
         (tmp_path / TRAINING_INFO_NAME).write_text(strict_json.dumps(training_info, indent=1) + "\n", encoding="utf-8")
-        (tmp_path / CONFIG_NAME).write_text(resolved_config_yaml, encoding="utf-8")
+        if run_config is not None:
+            is_yaml = isinstance(run_config, str)
+            text = run_config if is_yaml else yaml.safe_dump(strict_json.to_plain(run_config), sort_keys=False)
+            (tmp_path / CONFIG_NAME).write_text(text, encoding="utf-8")
         return tmp_path
 
-    def finalize_checkpoint(self, tmp_path: Path, num_bytes: int | None = None) -> Path:
-        """Put `tmp_step_N` on stable storage, unless it is sealed with `num_bytes`, and rename it to `step_N`.
+    def finalize_checkpoint(self, tmp_path: Path | str) -> Path:
+        """Put `tmp_step_N` on stable storage, rename it to `step_N`, and remove checkpoints beyond `keep_top_k`."""
+        path = self.rename_finished(Path(tmp_path), seal(Path(tmp_path)))
+        self.remove_old_checkpoints()
+        return path
+
+    def rename_finished(self, tmp_path: Path, num_bytes: int) -> Path:
+        """Rename `tmp_step_N`, which is sealed, to `step_N`.
 
         An existing `step_N` becomes `old_step_N` until the rename is done; construction restores it if the process dies
         in between.
         """
-        num_bytes = seal(tmp_path) if num_bytes is None else num_bytes
         step = _step_of(tmp_path.name.removeprefix("tmp_"))
         path = self.checkpoint_dir / f"step_{step}"
         old_path = self.checkpoint_dir / f"old_step_{step}"
@@ -254,7 +270,8 @@ class CheckpointManager:
             self._damaged_steps.add(step)
             return -math.inf
         assert info is not None
-        value = float(info["metrics"].get(self._logged_metric, "NaN"))
+        # A training_info.json that the caller of `init_tmp_checkpoint` made, or NeMo RL, has no "metrics".
+        value = float(info.get("metrics", {}).get(self._logged_metric, info.get(self.metric_name, "NaN")))
         if math.isnan(value):
             return -math.inf
         return value if self.higher_is_better else -value
@@ -367,8 +384,8 @@ class PendingSave:
         with self.manager.discarded_on_failure(self.step):
             if self.sealing is None:
                 self.write.finish()
-            num_bytes = None if self.sealing is None else self.sealing.result()
-            path = self.manager.finalize_checkpoint(self.tmp_path, num_bytes)
+            num_bytes = seal(self.tmp_path) if self.sealing is None else self.sealing.result()
+            path = self.manager.rename_finished(self.tmp_path, num_bytes)
         self.seconds = time.monotonic() - self.started
         self.manager.check_metric_is_there(self.metrics)
         self.manager.remove_old_checkpoints()

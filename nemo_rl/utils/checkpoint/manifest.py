@@ -40,7 +40,13 @@ def find_damage(directory: Path, names: Iterable[str] | None = None) -> str | No
     """Why `directory` must not be loaded, with the file; None if every file, or each of `names`, is as sealed."""
     manifest_path = directory / MANIFEST_NAME
     if not manifest_path.is_file():
-        return f"{MANIFEST_NAME} is missing: the checkpoint was never finished"
+        # This library renames to step_N what it has sealed.
+        by_others = directory.name.startswith("step_")
+        return f"{MANIFEST_NAME} is missing: " + (
+            "another program wrote this directory, or the manifest was removed"
+            if by_others
+            else "the checkpoint was never finished"
+        )
     files = _read_manifest(manifest_path)
     if files is None:
         return f"{MANIFEST_NAME} is damaged"

@@ -362,3 +362,19 @@ def test_flat_batches_are_right_padded_and_masked_by_role():
     assert batch["content"] == [["a", "b", "c"], ["d"]]
     add_loss_mask_to_message_log([log], only_unmask_final=True)
     assert message_log_to_flat_messages(log)["token_loss_mask"].tolist() == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("logs", [[], [[]], [[{"role": "user", "content": "a"}]]])
+def test_conversations_without_tokens_are_an_empty_batch(logs):
+    batch, lengths = batched_message_log_to_flat_message(logs)
+    assert (dict(batch), lengths.tolist(), lengths.dtype) == ({}, [], torch.int32)
+
+
+def test_dtypes_are_not_mixed():
+    def log(*ids: torch.Tensor):
+        return [{"role": "user", "content": "a", "token_ids": part} for part in ids]
+
+    whole, broken = torch.tensor([1]), torch.tensor([1.0])
+    for logs in ([log(whole, broken)], [log(whole), log(broken)]):
+        with pytest.raises(ValueError, match=r"'token_ids' have different dtypes: torch\.float32, torch\.int64; cast"):
+            batched_message_log_to_flat_message(logs)

@@ -274,6 +274,27 @@ def test_mathematics_is_verified_in_a_process():
     assert math_expression(log("answer: 7"), {"ground_truth": "7"}, math_verify_impl="dapo_math_verify") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("response", "truth", "reward"),
+    [
+        ("<think>a</think> <answer>42</answer>", "42", 1.0),
+        ("<think>41</think> <answer>43</answer>", "42", 0.0),
+        ("<answer>2x + 3</answer>", "3 + 2x", 1.0),
+        ("<answer>$\\frac{1}{2}$</answer>", "0.5", 1.0),
+        ("<answer>It is \\boxed{7}.</answer>", "7", 1.0),
+        ("<answer>1</answer> no, <answer>7</answer>", "7", 1.0),
+    ],
+)
+def test_an_expression_in_the_answer_tag_is_judged_as_if_boxed(response, truth, reward):
+    assert math_expression(log(response), {"ground_truth": truth}) == reward
+
+
+def test_a_tagged_answer_stands_behind_the_word_for_the_other_verifiers():
+    known = {"ground_truth": "B"}
+    assert math_expression(log("<answer>(B)</answer>"), known, math_verify_impl="english_multichoice") == 1.0
+    assert math_expression(log("<answer>B</answer>"), known, math_verify_impl="dapo_math_verify") == 1.0
+
+
 def test_the_function_of_the_guide_runs(tmp_path, monkeypatch):
     [code] = re.findall(r"<!-- my_rewards.py -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     (tmp_path / "my_rewards.py").write_text(code)

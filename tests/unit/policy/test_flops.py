@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,10 +14,13 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
+    Mamba2Config,
     MistralConfig,
     PhimoeConfig,
     PretrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from nemo_rl.models.policy.flops import ModelFlops, peak_flops
@@ -109,6 +114,41 @@ def test_frozen_weights_need_no_gradient() -> None:
 )
 def test_architectures_that_have_names_of_their_own(config: PretrainedConfig) -> None:
     assert ModelFlops.of(config).train([8]) > 0
+
+
+LINEAR_ATTENTION: dict[str, Any] = {
+    "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen3_5TextConfig(**SHAPE, **LINEAR_ATTENTION),
+        Qwen3NextConfig(**SHAPE, **LINEAR_ATTENTION, num_experts=0),
+        Qwen3NextConfig(
+            **SHAPE, **LINEAR_ATTENTION, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+        ),
+    ],
+    ids=["qwen3.5", "qwen3-next, dense", "qwen3-next"],
+)  # fmt: skip
+def test_linear_attention_has_no_pairs_and_its_convolution_counts(config: PretrainedConfig) -> None:
+    flops = ModelFlops.of(config)
+    assert flops.windows == (None,)
+    assert (flops.per_pair, flops.forward(9) - flops.forward(8)) == (
+        2 * 4 * 2 * 8,
+        flops.per_token + 9 * flops.per_pair,
+    )
+    config.linear_conv_kernel_dim += 1
+    assert ModelFlops.of(config).per_token - flops.per_token == 2 * 3 * 16  # queries, keys and values of one layer
+
+
+def test_a_model_without_attention() -> None:
+    flops = ModelFlops.of(Mamba2Config(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=8, head_dim=8))
+    assert (flops.windows, flops.quadratic_weight) == ((), 0)
+    assert flops.forward(8) == 8 * flops.per_token > 0
 
 
 def test_devices() -> None:

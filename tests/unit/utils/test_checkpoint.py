@@ -102,6 +102,28 @@ def test_the_best_and_the_latest_are_kept(tmp_path, higher_is_better, kept):
     assert manager.get_best_checkpoint_path() == tmp_path / ("step_2" if higher_is_better else "step_4")
 
 
+def test_checkpoints_that_others_made_are_ranked_and_said_to_be_foreign(tmp_path):
+    manager = manager_in(tmp_path, metric_name="val:accuracy")
+    for step, info in [(10, {"step": 10}), (20, {"val:accuracy": 0.9}), (30, {"val:accuracy": 0.5})]:
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "training_info.json").write_text(json.dumps(info))
+    assert manager.get_best_checkpoint_path() == tmp_path / "step_20"
+    with pytest.raises(CheckpointError, match=r"step_10: manifest\.json is missing: another program wrote this"):
+        manager.latest_sound()
+
+
+def test_a_script_saves_with_a_dictionary_as_configuration(tmp_path):
+    settings = {"enabled": True, "checkpoint_dir": str(tmp_path), "metric_name": "val:accuracy", "keep_top_k": 1}
+    manager = CheckpointManager(settings | {"higher_is_better": True, "save_period": 1})
+    for step, accuracy in [(1, 0.5), (2, 0.9), (3, 0.1), (4, 0.2)]:
+        tmp = manager.init_tmp_checkpoint(step, {"step": step, "val:accuracy": accuracy}, {"seed": 1})
+        manager.finalize_checkpoint(str(tmp))
+    assert steps_in(tmp_path) == ["step_2", "step_4"]
+    assert (tmp_path / "step_2" / "config.yaml").read_text() == "seed: 1\n"
+    assert manager.load_training_info(manager.get_best_checkpoint_path()) == {"step": 2, "val:accuracy": 0.9}
+    assert manager.latest_sound() == tmp_path / "step_4"
+
+
 def test_without_a_metric_the_newest_are_kept(tmp_path):
     manager = manager_in(tmp_path, keep_top_k=2)
     for step in (1, 2, 3, 12):
@@ -470,7 +492,7 @@ def test_durations():
 
 def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
     now = 0.0
-    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     now = 20.0
     checker.start_iterations()
     told = []
@@ -481,7 +503,7 @@ def test_timeout_tells_once_before_one_more_iteration_would_be_too_late():
     # after 45, 70, 95 and 120 s of 100 s, an iteration taking 25 s
     assert told == [False, False, True, False]
     now = 0.0
-    checker = TimeoutChecker("00:00:01:40", clock=lambda: now)
+    checker = TimeoutChecker("00:00:01:40", fit_last_save_time=True, clock=lambda: now)
     checker.start_iterations()
     now = 25.0
     checker.mark_iteration()
