@@ -93,6 +93,7 @@ def sampled_logprobs(model: Any, prompt: list[int], completion: Completion, temp
     return logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
 
 
+@pytest.mark.over_20s("two engines start, for all tests of this file")
 def test_logprobs_agree_with_transformers(generation: VllmGeneration, model: Any) -> None:
     requests = [
         (prompt, SamplingParams(max_new_tokens=24, temperature=0.7), seed)
@@ -286,7 +287,7 @@ def own_completions(model: str, requests: list[GenerationRequest]) -> dict[str, 
     def rank_main(rank: int, _: int) -> dict[str, Completion]:
         worker = GeneratingPolicyWorker(
             policy_config(),
-            worker_settings(model, sampling=SamplingParams(max_new_tokens=1), workers_per_node=1, init_optimizer=False),
+            worker_settings(model, sampling=SamplingParams(max_new_tokens=1), init_optimizer=False),
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
         worker.prepare_generation(
@@ -352,6 +353,7 @@ def test_tied_weights_that_a_policy_sends_are_those_of_the_next_sample(
 
 
 # The last test of the file: it ends replicas.
+@pytest.mark.over_20s("an engine starts again")
 def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: VllmGeneration) -> None:
     expected = one(generation, [80, 81, 82])
     pids = [replica.members[0].identity.pid for replica in generation._replicas]  # type: ignore[union-attr]
@@ -363,7 +365,8 @@ def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: Vllm
     assert isinstance(info.value.cause, WorkerCallError)
     assert info.value.cause.exception_type == "EngineDied"
     generation.restart_worker(0)
-    assert one(generation, [80, 81, 82]) == expected
+    again = one(generation, [80, 81, 82])
+    assert (again.token_ids, again.logprobs) == (expected.token_ids, expected.logprobs), "with the weights on disk"
 
     os.kill(pids[1], signal.SIGKILL)  # the actor; its engine must follow
     deadline = time.monotonic() + 10
