@@ -24,11 +24,11 @@ ARG EXTRA=vllm
 COPY pyproject.toml .python-version README.md LICENSE ./
 ENV UV_CACHE_DIR=/var/cache/uv
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --extra ${EXTRA} --no-dev --no-install-project
+    uv sync --extra ${EXTRA} --no-dev --compile-bytecode --no-install-project
 
 COPY . .
 RUN --mount=type=cache,target=/var/cache/uv \
-    uv sync --extra ${EXTRA} --no-dev
+    uv sync --extra ${EXTRA} --no-dev --compile-bytecode
 
 # `uv run` in the container takes the environment as it was built.
 ENV UV_NO_SYNC=1

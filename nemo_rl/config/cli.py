@@ -11,7 +11,6 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from nemo_rl.config.errors import ConfigError, Location, Problem
-from nemo_rl.config.loader import dump_config, load_config
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -64,6 +63,9 @@ def load_from_command_line(
     options = [text for text in rest if text.startswith("-")]
     if options:
         parser.error(f"unknown option {options[0]}; there are --config, --dry-run and --help, and overrides a.b=1")
+    # Hydra and OmegaConf load here: --help does not need them.
+    from nemo_rl.config.loader import dump_config, load_config
+
     try:
         config = load_config(model, _existing(arguments.config, default_config), rest)
         if arguments.dry_run:

@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
-from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel
+from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel, is_mapping_of_sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
 
 logger = logging.getLogger(__name__)
@@ -364,13 +364,6 @@ class Slot:
         item, mapped = self.item(), self.mapped()
         model = item.model(value) if item is not None and mapped is not None else None
         return model is not None and is_mapping_of_sections(value, model)
-
-
-def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
-    """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
-    if not isinstance(value, dict) or not value:
-        return False
-    return all(name not in model.model_fields and isinstance(entry, dict) for name, entry in value.items())
 
 
 @dataclass(frozen=True)

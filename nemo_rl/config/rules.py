@@ -80,6 +80,7 @@ class StrictModel(BaseModel):
     """
 
     model_config = ConfigDict(
+        defer_build=True,  # built when a configuration is loaded: --help shows the fields alone
         extra="forbid",
         frozen=True,
         strict=True,
@@ -289,3 +290,10 @@ def divisors(*numbers: int, near: int | None = None, multiple_of: int = 1) -> st
     if near is not None:
         found = sorted(sorted(found, key=lambda size: abs(size - near))[:6])
     return ", ".join(map(str, found))
+
+
+def is_mapping_of_sections(value: Any, model: type[BaseModel]) -> bool:
+    """Whether `value` holds sections under names of the user's, and is not itself a section of `model`."""
+    if not isinstance(value, dict) or not value:
+        return False
+    return all(name not in model.model_fields and isinstance(entry, dict) for name, entry in value.items())

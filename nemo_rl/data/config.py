@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from nemo_rl.config.loader import is_mapping_of_sections
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, one_of
+from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, is_mapping_of_sections, one_of
 
 
 def as_list(value: Any) -> Any:

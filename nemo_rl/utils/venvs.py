@@ -124,7 +124,11 @@ def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
         if path.exists():
             logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or unfinished")
             shutil.rmtree(path)
-        logger.info("Making the environment of extra %r in %s", extra, path)
+        logger.info(
+            "Making the environment of extra %r in %s, once: uv downloads and compiles what is missing, in minutes",
+            extra,
+            path,
+        )
         _build(extra, project_root, path)
         (path / _STAMP).write_text(json.dumps(stamp))
     return str(python)
@@ -172,7 +176,7 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
             "start the driver from an environment that has the extra"
         )
     # Ray refuses a worker whose Python version differs from the driver's in any digit.
-    command = [uv, "sync", "--extra", extra, "--no-default-groups", "--python", sys.executable]
+    command = [uv, "sync", "--extra", extra, "--no-default-groups", "--compile-bytecode", "--python", sys.executable]
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     env["UV_PROJECT_ENVIRONMENT"] = str(path)
     lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)

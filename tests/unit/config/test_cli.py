@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,25 +15,27 @@ CPU = ("--config", "examples/configs/grpo_math_cpu.yaml")
 
 
 def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    start = time.perf_counter()
+    """The finished process and the seconds of CPU it took."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(DRIVER), *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
-    return done, time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def fastest(limit_s: float, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The first of three runs below `limit_s`: a busy machine gets two more chances."""
+    """The first of three runs below `limit_s`: processes that share a core with others take longer."""
     times = []
     for _ in range(3):
-        done, elapsed_s = run(*arguments)
-        if elapsed_s < limit_s:
+        done, cpu_s = run(*arguments)
+        if cpu_s < limit_s:
             return done
-        times.append(elapsed_s)
+        times.append(cpu_s)
     raise AssertionError(f"never below {limit_s} s: {times}")
 
 
-def test_help_lists_the_sections_within_a_second_and_a_half() -> None:
-    done = fastest(1.5, "--help")
+def test_help_lists_the_sections_within_a_second() -> None:
+    done = fastest(0.9, "--help")
     assert done.returncode == 0
     for section in ("grpo", "loss_fn", "policy", "data", "env", "logger", "checkpointing", "cluster"):
         assert f"\n  {section} " in done.stdout
