@@ -121,7 +121,7 @@ class SimulatedTrainer:
 class SimulatedPolicy:
     """The methods of a policy that a step calls."""
 
-    data_parallel_size, controller_tensor_bytes, peak_flops, name_prefix = 1, 0, None, "policy"
+    data_parallel_size, controller_tensor_bytes, gpu, name_prefix = 1, 0, None, "policy"
 
     def __init__(self, group: RayWorkerGroup) -> None:
         self.group = group
@@ -225,7 +225,7 @@ def _build(
         validation_prompts=[],
         train_sampling=sampling,
         val_sampling=sampling,
-        flops=ModelFlops(per_token=1.0, attention=()),
+        flops=ModelFlops(per_token=1.0, per_pair=0.0, windows=(), num_parameters=0, cache_size=0),
     )
     tools = RunTools(
         logger=Logger(config.logger, folder),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
+from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
@@ -49,7 +50,7 @@ class FakePolicy:
     data_parallel_size: int = 1
     name_prefix: str = "policy"
     controller_tensor_bytes: int = 0
-    peak_flops: float | None = None
+    gpu: Gpu | None = None
     on_wait: Callable[[], None] | None = None
 
     def note(self, call: str) -> None:

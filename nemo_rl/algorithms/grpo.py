@@ -14,6 +14,7 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import AdvantageResult, KLInReward, compute_advantages
 from nemo_rl.algorithms.plan.rewards import DynamicSampler, ScoredGroup, score_groups
+from nemo_rl.algorithms.plan.step_time import EXPECTED, IDEAL, Layout, Work, predict
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.models.policy.head.tasks import Logprobs
@@ -48,6 +49,7 @@ class GRPOTrainer(RolloutTrainer):
         self.update()
         self.sync_weights(self.state.total_steps + 1)
         self.report([group.handle for group in groups], plan)
+        self.compare_with_prediction(groups)
 
     # -- the phases, in order
 
@@ -99,3 +101,23 @@ class GRPOTrainer(RolloutTrainer):
         """The optimizer steps."""
         with self.phase("policy_training"):
             self.take_steps(self.policy, self.loss_fn, Logprobs())
+
+    # -- the report
+
+    def compare_with_prediction(self, groups: Sequence[ScoredGroup]) -> None:
+        """Predicted and ideal seconds of the phases that this step timed, for GPUs whose rates are known."""
+        if self.policy.gpu is None:
+            return
+        samples = [sample for group in groups for sample in group.handle.samples]
+        lengths = [sample.length for sample in samples]
+        work = Work(
+            lengths=lengths,
+            generated=[sample.num_generated_tokens for sample in samples],
+            prompts=len(groups),
+            logprob_passes=self.needs_previous_logprobs + self.uses_reference,
+            reference_passes=int(self.uses_reference),
+        )
+        layout, timed = Layout.of(self.run, sum(lengths)), self.timer.get_timing_metrics("sum")
+        for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
+            phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
+            self.record("performance", {f"{name}/{phase}": s for phase, s in phases.items() if phase in timed})

@@ -39,6 +39,7 @@ _MUST_BE_FINITE = ("train/loss", "train/grad_norm", "train/reward", "validation/
 _LAG = "train/weight_version_lag/max"
 _TOKENS_PER_S = "performance/tokens_per_sec"
 _TIMING_PREFIX = "timing/train/"
+_PREDICTED_PREFIX = "performance/predicted_s/"
 _STEP_TIMER = "total_step_time"  # the sum of the phases
 _NUM_STEPS_FOR_TIME_LEFT = 20
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "assistant": "green", "environment": "yellow", "tool": "yellow"}
@@ -193,7 +194,10 @@ def message_text(message: Mapping[str, Any]) -> Text:
 
 
 def summary_line(metrics: Mapping[str, float]) -> str:
-    """One line: the main metrics, tokens per second, and the seconds of each phase, longest first."""
+    """One line: the main metrics, tokens per second, and the seconds of each phase, longest first.
+
+    A phase with a prediction has it behind it, as in `policy_training 24.1 (22.7 predicted)`.
+    """
     lag = metrics.get(_LAG, 0.0)
     parts = [
         f"{name} {float(metrics[key]):{spec}}"
@@ -212,7 +216,12 @@ def summary_line(metrics: Mapping[str, float]) -> str:
         ((value, name) for name, value in seconds.items() if "/" not in name and "per_sec" not in name),
         reverse=True,
     )
-    shown = ", ".join(f"{name} {value:.1f}" for value, name in phases if name != _STEP_TIMER and value >= 0.05)
+    predicted = {name: metrics.get(_PREDICTED_PREFIX + name) for _, name in phases}
+    shown = ", ".join(
+        f"{name} {value:.1f}" + (f" ({predicted[name]:.1f} predicted)" if predicted[name] is not None else "")
+        for value, name in phases
+        if name != _STEP_TIMER and value >= 0.05
+    )
     if total is not None or shown:
         parts.append((f"{total:.1f} s" if total is not None else "seconds") + (f" ({shown})" if shown else ""))
     return "  ".join(parts)

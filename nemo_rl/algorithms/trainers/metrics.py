@@ -12,6 +12,7 @@ import numpy as np
 
 from nemo_rl.algorithms.config.metric_names import turns_reported
 from nemo_rl.models.generation.interfaces import DraftCounts, GenerationInterface
+from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.rollouts.rollout_worker import GenerationUse
 from nemo_rl.types import GroupHandle, SampleMeta, SampleStatus
 
@@ -185,10 +186,10 @@ def performance_metrics(
     return metrics
 
 
-def flops_metrics(train_flops: float, training_s: float, num_devices: int, peak: float | None) -> dict[str, float]:
-    """Operations per second of each device in training, and their share of its `peak` if that is known (MFU)."""
+def flops_metrics(train_flops: float, training_s: float, num_devices: int, gpu: Gpu | None) -> dict[str, float]:
+    """Operations per second of each device in training, and their share of the peak of `gpu` if it is known (MFU)."""
     rate = train_flops / training_s / num_devices
-    return {"train_flops_per_gpu": rate, **({"train_fp_utilization": rate / peak} if peak is not None else {})}
+    return {"train_flops_per_gpu": rate, **({"train_fp_utilization": rate / gpu.flops} if gpu is not None else {})}
 
 
 def _mean(values: Sequence[float]) -> float:

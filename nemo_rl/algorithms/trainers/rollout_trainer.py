@@ -240,7 +240,7 @@ class RolloutTrainer(Trainer):
             throughput["routed_experts_bytes"] = sum(sample.routed_experts_bytes for sample in generated)
         lengths = (sample.length for sample in trained)
         train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
-        throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.peak_flops)
+        throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
 
     # -- episodes without an outcome

@@ -148,7 +148,7 @@ class SupervisedTrainer(Trainer):
             "average_token_imbalance": token_imbalance(plan),
         }
         train_flops = self.flops.train(lengths, is_frozen=self.run.policy.adapters.enabled)
-        throughput |= flops_metrics(train_flops, training, workers, self.policy.peak_flops)
+        throughput |= flops_metrics(train_flops, training, workers, self.policy.gpu)
         self.record("performance", throughput)
 
     def _left_out(self, rows: Sequence[ExampleMeta], where: str) -> dict[str, float]:

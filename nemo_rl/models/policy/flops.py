@@ -22,21 +22,33 @@ from nemo_rl.models.policy.pretrained import build_on_meta
 
 BACKWARD_FACTOR = 2
 
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100": 989.4e12,
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H800": 989.4e12,
-    "NVIDIA GH200": 989.4e12,
-    "NVIDIA B200": 2250e12,
-    "NVIDIA GB200": 2250e12,
-    "NVIDIA B300": 2250e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA RTX 6000 Ada": 364e12,
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates of one GPU, from its vendor's data sheet."""
+
+    flops: float  # dense bfloat16 operations per second of the tensor cores
+    memory: float  # bytes per second of the device memory
+    memory_gb: float
+    link: float  # bytes per second to the other GPUs of the node, one way
+    host: float  # bytes per second to pinned host memory, one way
+
+
+GPUS = {
+    "NVIDIA A100": Gpu(312e12, 2.04e12, 80, 300e9, 32e9),
+    "NVIDIA H100": Gpu(989.4e12, 3.35e12, 80, 450e9, 64e9),
+    "NVIDIA H200": Gpu(989.4e12, 4.8e12, 141, 450e9, 64e9),
+    "NVIDIA H800": Gpu(989.4e12, 3.35e12, 80, 200e9, 64e9),
+    "NVIDIA GH200": Gpu(989.4e12, 4.0e12, 96, 450e9, 450e9),
+    "NVIDIA B200": Gpu(2250e12, 8.0e12, 180, 900e9, 64e9),
+    "NVIDIA GB200": Gpu(2250e12, 8.0e12, 186, 900e9, 450e9),
+    "NVIDIA B300": Gpu(2250e12, 8.0e12, 270, 900e9, 128e9),
+    "NVIDIA L40S": Gpu(362e12, 0.864e12, 48, 32e9, 32e9),
+    "NVIDIA L4": Gpu(121e12, 0.3e12, 24, 32e9, 32e9),
+    "NVIDIA A10": Gpu(125e12, 0.6e12, 24, 32e9, 32e9),
+    "NVIDIA RTX 6000 Ada": Gpu(364e12, 0.96e12, 48, 32e9, 32e9),
 }
-"""Dense bfloat16 tensor-core operations per second, by prefix of the device's name (vendor data sheets)."""
+"""By prefix of the device's name, for the SXM board where there are several."""
 
 
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
@@ -46,10 +58,10 @@ WITHOUT_PAIRS = {"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"}
 """`layer_types` in which no position attends to another."""
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 operations per second of a GPU; None for CPUs and GPUs outside of the table."""
-    matches = [name for name in PEAK_FLOPS if device_name.startswith(name)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches else None
+def find_gpu(device_name: str) -> Gpu | None:
+    """The GPU of this name; None for CPUs and GPUs outside of the table."""
+    matches = [name for name in GPUS if device_name.startswith(name)]
+    return GPUS[max(matches, key=len)] if matches else None
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,8 @@ class ModelFlops:
     per_token: float
     per_pair: float
     windows: tuple[int | None, ...]  # of each attention layer: its sliding window, None if unlimited
+    num_parameters: int
+    cache_size: int  # numbers that a token has in the KV cache
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> ModelFlops:
@@ -86,7 +100,16 @@ class ModelFlops:
         window = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
         kinds = settings.get("layer_types") or ["sliding_attention" if window else "full_attention"] * num_layers
         windows = tuple(window if kind == "sliding_attention" else None for kind in kinds if kind not in WITHOUT_PAIRS)
-        return cls(per_token=2.0 * weights, per_pair=2.0 * heads * width, windows=windows)
+        latent = settings.get("kv_lora_rank")
+        key_values = 2 * (settings.get("num_key_value_heads") or heads) * (settings.get("head_dim") or hidden // heads)
+        cached = latent + settings["qk_rope_head_dim"] if latent else key_values
+        return cls(
+            per_token=2.0 * weights,
+            per_pair=2.0 * heads * width,
+            windows=windows,
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            cache_size=cached * len(windows),
+        )
 
     @property
     def quadratic_weight(self) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl.models.policy.batch.microbatches import RowKey
+from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
@@ -26,8 +27,8 @@ class PolicyInterface(Protocol):
     data_parallel_size: int
     """Ranks that hold different samples: `BatchPlan.ranks` has this many entries."""
 
-    peak_flops: float | None
-    """Dense bfloat16 operations per second of one device; None if unknown (CPUs)."""
+    gpu: Gpu | None
+    """Peak rates of one device; None if unknown (CPUs)."""
 
     @property
     def controller_tensor_bytes(self) -> int:

@@ -14,7 +14,7 @@ from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
-from nemo_rl.models.policy.flops import peak_flops
+from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
@@ -86,7 +86,7 @@ class Policy(PolicyInterface):
         )
         self.group = self._start()
         self._on_wait: Callable[[], None] | None = None
-        self.peak_flops = peak_flops(self.group.call_one(0, "device_name"))
+        self.gpu = find_gpu(self.group.call_one(0, "device_name"))
         accelerator.register(self.name_prefix, self.onload, self.offload, is_awake=True)
 
     def restart(self) -> None:

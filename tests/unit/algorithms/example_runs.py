@@ -45,7 +45,7 @@ from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
-FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
 ROWS_PER_GROUP = 3
 
 

@@ -20,7 +20,7 @@ from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from tests.fakes import FakePolicy, FakeRefit, FakeRollouts
 
-FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
 
 
 def alternate(request: GroupRequest, index: int) -> float:

@@ -15,7 +15,7 @@ from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools
 from nemo_rl.config.loader import dump_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.distributed.errors import WorkerDied
-from nemo_rl.models.policy.flops import ModelFlops
+from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import GroupHandle, SampleStatus, SamplingParams, TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointIdentityError
@@ -36,7 +36,7 @@ BASE = (
 )
 
 
-FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,))
+FLOPS = ModelFlops(per_token=1e6, per_pair=1e3, windows=(None,), num_parameters=500_000, cache_size=64)
 
 
 def alternate(request: GroupRequest, index: int) -> float:
@@ -97,6 +97,16 @@ def test_a_step_runs_its_phases_in_order_and_logs_one_line(tmp_path):
     assert {"timing/train/generation", "timing/train/policy_training", "timing/train/total_step_time"} <= rows[0].keys()
     advantages = [s.advantage for rank in run.policy.plans[0].ranks for batch in rank.logprobs for s in batch]
     assert sorted(advantages) == pytest.approx([-1.41421] * 2 + [1.41421] * 2, abs=1e-4)
+
+
+def test_on_a_known_gpu_the_report_has_prediction_and_measurement_of_each_phase(tmp_path):
+    run = Run(tmp_path, "grpo.max_num_steps=1")
+    run.policy.gpu = find_gpu("NVIDIA H100 80GB HBM3")
+    [row] = run.go()
+    for phase in ("generation", "policy_and_reference_logprobs", "policy_training", "weight_sync"):
+        assert f"timing/train/{phase}" in row
+        assert row[f"performance/predicted_s/{phase}"] > row[f"performance/ideal_s/{phase}"] > 0
+    assert row["performance/train_fp_utilization"] > 0
 
 
 def test_previous_logprobs_have_a_pass_of_their_own_only_where_training_cannot_give_them(tmp_path):

@@ -18,12 +18,13 @@ from transformers import (
     MistralConfig,
     PhimoeConfig,
     PretrainedConfig,
+    Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
-from nemo_rl.models.policy.flops import ModelFlops, peak_flops
+from nemo_rl.models.policy.flops import ModelFlops, find_gpu
 
 SHAPE = {
     "vocab_size": 64,
@@ -57,6 +58,18 @@ def test_a_known_model() -> None:
     assert flops.per_token == pytest.approx(2 * 7.504e9, rel=1e-3)
     assert flops.train([1]) == pytest.approx(6 * 7.504e9, rel=1e-3)
     assert flops.train([4096]) == pytest.approx(6 * 7.504e9 * 4096 + 6 * 32 * 4096 * 4096 * 4097, rel=1e-3)
+
+
+def test_what_a_model_keeps() -> None:
+    qwen = Qwen2Config(
+        vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+        num_attention_heads=28, num_key_value_heads=4,
+    )  # fmt: skip
+    counted = ModelFlops.of(qwen)
+    assert counted.num_parameters == 7_615_616_512  # as its card says: 7.61 billion
+    assert counted.cache_size == 28 * 2 * 4 * 128
+    latent = ModelFlops.of(DeepseekV3Config(**SHAPE, kv_lora_rank=16, qk_rope_head_dim=8))
+    assert latent.cache_size == SHAPE["num_hidden_layers"] * (16 + 8)
 
 
 def test_only_the_experts_of_a_token_count() -> None:
@@ -152,6 +165,7 @@ def test_a_model_without_attention() -> None:
 
 
 def test_devices() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
-    assert peak_flops("NVIDIA L40S") == 362e12
-    assert peak_flops("a CPU") is None
+    for name, flops in (("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA L40S", 362e12)):
+        gpu = find_gpu(name)
+        assert gpu is not None and gpu.flops == flops
+    assert find_gpu("a CPU") is None

@@ -77,6 +77,11 @@ def test_samples_of_older_weights_disagree_by_design():
     assert len(alarms({**stale, "train/token_mult_prob_error": float("inf")})) == 1
 
 
+def test_a_prediction_stands_behind_its_phase():
+    line = summary_line({**METRICS, "performance/predicted_s/refit": 0.2})
+    assert line.endswith("4.0 s (rollout 3.0, refit 0.2 (0.2 predicted))")
+
+
 def test_a_remark_stands_in_the_line_of_one_step():
     file = io.StringIO()
     with RunConsole(num_steps=2, file=file) as console:
