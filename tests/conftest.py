@@ -18,8 +18,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-if "PYTEST_XDIST_WORKER" in os.environ:  # a core each
-    os.environ["OMP_NUM_THREADS"] = "1"
+# A core for each of the two processes; and ranks are forked, which a pool of OpenMP threads does not survive.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
