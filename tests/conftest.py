@@ -5,9 +5,11 @@ The model hub is switched off before anything imports it: tests need no network.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import shutil
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+if "RAY_TMPDIR" not in os.environ:  # a cluster that was started on this machine is not joined
+    os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # sockets: short paths
+    atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 # A core for each of the two processes; and ranks are forked, which a pool of OpenMP threads does not survive.
 os.environ["OMP_NUM_THREADS"] = "1"
 

@@ -370,14 +370,13 @@ def check_rollout_hardware(
     check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
 
 
-_RAY_CLUSTER_FILE = Path("/tmp/ray/ray_current_cluster")  # `ray start` writes it; `ray.init` joins that cluster
-
-
 def _a_cluster_runs_here() -> bool:
-    """Whether a cluster answers at the address in the file, which remains when a cluster is killed."""
-    if not _RAY_CLUSTER_FILE.is_file():
+    """Whether a cluster answers at the address that `ray start` left; the file remains when a cluster is killed."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # as Ray looks for it
+    file = Path(folder) / "ray" / "ray_current_cluster"
+    if not file.is_file():
         return False
-    host, _, port = _RAY_CLUSTER_FILE.read_text().strip().rpartition(":")
+    host, _, port = file.read_text().strip().rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=0.5).close()
     except (OSError, ValueError):
