@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,8 +90,12 @@ class ModelFlops:
                     weights += parameter.numel()
                 elif parameter.ndim == 3:  # experts, fused as [experts, out, in]; without routing, factors of a token
                     weights += parameter.numel() * num_routed / len(parameter)
+        counted: dict[str, Any] = {
+            "per_token": 2.0 * weights,
+            "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+        }
         if text.attribute_map.get("num_attention_heads", "num_attention_heads") not in settings:
-            return cls(per_token=2.0 * weights, per_pair=0.0, windows=())  # Mamba, RWKV
+            return cls(**counted, per_pair=0.0, windows=(), cache_size=0)  # Mamba, RWKV
         # Architectures use other names in config.json; transformers maps these three attributes to them.
         heads, num_layers, hidden = text.num_attention_heads, text.num_hidden_layers, text.hidden_size
         if settings.get("qk_head_dim") is not None:  # multi-head latent attention: wider queries than values
@@ -103,13 +108,7 @@ class ModelFlops:
         latent = settings.get("kv_lora_rank")
         key_values = 2 * (settings.get("num_key_value_heads") or heads) * (settings.get("head_dim") or hidden // heads)
         cached = latent + settings["qk_rope_head_dim"] if latent else key_values
-        return cls(
-            per_token=2.0 * weights,
-            per_pair=2.0 * heads * width,
-            windows=windows,
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            cache_size=cached * len(windows),
-        )
+        return cls(**counted, per_pair=2.0 * heads * width, windows=windows, cache_size=cached * len(windows))
 
     @property
     def quadratic_weight(self) -> float:
