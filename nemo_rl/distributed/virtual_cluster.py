@@ -51,8 +51,9 @@ def init_ray(log_dir: str | None = None) -> None:
     if address is None:
         start_local_ray()
     else:
-        logger.info("Joining the Ray cluster at %s", address)
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+        dashboard = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING).dashboard_url
+        url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
+        logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
     if log_dir is not None:
         # Not Ray's temporary directory itself: it holds sockets, whose paths are limited to 107 characters.
         node, link = global_worker.node, Path(log_dir) / "ray"

@@ -74,14 +74,59 @@ class WandbConfig(StrictModel):
     """`offline` writes under the run's log folder, for `wandb sync` later."""
 
 
+class MLflowConfig(StrictModel):
+    """MLflow."""
+
+    experiment_name: str = "nemo-rl"
+    """Experiment of the run; created if there is none."""
+
+    run_name: str | None = None
+    """Name of the run; null: the name of its log folder."""
+
+    run_id: str | None = None
+    """An existing run to write into; null: a new run, or the run of the checkpoint that this one resumes."""
+
+    tracking_uri: str | None = None
+    """Server (http://...) or database (sqlite:///...); null: `MLFLOW_TRACKING_URI`, or `mlflow.db` in `log_dir`."""
+
+    artifact_location: str | None = None
+    """Where a new experiment keeps its files; null: chosen by the server, or `mlflow_artifacts` beside `mlflow.db`."""
+
+
+class SwanLabConfig(StrictModel):
+    """SwanLab."""
+
+    project: str = "nemo-rl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run; null: chosen by SwanLab."""
+
+    workspace: str | None = None
+    """User or organization; null: the default of the account."""
+
+    mode: Literal["online", "offline"] = "online"
+    """`offline` writes under the run's log folder, for `swanlab sync` later."""
+
+
+class TrackioConfig(StrictModel):
+    """trackio."""
+
+    project: str = "nemo-rl"
+    """Project of the run."""
+
+    name: str | None = None
+    """Name of the run; null: chosen by trackio."""
+
+
 class LoggerConfig(StrictModel):
-    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
+    """Logs: console, metrics.jsonl, and the trackers TensorBoard, Weights & Biases, MLflow, SwanLab and trackio."""
 
     log_dir: str = "logs"
     """Folder of all runs; each run writes into its own `exp_NNN` below it."""
 
     num_val_samples_to_print: int = Field(default=0, ge=0)
-    """Rollouts of each validation shown on the console."""
+    """Rollouts of each validation on the console, in `validation_step_N.jsonl`, and as a table in the trackers."""
 
     tensorboard_enabled: bool = False
     """Write TensorBoard event files into the run's folder."""
@@ -92,9 +137,26 @@ class LoggerConfig(StrictModel):
     wandb: WandbConfig = WandbConfig()
     """Used when `wandb_enabled`."""
 
+    mlflow_enabled: bool = False
+    """Report to MLflow: a server, or a SQLite file."""
+
+    mlflow: MLflowConfig = MLflowConfig()
+    """Used when `mlflow_enabled`."""
+
+    swanlab_enabled: bool = False
+    """Report to SwanLab."""
+
+    swanlab: SwanLabConfig = SwanLabConfig()
+    """Used when `swanlab_enabled`."""
+
+    trackio_enabled: bool = False
+    """Report to trackio, by default a SQLite file of this user."""
+
+    trackio: TrackioConfig = TrackioConfig()
+    """Used when `trackio_enabled`."""
+
     not_yet: ClassVar = (
-        *not_yet("mlflow_enabled", "swanlab_enabled", neutral=one_of(False, None)),
-        *not_yet("mlflow", "swanlab", "gpu_monitoring", neutral=anything),
+        *not_yet("gpu_monitoring", neutral=anything),
         NotYet("tensorboard", one_of({}, None), harmless=True),
         NotYet("monitor_gpus", one_of(False, None), harmless=True),
     )

@@ -55,6 +55,17 @@ def to_plain(value: Any) -> Any:
     raise TypeError(f"cannot be written as JSON: {type(value).__name__} {value!r}")
 
 
+def flatten_dict(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+    """The leaves of nested mappings, by their keys joined with `sep`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= {f"{key}{sep}{inner}": leaf for inner, leaf in flatten_dict(value, sep).items()}
+        else:
+            flat[key] = value
+    return flat
+
+
 def dumps(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON on one line, or on several with `indent`. Raises TypeError as `to_plain` does."""
     return json.dumps(to_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)

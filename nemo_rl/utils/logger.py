@@ -1,6 +1,6 @@
-"""The metrics of a run, on disk and in the enabled services.
+"""The metrics of a run, on disk and in the enabled trackers.
 
-    <log_dir>/exp_NNN/{config.yaml, metrics.jsonl, tensorboard/, wandb/, ...}
+    <log_dir>/exp_NNN/{config.yaml, metrics.jsonl, validation_step_N.jsonl, tensorboard/, wandb/, ...}
 
 `log_metrics` collects the metrics of a step as `<prefix>/<name>`. `finish_step` writes them as one line of
 metrics.jsonl: `{"step": 3, "train/reward": 0.5, "validation/accuracy": 0.8, "timing/train/generation": 1.25}`. Every
@@ -11,14 +11,15 @@ import errno
 import numbers
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nemo_rl.utils import files
-from nemo_rl.utils.config import LoggerConfig, WandbConfig
+from nemo_rl.utils.config import LoggerConfig
+from nemo_rl.utils.trackers import Tracker, start_trackers
 
 METRICS_NAME = "metrics.jsonl"
 
@@ -30,19 +31,23 @@ class LogError(RuntimeError):
 
 
 class Logger:
-    """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`) and to the backends of `cfg`."""
+    """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`) and to the trackers of `cfg`.
 
-    def __init__(self, cfg: LoggerConfig, run_dir: Path | str) -> None:
+    `run_ids` are the trackers' runs that this one continues, from `run_ids` of the logger that wrote them.
+    """
+
+    def __init__(self, cfg: LoggerConfig, run_dir: Path | str, run_ids: Mapping[str, str] | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
         self._metrics: dict[str, float] = {}
         self._file = (self.run_dir / METRICS_NAME).open("ab", buffering=0)
-        self._backends: list[_TensorBoard | _Wandb] = []
-        if cfg.tensorboard_enabled:
-            self._backends.append(_TensorBoard(self.run_dir))
-        if cfg.wandb_enabled:
-            self._backends.append(_Wandb(cfg.wandb, self.run_dir))
+        self._trackers = start_trackers(cfg, self.run_dir, run_ids or {})
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """The trackers' own names of this run, by tracker."""
+        return {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
         """Add numbers, also in nested mappings, to step `step` as `<prefix>/<name>`.
@@ -51,7 +56,7 @@ class Logger:
         """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         self._step = step
-        for name, value in flatten_dict(metrics, "/").items():
+        for name, value in files.flatten_dict(metrics, "/").items():
             full_name = f"{prefix}/{name}" if prefix else name
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"metric {full_name} is {type(value).__name__} {value!r}, not a number")
@@ -60,7 +65,7 @@ class Logger:
             self._metrics[full_name] = int(value) if isinstance(value, numbers.Integral) else float(value)
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Write the metrics of `step` as one line, send them to the backends, and return them.
+        """Write the metrics of `step` as one line, send them to the trackers, and return them.
 
         Raises LogError if they cannot be written to disk.
         """
@@ -76,22 +81,24 @@ class Logger:
                 f"the metrics of step {step} cannot be written to {self.run_dir / METRICS_NAME}: {error.strerror}. "
                 "Free some space there, or set logger.log_dir to another disk"
             ) from error
-        for backend in self._backends:
-            backend.log(metrics, step)
+        self._send(lambda tracker: tracker.log(metrics, step))
         return metrics
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the resolved configuration to `config.yaml` in the run folder and to the backends."""
+        """Write the resolved configuration to `config.yaml` in the run folder and to the trackers."""
         plain = files.to_plain(params)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         (self.run_dir / "config.yaml").write_text(text, encoding="utf-8")
-        for backend in self._backends:
-            backend.log_hyperparams(plain, text)
+        self._send(lambda tracker: tracker.log_hyperparams(plain, text))
 
     def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        """Send a distribution to the backends that draw one; metrics.jsonl holds numbers only."""
-        for backend in self._backends:
-            backend.log_histogram(values, step, name)
+        """Send a distribution to the trackers that draw one; metrics.jsonl holds numbers only."""
+        self._send(lambda tracker: tracker.log_histogram(values, step, name))
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Write sampled conversations to `validation_step_N.jsonl` and, as a table, to the trackers."""
+        self.log_records(rows, f"validation_step_{step}.jsonl")
+        self._send(lambda tracker: tracker.log_samples(rows, step))
 
     def log_records(self, records: Iterable[Mapping[str, Any]], file_name: str) -> Path:
         """Write one JSON object per line to `file_name` in the run folder."""
@@ -101,66 +108,13 @@ class Logger:
         return path
 
     def close(self) -> None:
-        """Close the backends. Metrics of an unfinished step are dropped."""
+        """Close the trackers. Metrics of an unfinished step are dropped."""
         self._file.close()
-        for backend in self._backends:
-            backend.close()
+        self._send(lambda tracker: tracker.close())
 
-
-class _TensorBoard:
-    def __init__(self, run_dir: Path) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
-        self._writer.add_text("config", "    " + text.replace("\n", "\n    "), 0)
-
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        import numpy as np
-
-        self._writer.add_histogram(name, np.asarray(values), step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(self, cfg: WandbConfig, run_dir: Path) -> None:
-        import wandb
-
-        self._histogram = wandb.Histogram
-        self._run = wandb.init(
-            project=cfg.project, name=cfg.name, entity=cfg.entity, mode=cfg.mode, dir=str(run_dir), reinit="create_new"
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_hyperparams(self, params: Mapping[str, Any], text: str) -> None:
-        self._run.config.update(dict(params), allow_val_change=True)
-
-    def log_histogram(self, values: Sequence[float], step: int, name: str) -> None:
-        self._run.log({name: self._histogram(list(values))}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def flatten_dict(tree: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
-    """The leaves of nested mappings, by their keys joined with `sep`."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{key}{sep}{inner}": leaf for inner, leaf in flatten_dict(value, sep).items()}
-        else:
-            flat[key] = value
-    return flat
+    def _send(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in self._trackers.values():
+            tracker.send(call)
 
 
 def get_next_experiment_dir(log_dir: Path | str) -> Path:

@@ -49,7 +49,7 @@ ENGINE_FILES = {
     "transformer_engine": ("models/policy/megatron/*.py",),
 }
 # Never at the top of a module: imported where they are switched on.
-ONLY_INSIDE_FUNCTIONS = {"wandb", "mlflow", "swanlab", "tensorboard", "matplotlib"}
+ONLY_INSIDE_FUNCTIONS = {"wandb", "mlflow", "swanlab", "trackio", "tensorboard", "matplotlib"}
 # Configuration is read by `--help`; these would take seconds.
 NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets"}
 RAY_FREE = ("types.py", "config/*.py", "data/*.py", "data/*/*.py", "algorithms/losses/*.py", "algorithms/plan/*.py")

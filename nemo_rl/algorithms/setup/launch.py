@@ -13,7 +13,7 @@ import ray
 from nemo_rl.algorithms.config.loop import RunConfig
 from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.algorithms.trainers.rollout_trainer import TooManyFailures
-from nemo_rl.algorithms.trainers.trainer import NonFiniteLoss, RunTools, Trainer
+from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, RunTools, Trainer
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
@@ -23,7 +23,7 @@ from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.types import SamplingParams
-from nemo_rl.utils.checkpoint.manager import CheckpointError, DiskFullError
+from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import LogError, Logger, get_next_experiment_dir
@@ -67,7 +67,7 @@ def launch(
     def train(prepared: PreparedT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
             tools = RunTools(
-                logger=Logger(config.logger, run_dir),
+                logger=Logger(config.logger, run_dir, runs_to_resume(config)),
                 console=console,
                 checkpointing=config.checkpointing,
                 resolved_config_yaml=dump_config(config),
@@ -88,6 +88,15 @@ def launch(
         files="the run's files are",
         again="resumes from the last checkpoint, if there is one",
     )
+
+
+def runs_to_resume(config: RunConfig) -> dict[str, str]:
+    """The trackers' runs that the newest checkpoint belongs to; none for a run that starts anew."""
+    if not config.checkpointing.enabled:
+        return {}
+    latest = CheckpointManager(config.checkpointing).latest_finished()
+    info = CheckpointManager.load_training_info(latest)
+    return info.get(TRACKER_RUNS, {}) if info is not None else {}
 
 
 def run_command(

@@ -37,6 +37,7 @@ from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.files import digest
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
+from nemo_rl.utils.trackers import check_packages
 
 logger = logging.getLogger(__name__)
 
@@ -256,13 +257,14 @@ def check_conversations(config: RolloutMasterConfig, data: DataSetup, process: P
                     )
 
 
-# -- folders
+# -- logs and checkpoints
 
 
-def check_folders(config: RunConfig, policy: PolicyConfig, model: PretrainedConfig, identity: dict[str, Any]) -> None:
+def check_outputs(config: RunConfig, policy: PolicyConfig, model: PretrainedConfig, identity: dict[str, Any]) -> None:
     """Check that logs and checkpoints can be written, and that the checkpoints that exist belong to this run.
 
     Raises:
+        ValueError: a folder cannot be written, or the package of a tracker is not installed.
         CheckpointIdentityError: listing every difference.
         CheckpointError: if the run cannot continue the newest checkpoint.
     """
@@ -278,6 +280,7 @@ def check_folders(config: RunConfig, policy: PolicyConfig, model: PretrainedConf
         check_writable(manager.checkpoint_dir, "checkpointing.checkpoint_dir")
     check_saved_weights(checkpointing, policy, model)
     check_writable(Path(config.logger.log_dir), "logger.log_dir")
+    check_packages(config.logger)
 
 
 def check_saved_weights(

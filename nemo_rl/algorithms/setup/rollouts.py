@@ -16,7 +16,7 @@ from nemo_rl.algorithms.setup.preflight import (
     ModelInputs,
     check_conversations,
     check_environments,
-    check_folders,
+    check_outputs,
     check_prompts,
     check_turns,
     check_writable,
@@ -105,7 +105,7 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
         key, root = f"{section}.rollout_record.save_dir", Path(rollout.rollout_record.save_dir)
         check_record_folder(root.absolute(), record_identity(config, identity), key)
         check_writable(root, key)
-    check_folders(config, config.policy, model.config, identity)
+    check_outputs(config, config.policy, model.config, identity)
     if config.policy.generation.vllm_cfg.expose_http_server:
         http_server_token(config.policy.generation.vllm_cfg.http_server)
     sampling = sampling_params(config.policy.generation, model.tokenizer)

@@ -22,7 +22,7 @@ from nemo_rl.algorithms.dpo import DPOTrainer, ReferenceSums
 from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
-from nemo_rl.algorithms.setup.preflight import ModelInputs, check_folders, prepare_model
+from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, prepare_model
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
@@ -97,7 +97,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     }
     if data.cache_tokens:
         check_cache_dir()
-    check_folders(config, config.policy, model.config, identity)
+    check_outputs(config, config.policy, model.config, identity)
     return SupervisedInputs(model=model, data=setup, make=make, prompts=prompts, identity=identity)
 
 

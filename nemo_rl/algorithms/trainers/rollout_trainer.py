@@ -297,18 +297,30 @@ class RolloutTrainer(Trainer):
         self.check_failures(groups)
         num_shown = self.run.logger.num_val_samples_to_print
         if num_shown > 0:
-            shown = groups[:num_shown]
-            self.tools.console.show_samples(
-                [samples[0] for samples in self.rollouts.conversations(shown)],
-                [group.samples[0].reward for group in shown],
-                num_samples=num_shown,
-                title=f"validation after step {self.state.total_steps}",
-            )
+            self.show_validation(groups[:num_shown])
         self.rollouts.generation_use()  # resets the meter: validation does not count for the next step
         tasks = list(dict.fromkeys(prompt.task_name for prompt in self.validation_prompts))
         of_validation = partial(validation_metrics, k_values=rollout.val_k_values)
         metrics = of_validation(groups) | self.rollouts.environment_metrics(groups)
         return metrics | by_task(of_validation, groups, tasks)
+
+    def show_validation(self, groups: Sequence[GroupHandle]) -> None:
+        """Show and log the first sample of each group."""
+        conversations = [samples[0] for samples in self.rollouts.conversations(groups)]
+        rewards = [group.samples[0].reward for group in groups]
+        step = self.state.total_steps
+        self.tools.console.show_samples(
+            conversations, rewards, num_samples=len(groups), title=f"validation after step {step}"
+        )
+        rows = [
+            {
+                "prompt_id": group.prompt_id,
+                "reward": reward,
+                "conversation": "\n".join(f"{message['role']}: {message['content']}" for message in conversation),
+            }
+            for group, reward, conversation in zip(groups, rewards, conversations, strict=True)
+        ]
+        self.tools.logger.log_samples(rows, step)
 
     # -- state and faults
 

@@ -34,6 +34,7 @@ from nemo_rl.utils.timer import TimeoutChecker, Timer
 
 MAX_RECOVERIES_AT_ONE_STEP = 2
 CONTROLLER_RNG = Path("rng", "controller.safetensors")
+TRACKER_RUNS = "tracker_runs"  # in training_info.json: the names of the run in its trackers
 DATALOADER_STATE = "train_dataloader.pt"
 
 
@@ -346,7 +347,11 @@ class Trainer(ABC):
             self.pending_save = self.checkpointer.start_save(
                 self.state.total_steps,
                 self._start_write,
-                {**dataclasses.asdict(self.state), "identity": self.tools.identity},
+                {
+                    **dataclasses.asdict(self.state),
+                    "identity": self.tools.identity,
+                    TRACKER_RUNS: self.tools.logger.run_ids,
+                },
                 self.tools.resolved_config_yaml,
                 self.metrics,
             )

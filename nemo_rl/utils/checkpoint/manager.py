@@ -29,7 +29,6 @@ from nemo_rl.utils.checkpoint.manifest import find_damage, seal, sealed_bytes, s
 from nemo_rl.utils.checkpoint.save import AllWritten, StateWrite
 from nemo_rl.utils.config import CheckpointingConfig, logged_metric
 from nemo_rl.utils.files import bytes_under, is_disk_full, remove_tree, size_text, try_lock
-from nemo_rl.utils.logger import flatten_dict
 
 logger = logging.getLogger(__name__)
 
@@ -414,7 +413,7 @@ def check_identity(saved: Mapping[str, Any], current: Mapping[str, Any]) -> None
 def flat_differences(saved: Mapping[str, Any], current: Mapping[str, Any], *, theirs: str) -> list[str]:
     """A line for each leaf in which two nested identities differ; `theirs` names the owner of the saved one."""
     # Converted as JSON does, so that a saved identity equals a fresh one.
-    saved, current = (flatten_dict(strict_json.to_plain(tree)) for tree in (saved, current))
+    saved, current = (strict_json.flatten_dict(strict_json.to_plain(tree)) for tree in (saved, current))
     absent = "(absent)"
     return [
         f"  {key}: {theirs} has {saved.get(key, absent)!r}, this run {current.get(key, absent)!r}"

@@ -216,7 +216,6 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
         "policy.generation.backend=sglang",
         "policy.precision=float16",
         "grpo.adv_estimator.name=gdpo",
-        "logger.mlflow_enabled=true",
         "data.use_multiple_dataloader=true",
     ],
 )

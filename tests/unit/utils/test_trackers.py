@@ -1,0 +1,177 @@
+"""Trackers with their real packages and local stores; a package that is not installed skips its tests."""
+
+import json
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.utils.config import LoggerConfig, MLflowConfig, SwanLabConfig, WandbConfig
+from nemo_rl.utils.logger import Logger
+from nemo_rl.utils.trackers import RETRY_S, GuardedTracker, Tracker, check_packages
+
+ROWS = [{"prompt_id": "p1", "reward": 0.5, "conversation": "user: 1+1?\nassistant: 2"}]
+PARAMS = {"grpo": {"seed": 1, "names": ["a", "b"], "none": None}}
+
+
+def log_two_runs(cfg: LoggerConfig, folder: Path) -> Logger:
+    """A run that ends after step 2, and one that resumes it; the second continues the first one's tracker runs."""
+    first = Logger(cfg, folder / "exp_000")
+    first.log_hyperparams(PARAMS)
+    for step in (1, 2):
+        first.log_metrics({"pass@4": step / 4, "nan": float("nan")}, step, "validation")
+        first.log_samples(ROWS, step)
+        first.finish_step(step)
+    first.close()
+    second = Logger(cfg, folder / "exp_001", json.loads(json.dumps(first.run_ids)))
+    second.log_hyperparams(PARAMS)
+    second.log_metrics({"pass@4": 0.75}, 3, "validation")
+    second.finish_step(3)
+    second.close()
+    assert second.run_ids == first.run_ids and len(first.run_ids) == 1
+    return second
+
+
+@pytest.mark.over_20s("MLflow makes its database in fifty migrations")
+def test_mlflow_in_sqlite(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    cfg = LoggerConfig(log_dir=str(tmp_path), mlflow_enabled=True, mlflow=MLflowConfig(experiment_name="sums"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["mlflow"]
+
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("sums").experiment_id])
+    assert run.info.run_id == run_id and run.info.status == "FINISHED" and run.info.run_name == "exp_000"
+    values = client.get_metric_history(run_id, "validation/pass_at_4")
+    assert [(metric.step, metric.value) for metric in values] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert run.data.params == {"grpo.seed": "1", "grpo.names": "['a', 'b']", "grpo.none": "None"}
+    (table,) = (tmp_path / "mlflow_artifacts").rglob("samples.json")
+    assert json.loads(table.read_text())["data"] == [[1, *ROWS[0].values()], [2, *ROWS[0].values()]]
+
+
+def test_swanlab_offline(tmp_path):
+    pytest.importorskip("swanlab")
+    cfg = LoggerConfig(swanlab_enabled=True, swanlab=SwanLabConfig(mode="offline", project="sums"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["swanlab"]
+    first, second = sorted(tmp_path.glob("exp_00?/swanlab/run-*"))
+    assert first.name.endswith(run_id) and second.name.endswith(run_id), "`swanlab sync` joins parts of equal names"
+    for part, step in ((first, 2), (second, 3)):
+        assert b"validation/pass@4" in (part / f"run-{run_id}.swanlab").read_bytes(), step
+    assert "seed" in (first / "files/config.yaml").read_text()
+    tables = [path.read_text() for path in (first / "media").rglob("*.json")]
+    assert len(tables) == 2 and all("assistant: 2" in table for table in tables)
+
+
+def test_trackio_in_sqlite(tmp_path, monkeypatch):
+    trackio = pytest.importorskip("trackio")
+    storage = pytest.importorskip("trackio.sqlite_storage").SQLiteStorage
+    project = f"sums-{tmp_path.name.replace('_', '-')}"
+    cfg = LoggerConfig(trackio_enabled=True, trackio={"project": project})
+    run_id = log_two_runs(cfg, tmp_path).run_ids["trackio"]
+    assert storage.get_runs(project) == [run_id]
+    lines = storage.get_logs(project, run_id)
+    values = [(line["step"], line["validation/pass@4"]) for line in lines if "validation/pass@4" in line]
+    assert values == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    tables = [line["validation/samples"] for line in lines if "validation/samples" in line]
+    assert [table["_value"] for table in tables] == [ROWS, ROWS]
+    assert storage.get_run_config(project, run_id)["grpo"] == PARAMS["grpo"]
+    trackio.delete_project(project, force=True)
+
+
+def test_wandb_offline_resumes_by_its_id(tmp_path):
+    cfg = LoggerConfig(wandb_enabled=True, wandb=WandbConfig(mode="offline"))
+    run_id = log_two_runs(cfg, tmp_path).run_ids["wandb"]
+    assert len(list(tmp_path.glob(f"exp_00?/wandb/offline-run-*/run-{run_id}.wandb"))) == 2
+    assert list(tmp_path.glob("exp_000/wandb/offline-run-*/files/media/table/**/*.json"))
+
+
+def test_tensorboard_has_the_samples(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = Logger(LoggerConfig(tensorboard_enabled=True), tmp_path)
+    logger.log_samples(ROWS, 4)
+    logger.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = events.Tensors("validation/samples/text_summary")
+    assert text.step == 4 and b"assistant: 2" in text.tensor_proto.string_val[0]
+    assert json.loads((tmp_path / "validation_step_4.jsonl").read_text()) == ROWS[0], "and so has the folder"
+
+
+def test_a_server_that_is_gone_stops_no_run(tmp_path, caplog):
+    pytest.importorskip("mlflow")
+    with socket.socket() as taken:  # a port where nothing answers
+        taken.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with caplog.at_level(logging.WARNING, "nemo_rl"):
+            logger = Logger(LoggerConfig(mlflow_enabled=True, mlflow=MLflowConfig(tracking_uri=uri)), tmp_path)
+            for step in (1, 2):
+                logger.log_metrics({"loss": 1.0}, step, "train")
+                logger.finish_step(step)
+            logger.close()
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("nemo_rl")]
+    assert message.startswith("mlflow cannot be reached and is off for this run; metrics.jsonl has every metric")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+class FailingTracker(Tracker):
+    """Its server is away while `is_away`."""
+
+    def __init__(self) -> None:
+        self.is_away = False
+        self.steps: list[int] = []
+        self.run_id = "run"
+
+    @staticmethod
+    def failures() -> tuple[type[Exception], ...]:
+        return (ConnectionError,)
+
+    def log(self, metrics, step):
+        if self.is_away:
+            raise ConnectionRefusedError("nobody there")
+        self.steps.append(step)
+
+    def log_hyperparams(self, params, text): ...
+
+    def log_samples(self, rows, step): ...
+
+    def close(self): ...
+
+
+def test_a_tracker_that_fails_is_said_once_and_tried_again_later(caplog):
+    now = [0.0]
+    tracker = FailingTracker()
+    guarded = GuardedTracker("fake", lambda: tracker, tracker.failures(), clock=lambda: now[0])
+
+    def log(step: int) -> None:
+        guarded.send(lambda tracker: tracker.log({}, step))
+
+    log(1)
+    tracker.is_away = True
+    log(2)
+    now[0] = RETRY_S + 1
+    log(3)
+    tracker.is_away = False
+    log(4)
+    assert tracker.steps == [1], "it rests after a failure"
+    now[0] = 2 * RETRY_S + 2
+    log(5)
+    assert tracker.steps == [1, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "fake does not answer, and the run goes on without it; metrics.jsonl has every metric "
+        "(ConnectionRefusedError: nobody there)",
+        "fake answers again; what it missed is in metrics.jsonl",
+    ]
+
+
+def test_a_defect_is_no_absent_server():
+    guarded = GuardedTracker("fake", FailingTracker, FailingTracker.failures())
+    with pytest.raises(ZeroDivisionError):
+        guarded.send(lambda tracker: 1 // 0)
+
+
+def test_a_missing_package_is_refused_by_key():
+    with pytest.raises(ValueError, match=r"logger\.mlflow_enabled=true: mlflow is not installed.*--extra trackers"):
+        check_packages(LoggerConfig(mlflow_enabled=True), find=lambda name: None)
+    check_packages(LoggerConfig(), find=lambda name: None)
