@@ -1,0 +1,91 @@
+"""The manifests of deploy/kuberay: sound as they are, and one clear line for what a user may get wrong in them."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.config.errors import ConfigError
+from nemo_rl.config.loader import load_config
+from tools.check_manifest import RayCluster, RayJob, check
+
+ROOT = Path(__file__).parents[3]
+RAYJOB = ROOT / "deploy/kuberay/rayjob.yaml"
+
+
+def test_the_manifests_are_sound_and_describe_the_same_cluster():
+    job, cluster = check(RAYJOB), check(ROOT / "deploy/kuberay/raycluster.yaml")
+    assert isinstance(job, RayJob)
+    assert isinstance(cluster, RayCluster)
+    assert job.spec.rayClusterSpec == cluster.spec
+
+
+def test_the_command_of_the_job_loads():
+    job = check(RAYJOB)
+    assert isinstance(job, RayJob)
+    words = shlex.split(job.spec.entrypoint)
+    assert words[:5] == ["cd", "/opt/nemo-rl", "&&", "uv", "run"], "the image has the clone there"
+    assert (ROOT / words[5]).is_file()
+    config = load_config(GRPOMasterConfig, ROOT / words[words.index("--config") + 1], words[8:])
+    assert config.checkpointing.checkpoint_dir.startswith("/shared/"), "a new cluster finds the checkpoints there"
+
+
+def test_every_node_has_a_ray_that_this_package_runs_on():
+    job = check(RAYJOB)
+    assert isinstance(job, RayJob)
+    assert job.spec.rayClusterSpec is not None
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (ray,) = [req for text in project["dependencies"] if (req := Requirement(text)).name == "ray"]
+    assert job.spec.rayClusterSpec.rayVersion in ray.specifier
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("backoffLimit: 2", "backofLimit: 2", "unknown key; the nearest valid key is spec.backoffLimit"),
+        ("secretRef:", "secret:", "unknown key"),
+        ("replicas: 2\n", "replicas: two\n", "spec.rayClusterSpec.workerGroupSpecs.0.replicas"),
+        ('num-cpus: "0"', "num-cpus: 0", "rayStartParams.num-cpus"),
+        ("memory: 1200Gi", "memory: 1200 GB", "memory"),
+        ("maxReplicas: 2", "maxReplicas: 1", "set maxReplicas to replicas=2"),
+        (
+            "cluster.num_nodes=2",
+            "cluster.num_nodes=3",
+            "cluster.num_nodes=3, and 2 pods have GPUs",
+        ),
+        ("gpus_per_node=8", "gpus_per_node=9", "cluster.gpus_per_node=9, and a pod has 8"),
+        (
+            "- {name: shared, mountPath",
+            "- {name: share, mountPath",
+            "ray-head mounts share, and no volume has that name",
+        ),
+        ("  shutdownAfterJobFinishes: true\n", "", "has an effect only with shutdownAfterJobFinishes"),
+        ("nemo-rl:0.1.0", "nemo-rl:0.2.0", "so one image"),
+        ("kind: RayJob", "kind: RayJobs", "RayJob"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(tmp_path, old, new, message):
+    text = RAYJOB.read_text()
+    assert old in text
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as error:
+        check(manifest)
+    (problem,) = error.value.problems
+    assert message in str(problem)
+    assert str(problem).startswith(f"{manifest}:")
+
+
+def test_kueue_needs_a_job_that_deletes_its_cluster(tmp_path):
+    manifest = tmp_path / "job.yaml"
+    text = RAYJOB.read_text().replace("  # labels:", "  labels:")
+    manifest.write_text(text)
+    check(manifest)
+    manifest.write_text(text.replace("  shutdownAfterJobFinishes: true\n  ttlSecondsAfterFinished: 600\n", ""))
+    with pytest.raises(ConfigError, match="Kueue wants jobs that delete their cluster"):
+        check(manifest)
