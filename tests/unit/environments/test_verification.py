@@ -206,8 +206,10 @@ def test_a_verification_without_a_verdict_is_a_failure_and_one_that_takes_too_lo
     assert counts == [1.0, 0.0]
 
 
-def test_an_unknown_verifier_is_no_wrong_answer(pool):
+def test_an_unknown_verifier_is_no_wrong_answer():
+    pool = VerifierPool(1, timeout_s=30.0)
     (result,) = pool.run([check("hf_math_verfy", "7", "7")])
+    pool.close()
     assert result.failure == "died"
 
 
