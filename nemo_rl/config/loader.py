@@ -26,6 +26,8 @@ from pydantic_core import ErrorDetails
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
 from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel, is_mapping_of_sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
+from nemo_rl.config.translator import Translator, as_yaml
+from nemo_rl.config.translator import is_known as is_of_nemo_rl
 
 logger = logging.getLogger(__name__)
 
@@ -54,22 +56,30 @@ def dump_config(config: BaseModel) -> str:
 
 def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     problems: list[Problem] = []
+    translator = Translator(tree)
+    translator.old_forms()
     fill_defaults(model, tree.values)
     if overrides:
         problems += apply_overrides(model, tree, overrides)
+        translator.old_forms()
         fill_defaults(model, tree.values)
     keys = known_keys(model, tree.values)
     unresolved = SourcedTree(tree.values)
     tree.values = _resolve(tree, problems)
+    lacking = translator.settle()
+    problems += lacking
     problems += _refuse_not_yet(model, tree)
     try:
         config = model.model_validate(tree.values)
         if not problems:
+            for remark, remarked in translator.remarks.items():
+                logger.warning("%s: %s", ", ".join(remarked), remark)
             return config
     except ValidationError as error:
         reported = {problem.path for problem in problems}
         found = [p for details in error.errors(include_url=False) for p in _explain(details, tree, keys)]
         problems += [problem for problem in _alternatives_joined(found) if problem.path not in reported]
+    problems = [problem for problem in problems if problem in lacking or not translator.is_decided(problem)]
 
     def repeats_another(path: KeyPath) -> bool:
         """Whether `path` is a default that only repeats another key: the problem is reported for that key."""
@@ -160,17 +170,13 @@ def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
             path = (*section.path, *parents, name)
             if isinstance(value, dict) and "enabled" in value:
                 path, value = (*path, "enabled"), value["enabled"]
-            assignment = f"{dotted(path)}={_as_yaml(value)}"
+            assignment = f"{dotted(path)}={as_yaml(value)}"
             location = tree.location(path)
             if gap.harmless:
                 logger.warning("%s%s has no effect: not supported yet", f"{location}: " if location else "", assignment)
             else:
                 problems.append(Problem(path, f"not supported yet: {assignment}", location))
     return problems
-
-
-def _as_yaml(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
 
 
 # Validation errors
@@ -194,11 +200,11 @@ def _explain(details: ErrorDetails, tree: SourcedTree, keys: list[str]) -> list[
     if kind == "missing":
         return [Problem(path, "is required", location)]
     if kind in ("model_type", "dict_type", "union_tag_not_found", "model_attributes_type"):
-        return [Problem(path, f"must be a section with keys (got {_as_yaml(value)})", location)]
+        return [Problem(path, f"must be a section with keys (got {as_yaml(value)})", location)]
     message = details["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("List should have", "must have")
     if message.startswith("must be") and not isinstance(value, dict | list):
-        message += f" (got {_as_yaml(value)})"
+        message += f" (got {as_yaml(value)})"
     return [Problem(path, message, location)]
 
 
@@ -456,7 +462,7 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
 def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
     key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
-    if key in known_keys(model, values):
+    if key in known_keys(model, values) or is_of_nemo_rl(path):
         return True
     unsupported = [
         dotted([*(part for part in section.path if isinstance(part, str)), gap.key])

@@ -313,7 +313,7 @@ def test_the_minimal_run_is_fine() -> None:
             None,
             "",
         ),
-        (("checkpointing.metric_name=val_reward",), "checkpointing.metric_name", 'must be "val:<metric>"'),
+        (("checkpointing.metric_name=accuracy",), "checkpointing.metric_name", 'must be "val:<metric>"'),
         (("checkpointing.metric_name=val:acuracy",), "checkpointing.metric_name", "did you mean val:accuracy?"),
         (("checkpointing.metric_name=train:los",), "checkpointing.metric_name", "did you mean train:loss?"),
         (("checkpointing.metric_name=train:reward",), None, ""),

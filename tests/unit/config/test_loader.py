@@ -146,14 +146,14 @@ def test_interpolation_errors_name_file_and_line(tmp_path: Path, text: str, mess
 
 def test_all_problems_are_in_one_message_with_their_lines(tmp_path: Path) -> None:
     text = BASE + (
-        "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\n  val_period: -1\n"
+        "grpo:\n  ratio_clip_min: 0.2\n  seed: '1'\n  val_period: -2\n"
         "loss_fn:\n  reference_policy_kl_type: k4\nlogger: 3\nenvv: {}\n"
     )
     assert error_of(tmp_path, text).splitlines() == [
         "6 problems:",
         "  run.yaml:6: grpo.ratio_clip_min: unknown key; the nearest valid key is loss_fn.ratio_clip_min",
         "  run.yaml:7: grpo.seed: must be a valid integer (got '1')",
-        "  run.yaml:8: grpo.val_period: must be greater than or equal to 0 (got -1)",
+        "  run.yaml:8: grpo.val_period: must be greater than or equal to 0 (got -2)",
         "  run.yaml:10: loss_fn.reference_policy_kl_type: must be 'k1', 'k2' or 'k3' (got k4)",
         "  run.yaml:11: logger: must be a section with keys (got 3)",
         "  run.yaml:12: envv: unknown key; the nearest valid key is env",
@@ -203,36 +203,36 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
     assert config.data.train[0].seed == 42
     assert list(config.env) == ["math"]
     notices = [record.getMessage() for record in caplog.records]
-    assert len(notices) == 2
+    assert len(notices) == 3
     (of_logger,) = [notice for notice in notices if "logger.monitor_gpus=true has no effect" in notice]
     assert f"{V0_6}:" in of_logger
 
 
 @pytest.mark.parametrize(
-    "override",
+    "named",
     [
-        "policy.draft.enabled=true",
-        "policy.sequence_packing.fuse_loss=true",
-        "policy.generation.backend=sglang",
+        "policy.draft.enabled=true (draft models that train with the policy)",
+        "policy.generation.backend=sglang (engines other than vLLM)",
         "policy.precision=float16",
         "grpo.adv_estimator.name=gdpo",
-        "data.use_multiple_dataloader=true",
+        "data.use_multiple_dataloader=true (several data loaders)",
     ],
 )
 @pytest.mark.parametrize("base", ["v0.6", "minimal"])
-def test_what_is_not_supported_yet_is_refused_by_name(override: str, base: str) -> None:
+def test_what_is_not_supported_yet_is_refused_by_name(named: str, base: str) -> None:
+    override = named.partition(" ")[0]
     if base == "minimal":
-        assert problems_of(override) == f"command line: {override}: not supported yet: {override}"
+        assert problems_of(override) == f"command line: {override}: not supported yet: {named}"
         return
     with pytest.raises(ConfigError) as error:
         load_config(GRPOMasterConfig, V0_6, [override])
-    assert str(error.value) == f"command line: {override}: not supported yet: {override}"
+    assert str(error.value) == f"command line: {override}: not supported yet: {named}"
 
 
 def test_a_section_of_a_v0_6_file_is_refused_with_its_line(tmp_path: Path) -> None:
     text = V0_6.read_text().replace("draft:\n    enabled: false", "draft:\n    enabled: true")
     line = text[: text.index("draft:")].count("\n") + 2
-    assert error_of(tmp_path, text) == f"run.yaml:{line}: not supported yet: policy.draft.enabled=true"
+    assert error_of(tmp_path, text).startswith(f"run.yaml:{line}: not supported yet: policy.draft.enabled=true (")
 
 
 def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
@@ -242,10 +242,8 @@ def test_megatron_of_a_v0_6_file_can_be_switched_on() -> None:
         load_config(GRPOMasterConfig, V0_6, on)
     assert "policy.megatron_cfg.scheduler.weight_decay_incr_style: constant needs equal" in str(error.value)
     decays = [f"policy.megatron_cfg.scheduler.{end}_weight_decay=0.01" for end in ("start", "end")]
-    with pytest.raises(ConfigError) as error:
-        load_config(GRPOMasterConfig, V0_6, [*on, *decays])
-    assert "checkpointing.model_save_format: safetensors hold one part" in str(error.value)
-    config = load_config(GRPOMasterConfig, V0_6, [*on, *decays, "checkpointing.model_save_format=torch_save"])
+    config = load_config(GRPOMasterConfig, V0_6, [*on, *decays])
+    assert config.checkpointing.model_save_format == "torch_save"
     assert config.policy.megatron_cfg.pipeline_dtype == config.policy.precision == "bfloat16"
 
 

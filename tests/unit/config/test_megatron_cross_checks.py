@@ -93,7 +93,6 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             f"{KEY}.moe_token_dispatcher_type",
             "needs alltoall",
         ),
-        ((f"{KEY}.moe_token_dispatcher_type=flex",), f"{KEY}.moe_token_dispatcher_type", "needs DeepEP"),
         (
             (
                 f"{KEY}.moe_token_dispatcher_type=allgather",
@@ -121,7 +120,6 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             "set it to false, or optimizer.use_distributed_optimizer=true",
         ),
         ((f"{KEY}.attention_backend=local",), f"{KEY}.attention_backend", "local is for transformer_impl=local"),
-        ((f"{KEY}.use_linear_ce_fusion_loss=false",), f"{KEY}.use_linear_ce_fusion_loss", "set it to true"),
         (
             (f"{KEY}.fp8_cfg.enabled=true", "policy.generation.backend=megatron"),
             f"{KEY}.fp8_cfg.enabled",

@@ -310,9 +310,6 @@ class MegatronConfig(StrictModel):
     gradient_accumulation_fusion: bool = False
     """Weight gradients added in place by the kernel that computes them (APEX or Transformer Engine)."""
 
-    use_linear_ce_fusion_loss: bool = True
-    """Logprobs from hidden states in tiles. Always so here: the logits of all tokens are never in memory."""
-
     linear_ce_fusion_chunk_size: int | None = Field(default=None, ge=1)
     """Positions whose logits are in memory at a time; null: `policy.logprob_chunk_size`."""
 
@@ -337,7 +334,7 @@ class MegatronConfig(StrictModel):
     moe_grouped_gemm: bool = False
     """Multiply all experts of a rank in one kernel (Transformer Engine)."""
 
-    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = "alltoall"
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = "alltoall"
     """How tokens travel to their experts."""
 
     moe_shared_expert_overlap: bool = False
@@ -397,9 +394,7 @@ class MegatronConfig(StrictModel):
         "attention_backend=local requires transformer_impl=local": (
             "local is for transformer_impl=local; set that, or this to auto"
         ),
-        "not use_linear_ce_fusion_loss": "logprobs always come from hidden states in tiles here; set it to true",
         # experts
-        "moe_token_dispatcher_type=flex": "not supported yet: flex, which needs DeepEP; set it to alltoall",
         "moe_token_dispatcher_type=allgather and expert_model_parallel_size > 1": (
             "allgather needs micro-batches of one width, and those of ranks that share experts "
             "(expert_model_parallel_size={expert_model_parallel_size}) differ; set it to alltoall"

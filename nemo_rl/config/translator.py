@@ -1,0 +1,260 @@
+"""The translation of a configuration that was written for NeMo RL, by the table in `translations.py`.
+
+The loader calls `old_forms` on the tree as it was written, and `settle` on the tree with defaults and resolved values.
+Both change the tree in place and remark on every change that a user should know of.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from nemo_rl.config.errors import KeyPath, Location, Problem, dotted
+from nemo_rl.config.rules import holds
+from nemo_rl.config.sources import SourcedTree
+from nemo_rl.config.translations import (
+    ALIASES,
+    DATASET_NAMES,
+    FEATURES,
+    IGNORED,
+    LOOPS,
+    MOVED,
+    NULL_IS_THE_DEFAULT,
+    OF_ALL_DATASETS,
+    OF_ONE_DATASET,
+    PUZZLE_DATA,
+    USED,
+    VALIDATION_OF,
+    VALUES,
+    Foreign,
+)
+
+NUM_SHOWN = 3  # keys of a missing feature in its message
+_TRANSLATED = Location("NeMo RL's form")
+
+
+def places(pattern: str, values: dict[str, Any]) -> list[tuple[KeyPath, KeyPath]]:
+    """(section of the alias, key) of every place of the tree that `pattern` names."""
+    head, _, rest = pattern.partition(".")
+    if head not in ALIASES:
+        return [((), path) for path, _ in _found(pattern.split("."), values, ())]
+    sections = [place for section in ALIASES[head] for place in _found(section.split("."), values, ())]
+    return [(at, path) for at, holder in sections for path, _ in _found(rest.split("."), holder, at)]
+
+
+def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if not pattern:
+        yield path, value
+    elif isinstance(value, dict):
+        for name in value if pattern[0] == "*" else [pattern[0]] * (pattern[0] in value):
+            yield from _found(pattern[1:], value[name], (*path, name))
+    elif isinstance(value, list) and pattern[0] == "#":
+        for index, entry in enumerate(value):
+            yield from _found(pattern[1:], entry, (*path, index))
+
+
+def is_known(path: KeyPath) -> bool:
+    """Whether the table has a key, or a section around it."""
+    rows = [row for rows in (*IGNORED.values(), *(feature.keys for feature in FEATURES)) for row in rows]
+    flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
+    for pattern in (*MOVED, *flat, *(row.key for row in rows)):
+        head, _, rest = pattern.partition(".")
+        for whole in [f"{section}.{rest}" for section in ALIASES[head]] if head in ALIASES else [pattern]:
+            parts = whole.split(".")
+            pairs = zip(parts, path, strict=False)
+            if len(parts) <= len(path) and all(
+                part in ("*", here) or (part, type(here)) == ("#", int) for part, here in pairs
+            ):
+                return True
+    return False
+
+
+@dataclass
+class Translator:
+    """The translation of one configuration."""
+
+    tree: SourcedTree
+    remarks: dict[str, list[str]] = field(default_factory=dict)
+    """What a user should know -> the keys it is about."""
+    moves: dict[KeyPath, KeyPath] = field(default_factory=dict)
+    """Old place of a key -> its place today."""
+    decided: list[str] = field(default_factory=list)
+    """Sections that a missing feature gives another meaning."""
+
+    def remark(self, path: KeyPath, text: str) -> None:
+        keys = self.remarks.setdefault(text, [])
+        if dotted(path) not in keys:
+            keys.append(dotted(path))
+
+    # Old forms
+
+    def old_forms(self) -> None:
+        """Bring keys that have moved to their place, and nulls and names of old to their form."""
+        values = self.tree.values
+        for pattern, name in MOVED.items():
+            for _, path in places(pattern, values):
+                self._move(path, (*path[:-1], name), f"{name} today")
+        for pattern in NULL_IS_THE_DEFAULT:
+            for _, path in places(pattern, values):
+                if self.tree.get(path) is None:
+                    self.tree.delete(path)
+                    self.remark(path, "null means the default")
+        loop = next((name for name in LOOPS if name in values), None)
+        for _, path in places("model.megatron_cfg.scheduler.lr_decay_iters", values):
+            if self.tree.get(path) is None and loop is not None:
+                self._put(path, f"${{{loop}.max_num_steps}}")
+                self.remark(path, f"null means the steps of the run ({loop}.max_num_steps)")
+        for _, path in places("checkpointing.metric_name", values):
+            parts = re.fullmatch(r"(val|train)_(\w+)", str(self.tree.get(path)))
+            if parts is not None:
+                name = f"{parts[1]}:{'val_loss' if parts[2] == 'loss' and parts[1] == 'val' else parts[2]}"
+                self.remark(path, f"{parts[0]} is {name} today")
+                self._put(path, name)
+        if isinstance(values.get("data"), dict):
+            if "eval" in values or "generation" in values:
+                self._file_of_an_evaluation()
+            else:
+                self._datasets()
+
+    def _put(self, path: KeyPath, value: Any) -> None:
+        self.tree.put(path, value, self.tree.location(path) or _TRANSLATED)
+
+    def _move(self, old: KeyPath, new: KeyPath, text: str) -> None:
+        """Move a key, unless its new place is taken by a key that was written after it."""
+        location = self.tree.location(old) or _TRANSLATED
+        if new not in self.tree.locations or location.line is None:
+            self.tree.put(new, self.tree.get(old), location)
+            self.moves[old] = new
+        self.tree.delete(old)
+        self.remark(old, text)
+
+    def _file_of_an_evaluation(self) -> None:
+        data = self.tree.values["data"]
+        if "data_paths" in data:
+            self._move(("data", "data_paths"), ("data", "dataset_name"), "dataset_name today")
+
+    def _datasets(self) -> None:
+        """Keys of `data` itself become keys of `data.train`, `data.validation` and `data.default`."""
+        data, env = self.tree.values["data"], self.tree.values.get("env")
+        named = [self.tree.get(path) for _, path in places("dataset.env_name", self.tree.values)]
+        if isinstance(env, dict) and "sliding_puzzle_game" in env and "sliding_puzzle_game" not in named:
+            for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS, "train", "validation", "default"):
+                if key in data:
+                    self.tree.delete(("data", key))
+            self._put(("data",), PUZZLE_DATA)
+            self.remark(("env", "sliding_puzzle_game"), "its boards are data.train and data.validation today")
+        for key in OF_ALL_DATASETS:
+            if key in data:
+                self._move(("data", key), ("data", "default", key), f"data.default.{key} today")
+        whole = "one dataset for all is data.train and data.validation today"
+        flat = [key for key in (*OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
+        if "dataset_name" in flat:
+            name = DATASET_NAMES.get(data["dataset_name"], data["dataset_name"])
+            self._put(("data", "dataset_name"), name)
+            columns = {key: data[key] for key in flat if key.endswith("_key")}
+            self._validation_set(name, columns)
+        for key in flat:
+            new = {"train_data_path": ("data", "train", "data_path")}.get(key, ("data", "train", key))
+            if key == "val_data_path":
+                new = ("data", "validation", "data_path")
+            self._move(("data", key), new, whole)
+        self._defaults_of_datasets()
+
+    def _validation_set(self, name: str, columns: dict[str, Any]) -> None:
+        """The rows that validate, beside the training dataset `name`: as NeMo RL chose them."""
+        data = self.tree.values["data"]
+        if "validation" in data or "train" in data or "val_data_paths" in data:
+            return
+        if "val_data_path" in data:
+            self._put(("data", "validation"), {"dataset_name": name, **columns})
+        elif name in VALIDATION_OF:
+            self._put(("data", "validation"), VALIDATION_OF[name])
+        elif "split_validation_size" not in data:
+            self._put(("data", "train"), {"split_validation_size": 0.05})
+
+    def _defaults_of_datasets(self) -> None:
+        """What one dataset has and `data.default` cannot say goes to the datasets that do not say it."""
+        data = self.tree.values["data"]
+        default = data.get("default")
+        for key in [key for key in default or () if key in OF_ONE_DATASET]:
+            for name in ("train", "validation"):
+                sets = data.get(name)
+                for at in [(name,)] if isinstance(sets, dict) else [(name, i) for i in range(len(sets or []))]:
+                    if ("data", *at, key) not in self.tree:
+                        self._put(("data", *at, key), default[key])
+            self.tree.delete(("data", "default", key))
+            self.remark(("data", "default", key), "is written in each dataset today")
+
+    # Values and keys that this library lacks
+
+    def settle(self) -> list[Problem]:
+        """Translate values, and take keys of NeMo RL out of the tree. Returns what the library lacks."""
+        values = self.tree.values
+        unused = [
+            path
+            for pattern, condition in USED.items()
+            for section, path in places(pattern, values)
+            if not self._holds(condition, section)
+        ]
+        problems, dropped = [], []
+        for why, rows in IGNORED.items():
+            for path in self._asking(rows, unused, dropped):
+                self.remark(path, f"has no effect: {why}")
+        for feature in FEATURES:
+            asking = list(self._asking(feature.keys, unused, dropped))
+            if asking:
+                problems.append(self._lacking(feature.name, asking))
+                self.decided += feature.decides
+        theirs = bool(self.remarks) or any(path in self.tree.locations for path in dropped)
+        for row in VALUES:
+            for section, path in places(row.key, values):
+                if self._holds(row.when, section) and (theirs or not row.only_theirs):
+                    self._put(path, row.value)
+                    if not any(path[: len(at)] == at for at in unused):
+                        self.remark(path, row.reason)
+        for path in dropped:
+            if path in self.tree:
+                self.tree.delete(path)
+        return problems
+
+    def _asking(self, rows: tuple[Foreign, ...], unused: list[KeyPath], dropped: list[KeyPath]) -> Iterator[KeyPath]:
+        """The places of `rows` whose values ask for something; all that cannot stay are noted in `dropped`."""
+        for row in rows:
+            for _, path in places(row.key, self.tree.values):
+                is_neutral = row.neutral(self.tree.get(path))
+                if not (is_neutral and row.is_ours):
+                    dropped.append(path)
+                if is_neutral:
+                    continue
+                off = next((at for at in unused if path[: len(at)] == at), None)
+                if off is None:
+                    yield path
+                else:
+                    self.remark(off, "has no effect: it belongs to what is switched off")
+
+    def _lacking(self, feature: str, paths: list[KeyPath]) -> Problem:
+        paths = [(*path, "enabled") if (*path, "enabled") in self.tree else path for path in paths]
+        shown = [f"{dotted(path)}={as_yaml(self.tree.get(path))}" for path in paths[:NUM_SHOWN]]
+        more = f" and {len(paths) - NUM_SHOWN} keys more" if len(paths) > NUM_SHOWN else ""
+        return Problem(
+            paths[0], f"not supported yet: {', '.join(shown)}{more} ({feature})", self.tree.location(paths[0])
+        )
+
+    def _holds(self, condition: str, section: KeyPath) -> bool:
+        try:
+            return holds(condition, self.tree.get(section))
+        except (KeyError, TypeError):  # a key of the condition is missing, or the section around it
+            return False
+
+    def is_decided(self, problem: Problem) -> bool:
+        """Whether a problem follows from a feature that the library lacks."""
+        return any(f"{dotted(problem.path)}.".startswith(f"{section}.") for section in self.decided)
+
+
+def as_yaml(value: Any) -> str:
+    """A value on one line."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")
