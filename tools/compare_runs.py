@@ -40,7 +40,7 @@ SCRIPTS = {
 EXTRA_OVERRIDES = {"grpo_math_async_cpu": ["grpo.async_grpo.in_flight_weight_updates=false"]}
 # Times, and what a machine's load changes: how many requests share a call, how long something waited, memory in use.
 TIMED = re.compile(
-    r"^(timing|performance|ray)/|_s$|second|time|per_sec|per_second|throughput|memory|utili[sz]ation|mfu|flops|busy"
+    r"^(timing|performance|ray|system)/|_s$|second|time|per_sec|per_second|throughput|memory|utili[sz]ation|mfu|flops|busy"
 )
 EXACT_PERFORMANCE = {"performance/controller_token_bytes"}
 

@@ -20,6 +20,7 @@ import ray
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
+from nemo_rl.distributed.host_meters import ThreadProfiler, traced, usage
 from nemo_rl.utils.registry import import_object
 
 # The processes that a worker has started (of an engine, of a verifier's sandbox) would survive if the worker is killed,
@@ -87,6 +88,7 @@ class ActorHost:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: dict[int, tuple[str, float]] = {}
         self._call_ids = itertools.count()
+        self._profiler = ThreadProfiler()
 
     @ray.method(concurrency_group="inspect")
     async def identity(self) -> HostIdentity:
@@ -122,7 +124,27 @@ class ActorHost:
         if inspect.iscoroutinefunction(function):
             # A named task, so that `stack` can show its frames.
             return await self._tracked(method, asyncio.create_task(function(*args, **kwargs), name=method))
-        return await self._tracked(method, self._loop.run_in_executor(self._thread, lambda: function(*args, **kwargs)))
+
+        def run() -> Any:
+            with traced(method):
+                return function(*args, **kwargs)
+
+        return await self._tracked(method, self._loop.run_in_executor(self._thread, run))
+
+    async def start_profile(self) -> None:
+        """Record the thread of the sync methods with torch's profiler."""
+        assert self._loop is not None
+        await self._tracked("start_profile", self._loop.run_in_executor(self._thread, self._profiler.start))
+
+    async def stop_profile(self, path: str) -> None:
+        """Write the trace to `path`."""
+        assert self._loop is not None
+        await self._tracked("stop_profile", self._loop.run_in_executor(self._thread, self._profiler.stop, path))
+
+    @ray.method(concurrency_group="inspect")
+    async def usage(self, gpu_ids: Sequence[str]) -> dict[str, float]:
+        """Memory of the worker with its child processes, and the load of its GPUs: `host_meters.usage`."""
+        return usage(gpu_ids)
 
     @ray.method(concurrency_group="inspect")
     async def phase(self) -> str:

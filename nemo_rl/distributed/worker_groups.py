@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +42,9 @@ _ON_NODE_S = 15.0
 _EXIT_S = 3.0
 _MAX_STACKS = 4  # the other late workers mostly wait in the same collective
 _LOG_TAIL_LINES = 20
+
+LIVE: list[RayWorkerGroup] = []
+"""The groups of this process whose workers run, for what looks at all workers alike: profiles and memory."""
 
 
 class RayWorkerBuilder:
@@ -132,6 +135,7 @@ class RayWorkerGroup:
         except BaseException:
             self._end(failed=True)
             raise
+        LIVE.append(self)
 
     @property
     def workers(self) -> list[Any]:
@@ -213,6 +217,20 @@ class RayWorkerGroup:
     def is_ready(self, refs: Sequence[ray.ObjectRef]) -> bool:
         """Whether `wait(refs)` would return, or raise, immediately."""
         return len(self.done(refs)) == len(refs)
+
+    def start_profile(self, names: Collection[str]) -> None:
+        """Profile the workers of these names from now on."""
+        self._profile(lambda worker: worker.handle.start_profile.remote(), "start_profile", names)
+
+    def stop_profile(self, names: Collection[str], path: str) -> None:
+        """Write the profiles of the workers of these names to `<path>_<worker>.json.gz`."""
+        self._profile(
+            lambda worker: worker.handle.stop_profile.remote(f"{path}_{worker.name}.json.gz"), "stop_profile", names
+        )
+
+    def _profile(self, start: Callable[[Worker], ray.ObjectRef], method: str, names: Collection[str]) -> None:
+        calls = {start(worker): _Call(worker=worker, method=method) for worker in self._members if worker.name in names}
+        self._wait(calls, self.timeout_s)
 
     def shutdown(self, method: str | None = None, grace_s: float = 10.0) -> None:
         """End all workers and free their bundles. May be called again.
@@ -326,6 +344,8 @@ class RayWorkerGroup:
 
     def _end(self, *, failed: bool) -> None:
         members, self._members, self._calls = self._members, [], {}
+        if self in LIVE:
+            LIVE.remove(self)
         if ray.is_initialized():
             for worker in members:
                 ray.kill(worker.handle, no_restart=True)

@@ -119,6 +119,15 @@ class TrackioConfig(StrictModel):
     """Name of the run; null: chosen by trackio."""
 
 
+class MonitoringConfig(StrictModel):
+    """Meters of memory and load."""
+
+    collection_interval: float = Field(default=10.0, gt=0)
+    """Seconds between two readings."""
+
+    not_yet: ClassVar = (NotYet("flush_interval", anything, harmless=True),)
+
+
 class LoggerConfig(StrictModel):
     """Logs: console, metrics.jsonl, and the trackers TensorBoard, Weights & Biases, MLflow, SwanLab and trackio."""
 
@@ -155,11 +164,30 @@ class LoggerConfig(StrictModel):
     trackio: TrackioConfig = TrackioConfig()
     """Used when `trackio_enabled`."""
 
-    not_yet: ClassVar = (
-        *not_yet("gpu_monitoring", neutral=anything),
-        NotYet("tensorboard", one_of({}, None), harmless=True),
-        NotYet("monitor_gpus", one_of(False, None), harmless=True),
-    )
+    monitor_gpus: bool = False
+    """Log the memory of every kind of worker and the load of its GPUs, as `system/<workers>/...`."""
+
+    gpu_monitoring: MonitoringConfig = MonitoringConfig()
+    """Used when `monitor_gpus`."""
+
+    not_yet: ClassVar = (NotYet("tensorboard", one_of({}, None), harmless=True),)
+
+
+class ProfileConfig(StrictModel):
+    """Traces of torch's profiler, in `profile/` of the run's log folder."""
+
+    steps: list[int] = Field(default_factory=list)
+    """Steps to profile, counted from 1; empty: none."""
+
+    workers: list[str] = Field(default_factory=lambda: ["policy-0"])
+    """Names of the workers to profile; `*` and `?` stand for any characters, as in `policy-*`."""
+
+
+class PerformanceConfig(StrictModel):
+    """What a run measures of its own speed."""
+
+    profile: ProfileConfig = ProfileConfig()
+    """Profiles of workers."""
 
 
 def logged_metric(name: str) -> str:

@@ -14,7 +14,7 @@ from nemo_rl.config.rules import StrictModel, accepted_by, divisors, value_of, w
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import training_problems, training_sizes
 from nemo_rl.models.policy.megatron.config import device_problems
-from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig
+from nemo_rl.utils.config import CheckpointingConfig, ClusterConfig, LoggerConfig, PerformanceConfig
 
 Problems = Iterator[tuple[str, str]]
 """(dotted key, message); the message says which values would work."""
@@ -86,13 +86,16 @@ class RunConfig(StrictModel):
     section: ClassVar[str]
 
     logger: LoggerConfig = LoggerConfig()
-    """Logs: console, metrics.jsonl, TensorBoard, Weights & Biases."""
+    """Logs: console, metrics.jsonl, trackers."""
 
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     """Checkpoints: where, when, which are kept."""
 
     cluster: ClusterConfig = ClusterConfig()
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
+
+    performance: PerformanceConfig = PerformanceConfig()
+    """Profiles."""
 
     @property
     def algorithm(self) -> str:

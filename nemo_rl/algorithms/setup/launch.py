@@ -17,6 +17,7 @@ from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, Run
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
+from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
@@ -66,12 +67,15 @@ def launch(
 
     def train(prepared: PreparedT, run_dir: Path, console: RunConsole) -> str:
         with ExitStack() as stack:
+            monitor = usage_monitor(config)
             tools = RunTools(
                 logger=Logger(config.logger, run_dir, runs_to_resume(config)),
                 console=console,
                 checkpointing=config.checkpointing,
                 resolved_config_yaml=dump_config(config),
                 identity=prepared.identity,
+                profile=config.performance.profile,
+                monitor=monitor,
             )
             tools.logger.log_hyperparams(config.model_dump())
             stack.callback(tools.logger.close)
@@ -97,6 +101,13 @@ def runs_to_resume(config: RunConfig) -> dict[str, str]:
     latest = CheckpointManager(config.checkpointing).latest_finished()
     info = CheckpointManager.load_training_info(latest)
     return info.get(TRACKER_RUNS, {}) if info is not None else {}
+
+
+def usage_monitor(config: RunConfig) -> UsageMonitor | None:
+    """The meters of `logger.monitor_gpus`, not started yet. Raises ValueError if NVML is not installed."""
+    if not config.logger.monitor_gpus:
+        return None
+    return UsageMonitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
 
 
 def run_command(

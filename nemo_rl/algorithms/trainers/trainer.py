@@ -9,8 +9,8 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
+from nemo_rl.distributed.host_meters import traced
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
-from nemo_rl.utils.config import CheckpointingConfig
+from nemo_rl.utils.config import CheckpointingConfig, ProfileConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
@@ -67,6 +69,8 @@ class RunTools:
     checkpointing: CheckpointingConfig
     resolved_config_yaml: str
     identity: Mapping[str, Any]  # what a checkpoint must share with this run
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    monitor: UsageMonitor | None = None
 
 
 class Trainer(ABC):
@@ -144,7 +148,7 @@ class Trainer(ABC):
     def _run_step(self) -> bool:
         """One turn of the loop; True when it was the last."""
         try:
-            with self.timer.time("total_step_time"):
+            with self.timer.time("total_step_time"), self._profiled():
                 self.step()
         except DataExhausted:
             self.tools.console.info(f"the training data is used up after {self.state.total_steps} steps")
@@ -170,6 +174,9 @@ class Trainer(ABC):
                 "checkpoint_must_save_by is near: saved, and the run ends; the same command resumes it"
             )
         return ends
+
+    def _profiled(self) -> AbstractContextManager[None]:
+        return profiled_step(self.tools.profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -220,6 +227,8 @@ class Trainer(ABC):
         """One line for the step: everything recorded since the last one, and the seconds of each phase."""
         self.record("timing/train", self.timer.get_timing_metrics("sum"))
         self.timer.reset()
+        if self.tools.monitor is not None:
+            self.record("system", self.tools.monitor.metrics())
         metrics, self.metrics = self.metrics, {}
         self.tools.logger.log_metrics(metrics, self.state.total_steps)
         self.tools.console.finish_step(self.state.total_steps, self.tools.logger.finish_step(self.state.total_steps))
@@ -233,7 +242,7 @@ class Trainer(ABC):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase and show it while it runs."""
-        with self.tools.console.phase(name), self.timer.time(name):
+        with self.tools.console.phase(name), self.timer.time(name), traced(name):
             yield
 
     # -- optimizer steps

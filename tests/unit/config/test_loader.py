@@ -203,9 +203,9 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
     assert config.data.train[0].seed == 42
     assert list(config.env) == ["math"]
     notices = [record.getMessage() for record in caplog.records]
-    assert len(notices) == 3
-    (of_logger,) = [notice for notice in notices if "logger.monitor_gpus=true has no effect" in notice]
-    assert f"{V0_6}:" in of_logger
+    (of_engine,) = [notice for notice in notices if "enable_vllm_metrics_logger=true has no effect" in notice]
+    assert f"{V0_6}:" in of_engine
+    assert config.logger.monitor_gpus
 
 
 @pytest.mark.parametrize(

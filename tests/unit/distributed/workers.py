@@ -19,6 +19,12 @@ class EchoWorker:
     def echo(self, *args: Any, **kwargs: Any) -> tuple[str, int, tuple[Any, ...], dict[str, Any]]:
         return self.greeting, self.rank, args, kwargs
 
+    def multiply(self, size: int) -> float:
+        """A matrix product, for profiles."""
+        import torch
+
+        return float((torch.ones(size, size) @ torch.ones(size, size))[0, 0])
+
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
