@@ -203,8 +203,7 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
     assert config.data.train[0].seed == 42
     assert list(config.env) == ["math"]
     notices = [record.getMessage() for record in caplog.records]
-    (of_engine,) = [notice for notice in notices if "enable_vllm_metrics_logger=true has no effect" in notice]
-    assert f"{V0_6}:" in of_engine
+    assert any("enable_vllm_metrics_logger: has no effect" in notice for notice in notices)
     assert config.logger.monitor_gpus
 
 
