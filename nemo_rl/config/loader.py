@@ -24,7 +24,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from nemo_rl.config.errors import ConfigError, KeyPath, Location, Problem, dotted, nearest_key, unknown_key
-from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, NotYet, StrictModel, is_mapping_of_sections
+from nemo_rl.config.rules import CrossCheckError, Derived, NamedByKey, StrictModel, is_mapping_of_sections
 from nemo_rl.config.sources import SourcedTree, entry_of, load_tree
 from nemo_rl.config.translator import Translator, as_yaml
 from nemo_rl.config.translator import is_known as is_of_nemo_rl
@@ -66,9 +66,8 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     keys = known_keys(model, tree.values)
     unresolved = SourcedTree(tree.values)
     tree.values = _resolve(tree, problems)
-    lacking = translator.settle()
+    lacking = translator.settle(set(keys))
     problems += lacking
-    problems += _refuse_not_yet(model, tree)
     try:
         config = model.model_validate(tree.values)
         if not problems:
@@ -141,42 +140,6 @@ def _resolved(tree: SourcedTree, raw: Any, view: Any, path: KeyPath, problems: l
         problems.append(Problem(below, message, tree.location(below)))
         entries[key] = None
     return entries if isinstance(raw, dict) else list(entries.values())
-
-
-# Keys that are not supported yet
-
-
-def _refuse_not_yet(model: type[BaseModel], tree: SourcedTree) -> list[Problem]:
-    """Drop unsupported keys with neutral values from the tree; report the others."""
-    problems = []
-    off: list[KeyPath] = []
-    for section in list(sections(model, tree.values)):
-        if issubclass(section.model, StrictModel) and section.model.ignored_when_off:
-            off += [section.path] * (section.values.get("enabled") is not True)
-        is_off = any(section.path[: len(path)] == path for path in off)
-        for gap in gaps(section.model):
-            *parents, name = gap.key.split(".")
-            holder: Any = section.values
-            for parent in parents:
-                holder = holder.get(parent) if isinstance(holder, dict) else None
-            if not isinstance(holder, dict) or name not in holder:
-                continue
-            value = holder[name]
-            neutral = is_off or gap.neutral(value)
-            if not (neutral and gap.key in section.model.model_fields):
-                del holder[name]
-            if neutral:
-                continue
-            path = (*section.path, *parents, name)
-            if isinstance(value, dict) and "enabled" in value:
-                path, value = (*path, "enabled"), value["enabled"]
-            assignment = f"{dotted(path)}={as_yaml(value)}"
-            location = tree.location(path)
-            if gap.harmless:
-                logger.warning("%s%s has no effect: not supported yet", f"{location}: " if location else "", assignment)
-            else:
-                problems.append(Problem(path, f"not supported yet: {assignment}", location))
-    return problems
 
 
 # Validation errors
@@ -423,13 +386,6 @@ def fill_defaults(model: type[BaseModel], values: RawTree) -> None:
                 for key, entry in section.values[name].items():
                     if isinstance(entry, dict):
                         entry.setdefault(named_by_key.field, key)
-        for gap in gaps(section.model):
-            if gap.fill is not None:
-                section.values.setdefault(gap.key, gap.fill)
-
-
-def gaps(model: type[BaseModel]) -> tuple[NotYet, ...]:
-    return model.not_yet if issubclass(model, StrictModel) else ()
 
 
 def known_keys(model: type[BaseModel], values: RawTree) -> list[str]:
@@ -462,11 +418,4 @@ def _collect_keys(slot: Slot, value: Any, path: tuple[str, ...], found: dict[str
 def is_known(model: type[BaseModel], values: RawTree, path: KeyPath) -> bool:
     """Whether a key can be set without adding it: the models know it, or a free mapping holds it already."""
     key = dotted(part for part in path if isinstance(part, str))  # known keys leave out the index of a list's item
-    if key in known_keys(model, values) or is_of_nemo_rl(path):
-        return True
-    unsupported = [
-        dotted([*(part for part in section.path if isinstance(part, str)), gap.key])
-        for section in sections(model, values)
-        for gap in gaps(section.model)
-    ]
-    return any(key == gap or key.startswith(f"{gap}.") for gap in unsupported)
+    return key in known_keys(model, values) or is_of_nemo_rl(path)

@@ -92,11 +92,8 @@ class StrictModel(BaseModel):
     rules: ClassVar[Rules] = {}
     """Values of this section that do not go together; see `nemo_rl.config.rules`. Those of base classes count too."""
 
-    not_yet: ClassVar[tuple[NotYet, ...]] = ()
-    """Keys that are not supported yet."""
-
     ignored_when_off: ClassVar[bool] = False
-    """Nothing is checked while `enabled` of this section is not true; unsupported keys, here and below, are dropped."""
+    """Nothing is checked while `enabled` of this section is not true."""
 
     checked_by_parent: ClassVar[bool] = False
     """The section above checks this one too, so that nothing is checked while that is switched off."""
@@ -244,40 +241,6 @@ def written(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True)
-class NotYet:
-    """A key of NeMo RL that this library does not support yet, relative to the section that declares it.
-
-    Values for which `neutral` holds ask for nothing and are dropped. Every other value is refused by name or, with
-    `harmless=True` (monitoring, memory placement: nothing that changes the training), dropped with a notice.
-    """
-
-    key: str
-    neutral: Callable[[Any], bool]
-    harmless: bool = False
-    fill: Any = None  # value that interpolations of other files see when the key is absent
-
-
-def not_yet(*keys: str, neutral: Callable[[Any], bool], harmless: bool = False) -> tuple[NotYet, ...]:
-    """Several keys with the same neutral values."""
-    return tuple(NotYet(key, neutral, harmless) for key in keys)
-
-
-def one_of(*values: Any) -> Callable[[Any], bool]:
-    """Neutral when equal to one of `values`, type included (1 is not True)."""
-    return lambda value: any(type(value) is type(v) and value == v for v in values)
-
-
-def switched_off(value: Any) -> bool:
-    """Neutral when a section is null, empty or has `enabled: false`."""
-    return not value or (isinstance(value, dict) and value.get("enabled") in (False, None))
-
-
-def anything(value: Any) -> bool:
-    """Always neutral: the key belongs to a feature that is itself refused when it is switched on."""
-    return True
 
 
 def divisors(*numbers: int, near: int | None = None, multiple_of: int = 1) -> str:

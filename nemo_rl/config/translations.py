@@ -27,6 +27,7 @@ MOVED = {
     "eval.pass_k_value": "k_value",
     "loop.num_val_generations_per_prompt": "val_num_generations_per_prompt",
     "value_loss_fn.cliprange": "value_clip",
+    "checkpointing.is_async": "async_save",
 }
 """Key -> its name today, in the same section."""
 
@@ -197,7 +198,7 @@ def anything(value: Any) -> bool:
     return True
 
 
-_nothing = one_of(None, False)
+_nothing, _ZERO, _EMPTY = one_of(None, False), one_of(None, 0, 0.0), one_of(None, False, [], {})
 
 
 @dataclass(frozen=True)
@@ -206,62 +207,80 @@ class Foreign:
 
     key: str
     neutral: Neutral
-    is_ours: bool = False  # the key is one of ours, too, where its value is neutral
-    fill: Any = None  # value that interpolations see where the key is absent
+    is_ours: bool = False  # a key of this library whose other values are NeMo RL's; other rows leave our keys alone
 
 
-def _keys(*keys: str, neutral: Neutral = _nothing) -> tuple[Foreign, ...]:
-    return tuple(Foreign(key, neutral) for key in keys)
+def _keys(*keys: str, under: str = "", neutral: Neutral = _nothing) -> tuple[Foreign, ...]:
+    return tuple(Foreign(f"{under}.{key}" if under else key, neutral) for key in keys)
+
+
+def _one_device(section: Any) -> bool:
+    """Whether the model of a section is not split over several ranks."""
+    return all(size in (None, 1) for key, size in (section or {}).items() if key.endswith("_parallel_size"))
 
 
 _MEGATRON, _VLLM, _MCORE = "model.megatron_cfg", "generation.vllm_cfg", "generation.mcore_generation_config"
+_DDP_OF_MODEL, _CHAT = f"model.{_DDP}", f"{_VLLM}.http_server_serving_chat_kwargs"
+
+WITHOUT_MEANING = (
+    *_keys("model.generation_batch_size", "model.sequence_packing.sequence_length_round"),
+    *_keys("value.generation", "teacher.generation", "teachers.*.generation"),
+    *_keys("async_engine", "vllm_metrics_logger_interval", under=_VLLM),
+    *_keys("mtp_loss_scaling_factor", "mtp_detach_heads", "cuda_graph_modules", under=_MEGATRON),
+    *_keys("cuda_graph_warmup_steps", "fused_linear_logprobs_chunk_size", under=_MEGATRON),
+    *_keys("converter_type", "train_iters", "defer_fp32_logits", "use_gloo_process_groups", under=_MEGATRON),
+    *_keys("data_parallel_sharding_strategy", "average_in_collective", under=_DDP_OF_MODEL),
+    *_keys("model.dtensor_cfg.lora_cfg.dropout_position", f"{_MEGATRON}.peft.dropout_position"),
+    *_keys("grpo.calculate_advantages_on_gpu", "ppo.calculate_advantages_on_gpu"),
+    *_keys("logger.gpu_monitoring.flush_interval"),
+    *_keys("normalize_rewards", "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches", under="ppo"),
+    *_keys("data.num_workers", "dataset.env_name", "dataset.use_preserving_dataset"),
+    *_keys("env.should_log_nemo_gym_responses", "env.nemo_gym", "generation.sglang_cfg", "generation.sglang_kwargs"),
+    *_keys("enabled", "logprob_batch_size", "max_grad_norm", "generation", under="env.reward_model"),
+    *_keys("dynamic_batching", "sequence_packing", "reward_model_cfg", under="env.reward_model"),
+    *_keys("make_sequence_length_divisible_by", under="env.reward_model"),
+)
+"""Keys that ask for nothing by themselves, whatever they say."""
 
 IGNORED: dict[str, tuple[Foreign, ...]] = {
     "it tunes NVIDIA's implementation, and changes no result": (
-        *_keys("model.sequence_packing.fuse_loss", "model.sequence_packing.microbatch_order"),
-        *_keys("model.dtensor_cfg.automodel_kwargs", "model.dtensor_cfg.moe_parallelizer", neutral=one_of({}, None)),
-        *_keys("model.dtensor_cfg.lora_cfg.use_triton", neutral=one_of(True, False, None)),
-        *_keys(f"{_MEGATRON}.moe_enable_deepep", f"{_MEGATRON}.fine_grained_activation_offloading"),
-        *_keys(f"{_MEGATRON}.use_fused_weighted_squared_relu", f"{_MEGATRON}.cuda_graph_impl"),
-        *_keys(f"{_MEGATRON}.offload_modules", f"{_MEGATRON}.checkpoint", neutral=one_of([], {}, None)),
-        *_keys(
-            *(f"{_MEGATRON}.{key}" for key in ("converter_type", "train_iters", "defer_fp32_logits")),
-            *(f"{_MEGATRON}.{key}" for key in ("fused_linear_logprobs_chunk_size", "use_gloo_process_groups")),
-            *(f"{_MEGATRON}.{key}" for key in ("overlap_cpu_optimizer_d2h_h2d", "use_fused_linear_logprobs")),
-            *(f"{_MEGATRON}.{key}" for key in ("cuda_graph_modules", "cuda_graph_warmup_steps")),
-            *(f"model.{_DDP}.{key}" for key in ("data_parallel_sharding_strategy", "average_in_collective")),
-            neutral=anything,
-        ),
-        *_keys(f"{_VLLM}.distributed_executor_backend", f"{_VLLM}.use_deep_gemm"),
-        *_keys(
-            *(f"{_VLLM}.{key}" for key in ("async_engine", "load_format", "skip_tokenizer_init", "logprobs_mode")),
-            "generation.port_range_low",
-            "generation.port_range_high",
-            neutral=anything,
-        ),
-        *_keys("model.generation_batch_size", neutral=anything),
-        *_keys("model.offload_optimizer_for_logprob", "tokenizer.use_fastokens", "data_plane"),
-        *_keys("cluster.segment_size", "cluster.master_port_range_low", "cluster.master_port_range_high"),
-        *_keys("grpo.calculate_advantages_on_gpu", "ppo.calculate_advantages_on_gpu", neutral=anything),
-        *_keys("environment.offload_optimizer_for_logprob", "environment.max_model_len"),
+        *_keys("model.sequence_packing.fuse_loss", "model.offload_optimizer_for_logprob", "tokenizer.use_fastokens"),
+        *_keys("model.sequence_packing.microbatch_order", neutral=one_of("packer", None)),
+        *_keys("automodel_kwargs", "moe_parallelizer", under="model.dtensor_cfg", neutral=one_of({}, None)),
+        *_keys("_v2", "lora_cfg.use_triton", under="model.dtensor_cfg", neutral=one_of(True, False, None)),
+        *_keys("moe_enable_deepep", "use_fused_weighted_squared_relu", under=_MEGATRON),
+        *_keys("fine_grained_activation_offloading", "overlap_cpu_optimizer_d2h_h2d", under=_MEGATRON),
+        *_keys("use_fused_linear_logprobs", under=_MEGATRON, neutral=one_of(True, False, None)),
+        *_keys("cuda_graph_impl", under=_MEGATRON, neutral=one_of("none", None)),
+        *_keys("offload_modules", "checkpoint", under=_MEGATRON, neutral=one_of([], {}, None)),
+        *_keys("distributed_executor_backend", "use_deep_gemm", under=_VLLM),
+        *_keys("load_format", under=_VLLM, neutral=one_of("dummy", "auto", None)),
+        *_keys("skip_tokenizer_init", under=_VLLM, neutral=one_of(True, False, None)),
+        *_keys("generation.port_range_low", "generation.port_range_high", "generation.refit_transport"),
+        *_keys("generation.refit_cfg", neutral=one_of({}, None)),
+        *_keys("data_plane", neutral=switched_off),
+        *_keys("segment_size", "master_port_range_low", "master_port_range_high", under="cluster"),
+        *_keys("offload_optimizer_for_logprob", "max_model_len", "processor", under="env.reward_model"),
     ),
-    "another engine of the policy's workers generates here, without these": _keys(
-        *(f"{_MCORE}.{key}" for key in ("buffer_size_gb", "num_cuda_graphs", "block_size_tokens", "max_tokens")),
-        *(f"{_MCORE}.{key}" for key in ("use_cuda_graphs_for_non_decode_steps", "enable_chunked_prefill")),
-        *(f"{_MCORE}.{key}" for key in ("unified_memory_level", "max_model_len", "kv_cache_management_mode")),
-        *(f"{_MCORE}.{key}" for key in ("refit_backend", "enable_prefix_caching", "cuda_graph_impl", "async_engine")),
-        *(f"{_MCORE}.{key}" for key in ("materialize_only_last_token_logits", "inference_cuda_graph_scope")),
-        f"{_MCORE}.buffer_guaranteed_fraction",
+    "the policy's own workers generate in another way here": (
+        *_keys("buffer_size_gb", "num_cuda_graphs", "block_size_tokens", "max_tokens", under=_MCORE),
+        *_keys("use_cuda_graphs_for_non_decode_steps", "enable_chunked_prefill", "async_engine", under=_MCORE),
+        *_keys("unified_memory_level", "max_model_len", "kv_cache_management_mode", "refit_backend", under=_MCORE),
+        *_keys("enable_prefix_caching", "materialize_only_last_token_logits", "cuda_graph_impl", under=_MCORE),
+        *_keys("inference_cuda_graph_scope", "buffer_guaranteed_fraction", under=_MCORE),
     ),
     "logprobs always come from hidden states in tiles here, and are the same": _keys(
         f"{_MEGATRON}.use_linear_ce_fusion_loss", neutral=one_of(True, None)
     ),
     "it only monitors": (
         *_keys(f"{_MEGATRON}.track_moe_metrics", f"{_VLLM}.use_tqdm", f"{_VLLM}.enable_vllm_metrics_logger"),
-        *_keys(f"{_VLLM}.vllm_metrics_logger_interval", neutral=anything),
+        *_keys("logger.tensorboard", neutral=one_of({}, None)),
     ),
     "a resumed run has the schedule of its configuration": _keys(f"{_MEGATRON}.scheduler.override_opt_param_scheduler"),
     "the model decides it": _keys(f"{_MEGATRON}.moe_router_enable_expert_bias"),
+    "no version of NeMo RL reads it": _keys("model.fsdp_offload_enabled", "model.activation_checkpointing_enabled"),
+    "the run decides it": _keys("model_cache_dir", "model_repo_id", "peft_config", "is_peft", under="checkpointing"),
+    "an engine that fails is started again": _keys("grpo.async_grpo.max_generation_failures", neutral=one_of(0, None)),
 }
 """Why a key has no effect -> keys."""
 
@@ -286,7 +305,6 @@ FEATURES = (
         (
             *_keys("env.should_use_nemo_gym", "data.train_jsonl_fpath", "data.validation_jsonl_fpath"),
             *_keys("data.agent_name"),
-            *_keys("env.nemo_gym", "env.should_log_nemo_gym_responses", neutral=anything),
             Foreign("dataset.dataset_name", none_of("NemoGymDataset"), is_ours=True),
             Foreign("dataset.processor", none_of("nemo_gym_data_processor"), is_ours=True),
         ),
@@ -313,10 +331,7 @@ FEATURES = (
     ),
     Feature(
         "engines other than vLLM",
-        (
-            Foreign("generation.backend", none_of("sglang", "trtllm", "dynamo"), is_ours=True),
-            *_keys("generation.sglang_cfg", "generation.sglang_kwargs", neutral=anything),
-        ),
+        (Foreign("generation.backend", none_of("sglang", "trtllm", "dynamo"), is_ours=True),),
         decides=("policy.generation",),
     ),
     Feature(
@@ -340,13 +355,12 @@ FEATURES = (
         (
             *_keys(f"{_MEGATRON}.mtp_num_layers", neutral=one_of(None, 0)),
             *_keys(f"{_MEGATRON}.mtp_use_repeated_layer"),
-            *_keys(f"{_MEGATRON}.mtp_loss_scaling_factor", f"{_MEGATRON}.mtp_detach_heads", neutral=anything),
         ),
     ),
     Feature(
         "experts split over the devices of an engine",
         (
-            Foreign(f"{_VLLM}.expert_parallel_size", one_of(1, None), fill=1),
+            *_keys(f"{_VLLM}.expert_parallel_size", neutral=one_of(1, None)),
             *_keys(f"{_VLLM}.enable_expert_parallel"),
         ),
     ),
@@ -360,12 +374,19 @@ FEATURES = (
     Feature(
         "parsers of tool calls and reasoning other than hermes",
         (
-            *_keys(f"{_VLLM}.tool_parser_plugin", f"{_VLLM}.reasoning_parser_plugin"),
-            *_keys(f"{_VLLM}.http_server_serving_chat_kwargs.reasoning_parser"),
-            Foreign(f"{_VLLM}.http_server_serving_chat_kwargs.tool_parser", one_of("hermes", None), is_ours=True),
+            *_keys("tool_parser_plugin", "reasoning_parser_plugin", under=_VLLM),
+            *_keys(f"{_CHAT}.reasoning_parser"),
+            Foreign(f"{_CHAT}.tool_parser", one_of("hermes", None), is_ours=True),
         ),
     ),
-    Feature("adapters of another data type", _keys(f"{_MEGATRON}.peft.lora_dtype", neutral=one_of(None, "None"))),
+    Feature(
+        "other kinds of adapters",
+        (
+            *_keys("lora_dtype", under=f"{_MEGATRON}.peft", neutral=one_of(None, "None")),
+            *_keys("lora_B_init_method", under=f"{_MEGATRON}.peft", neutral=one_of(None, "zero")),
+            *_keys("a2a_experimental", under=f"{_MEGATRON}.peft"),
+        ),
+    ),
     Feature("bounds on advantages", _keys("grpo.advantage_clip_low", "grpo.advantage_clip_high")),
     Feature(
         "penalties for malformed answers",
@@ -380,13 +401,7 @@ FEATURES = (
         _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader", "data.custom_dataloader"),
         decides=("data",),
     ),
-    Feature(
-        "teachers inside GRPO",
-        (
-            *_keys("on_policy_distillation", neutral=switched_off),
-            Foreign("grpo.adv_estimator.name", none_of("opd"), is_ours=True),
-        ),
-    ),
+    Feature("teachers inside GRPO", _keys("on_policy_distillation", neutral=switched_off)),
     Feature(
         "different lambdas of policy and value (VAPO)",
         (
@@ -394,6 +409,45 @@ FEATURES = (
             *_keys("ppo.adv_estimator.gae_lambda_value", "ppo.adv_estimator.gae_lambda_policy"),
         ),
     ),
+    Feature("likelihood of right answers in the loss", _keys("loss_fn.positive_example_nll_weight", neutral=_ZERO)),
+    Feature("asynchronous PPO", _keys("ppo.async_ppo", "ppo.async_grpo", neutral=switched_off)),
+    Feature(
+        "dynamic sampling in PPO",
+        (*_keys("ppo.use_dynamic_sampling"), *_keys("ppo.batch_multiplier", neutral=one_of(1, 1.0, None))),
+    ),
+    Feature("masks by logprob error in PPO", _keys("ppo.seq_logprob_error_threshold")),
+    Feature("validation from a later step on", _keys("loop.val_start_at", neutral=one_of(-1, None))),
+    Feature(
+        "this form of early stopping (see early_stopping)",
+        _keys("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold"),
+    ),
+    Feature(
+        "other estimators of advantages",
+        (Foreign("grpo.adv_estimator.name", none_of("gdpo", "raw_reward", "gae", "opd"), is_ours=True),),
+    ),
+    Feature("training in float16", (Foreign("model.precision", none_of("float16"), is_ours=True),)),
+    Feature("checkpoints of Megatron to begin with", _keys("model.pretrained_checkpoint", neutral=one_of({}, None))),
+    Feature("Megatron's own FSDP", _keys(f"{_DDP_OF_MODEL}.use_custom_fsdp")),
+    Feature("overrides of Megatron's model", _keys(f"{_MEGATRON}.model_overrides", neutral=one_of({}, None))),
+    Feature("logprobs before temperature", _keys(f"{_VLLM}.logprobs_mode", neutral=one_of("processed_logprobs", None))),
+    Feature(
+        "an HTTP server of Megatron's workers", _keys("expose_http_server", "parsers", under=_MCORE, neutral=_EMPTY)
+    ),
+    Feature("drafts of Megatron's workers", _keys(f"{_MCORE}.num_speculative_tokens", neutral=one_of(0, None))),
+    Feature(
+        "special tokens around prompts",
+        _keys("data.add_bos", "data.add_eos", "data.add_generation_prompt", "data.add_system_prompt"),
+    ),
+    Feature(
+        "an environment's model on several devices",
+        (
+            *_keys("env.reward_model.dtensor_cfg", neutral=_one_device),
+            *_keys("env.reward_model.megatron_cfg", neutral=switched_off),
+        ),
+    ),
+    Feature("other reward models", _keys("env.reward_model.reward_model_type", neutral=one_of("bradley_terry", None))),
+    Feature("indexes of passages on GPUs", _keys("environment.device", neutral=one_of("cpu", None))),
+    Feature("stop strings of an environment", _keys("environment.stop_strings")),
     Feature("steps that train the value model alone", _keys("ppo.policy_training_start_step", neutral=one_of(None, 0))),
     Feature("the single controller of NeMo RL", _keys("async_rl", neutral=one_of({}, None))),
 )
@@ -413,7 +467,6 @@ USED = {
     f"{_VLLM}.http_server_serving_chat_kwargs": "vllm_cfg.expose_http_server",
     f"{_VLLM}.tool_parser_plugin": "vllm_cfg.expose_http_server",
     f"{_VLLM}.reasoning_parser_plugin": "vllm_cfg.expose_http_server",
-    "env.nemo_gym": "env.should_use_nemo_gym",
     "grpo.invalid_tool_call_advantage": "grpo.penalize_invalid_tool_call",
     "grpo.malformed_thinking_advantage": "grpo.penalize_malformed_thinking",
     **{f"model.quant_{key}": "quant_cfg" for key in ("batch_size", "calib_data", "sequence_length", "calib_size")},

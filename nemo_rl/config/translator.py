@@ -7,7 +7,7 @@ Both change the tree in place and remark on every change that a user should know
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,7 @@ from nemo_rl.config.translations import (
     USED,
     VALIDATION_OF,
     VALUES,
+    WITHOUT_MEANING,
     Foreign,
 )
 
@@ -59,9 +60,9 @@ def _found(pattern: list[str], value: Any, path: KeyPath) -> Iterator[tuple[KeyP
 
 def is_known(path: KeyPath) -> bool:
     """Whether the table has a key, or a section around it."""
-    rows = [row for rows in (*IGNORED.values(), *(feature.keys for feature in FEATURES)) for row in rows]
+    tables = (WITHOUT_MEANING, *IGNORED.values(), *(feature.keys for feature in FEATURES))
     flat = (f"data.{key}" for key in (*OF_ONE_DATASET, *OF_ALL_DATASETS))
-    for pattern in (*MOVED, *flat, *(row.key for row in rows)):
+    for pattern in (*MOVED, *flat, *(row.key for rows in tables for row in rows)):
         head, _, rest = pattern.partition(".")
         for whole in [f"{section}.{rest}" for section in ALIASES[head]] if head in ALIASES else [pattern]:
             parts = whole.split(".")
@@ -191,50 +192,54 @@ class Translator:
 
     # Values and keys that this library lacks
 
-    def settle(self) -> list[Problem]:
-        """Translate values, and take keys of NeMo RL out of the tree. Returns what the library lacks."""
+    def settle(self, keys: Collection[str]) -> list[Problem]:
+        """Translate values, and take keys of NeMo RL out of the tree. Returns what the library lacks.
+
+        `keys`: the dotted keys of this library's configuration, which rows of the table leave alone as a rule.
+        """
         values = self.tree.values
-        unused = [
+        off = [
             path
             for pattern, condition in USED.items()
             for section, path in places(pattern, values)
             if not self._holds(condition, section)
         ]
-        problems, dropped = [], []
-        for why, rows in IGNORED.items():
-            for path in self._asking(rows, unused, dropped):
+        dropped = [path for row in WITHOUT_MEANING for path in self._foreign(row, keys)]
+        asking: dict[str, list[KeyPath]] = {}
+        for name, rows in (*IGNORED.items(), *((feature.name, feature.keys) for feature in FEATURES)):
+            for row in rows:
+                for path in self._foreign(row, keys):
+                    is_neutral = row.neutral(self.tree.get(path))
+                    if not (is_neutral and row.is_ours):
+                        dropped.append(path)
+                    section = next((at for at in off if path[: len(at)] == at), None)
+                    if section is not None and not is_neutral:
+                        self.remark(section, "has no effect: it belongs to what is switched off")
+                    elif not is_neutral:
+                        asking.setdefault(name, []).append(path)
+        for why in IGNORED:
+            for path in asking.get(why, ()):
                 self.remark(path, f"has no effect: {why}")
-        for feature in FEATURES:
-            asking = list(self._asking(feature.keys, unused, dropped))
-            if asking:
-                problems.append(self._lacking(feature.name, asking))
-                self.decided += feature.decides
+        lacking = [feature for feature in FEATURES if feature.name in asking]
+        problems = [self._lacking(feature.name, asking[feature.name]) for feature in lacking]
+        self.decided = [section for feature in lacking for section in feature.decides]
         theirs = bool(self.remarks) or any(path in self.tree.locations for path in dropped)
         for row in VALUES:
             for section, path in places(row.key, values):
-                if self._holds(row.when, section) and (theirs or not row.only_theirs):
+                if (theirs or not row.only_theirs) and self._holds(row.when, section):
                     self._put(path, row.value)
-                    if not any(path[: len(at)] == at for at in unused):
+                    if not any(path[: len(at)] == at for at in off):
                         self.remark(path, row.reason)
         for path in dropped:
-            if path in self.tree:
+            if path in self.tree:  # and not gone with the section around it
                 self.tree.delete(path)
         return problems
 
-    def _asking(self, rows: tuple[Foreign, ...], unused: list[KeyPath], dropped: list[KeyPath]) -> Iterator[KeyPath]:
-        """The places of `rows` whose values ask for something; all that cannot stay are noted in `dropped`."""
-        for row in rows:
-            for _, path in places(row.key, self.tree.values):
-                is_neutral = row.neutral(self.tree.get(path))
-                if not (is_neutral and row.is_ours):
-                    dropped.append(path)
-                if is_neutral:
-                    continue
-                off = next((at for at in unused if path[: len(at)] == at), None)
-                if off is None:
-                    yield path
-                else:
-                    self.remark(off, "has no effect: it belongs to what is switched off")
+    def _foreign(self, row: Foreign, keys: Collection[str]) -> Iterator[KeyPath]:
+        for _, path in places(row.key, self.tree.values):
+            is_name = path[:-1] == ("env",)  # sections of `env` have names of the user's, all of which are keys
+            if row.is_ours or is_name or dotted(part for part in path if isinstance(part, str)) not in keys:
+                yield path
 
     def _lacking(self, feature: str, paths: list[KeyPath]) -> Problem:
         paths = [(*path, "enabled") if (*path, "enabled") in self.tree else path for path in paths]

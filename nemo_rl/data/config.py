@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, is_mapping_of_sections, one_of
+from nemo_rl.config.rules import Derived, StrictModel, is_mapping_of_sections
 
 
 def as_list(value: Any) -> Any:
@@ -129,12 +129,6 @@ class DataSection(StrictModel):
     shuffle: bool = True
     """Shuffle the training rows, anew in each epoch."""
 
-    not_yet: ClassVar = (
-        NotYet("use_multiple_dataloader", one_of(False, None)),
-        NotYet("num_prompts_per_dataloader", one_of(None)),
-        NotYet("custom_dataloader", one_of(None)),
-    )
-
 
 MAX_PERIOD = 100_000  # prompts; a schedule of that length is made in a quarter of a second
 
@@ -169,15 +163,6 @@ class DataConfig(DataSection):
 
     default: DatasetDefaults = DatasetDefaults()
     """Values for every dataset that does not set them itself."""
-
-    not_yet: ClassVar = (
-        *DataSection.not_yet,
-        NotYet("num_workers", anything),  # rows are read when their prompt is played, by the rollout worker
-        NotYet("add_bos", one_of(None)),
-        NotYet("add_eos", one_of(None)),
-        NotYet("add_generation_prompt", one_of(None)),
-        NotYet("add_system_prompt", one_of(False, None)),
-    )
 
     @property
     def has_validation(self) -> bool:
@@ -225,11 +210,6 @@ class ExampleTableConfig(TableConfig):
     streaming: bool = False
     """Read the rows as they are needed and never whole: for sets larger than memory or disk. Training data only; the
     rows are then shuffled within large blocks."""
-
-    not_yet: ClassVar = (
-        NotYet("env_name", anything),  # nothing is sampled
-        NotYet("use_preserving_dataset", anything),  # columns of a row are always kept as they were written
-    )
 
     @property
     def is_streamed(self) -> bool:
@@ -290,8 +270,6 @@ class ExampleDefaults(PromptTexts):
     processor: str = "sft_processor"
     """Registry name or import path (`pkg.module:function`) of the function that turns a row into tokens."""
 
-    not_yet: ClassVar = (NotYet("env_name", anything),)
-
 
 class PreferenceDefaults(ExampleDefaults):
     """Values for the datasets of preferences that do not set them themselves."""
@@ -334,8 +312,6 @@ class ExampleSection(DataSection, Generic[D]):
 
     cache_tokens: bool = True
     """Keep tokenised rows on disk (in `$NEMO_RL_CACHE`, else `~/.cache/nemo_rl`) for further epochs and runs."""
-
-    not_yet: ClassVar = (*DataSection.not_yet, NotYet("add_system_prompt", one_of(False, None)))
 
     dataset_model: ClassVar[type[ExampleTableConfig]]
 

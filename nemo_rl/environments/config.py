@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from nemo_rl.config.rules import NamedByKey, NotYet, StrictModel, accepted_by, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
 from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
@@ -351,8 +351,6 @@ class RetrievalEnvironmentConfig(ActorsConfig):
     reward: Literal["exact_match", "f1"] = "exact_match"
     """1 for the right answer, or how well its words agree with it (F1). Case, punctuation and articles do not count."""
 
-    not_yet: ClassVar = (NotYet("device", one_of("cpu", None)),)
-
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.dataset_kwargs and ":" not in self.dataset_name:
             yield "dataset_kwargs", "are for a function: dataset_name is none (pkg.module:function); remove them"
@@ -476,14 +474,6 @@ class MathEnvironmentConfig(StrictModel):
     verify_timeout_s: float = Field(default=5.0, gt=0)
     """Time limit for checking one answer; after it the process is ended and the answer counts as wrong."""
 
-    # An episode of the math environment has one turn, and policy.generation.stop_strings ends it.
-    not_yet: ClassVar = (NotYet("stop_strings", one_of(None)),)
-
-
-def _is_one_device(dtensor_cfg: Any) -> bool:
-    """Neutral if the model is not split over several ranks."""
-    return all(size in (None, 1) for key, size in (dtensor_cfg or {}).items() if key.endswith("_parallel_size"))
-
 
 class RewardModelEnvironmentConfig(StrictModel):
     """A reward model that scores whole conversations. Its datasets need `conversation_processor`."""
@@ -521,15 +511,6 @@ class RewardModelEnvironmentConfig(StrictModel):
 
     resources: DeviceConfig = DeviceConfig()
     """Where the reward model runs."""
-
-    not_yet: ClassVar = (
-        # `enabled` means nothing here: the section is used if a dataset names it.
-        *not_yet("enabled", "logprob_batch_size", "max_grad_norm", "generation", "reward_model_cfg", neutral=anything),
-        *not_yet("dynamic_batching", "sequence_packing", "make_sequence_length_divisible_by", neutral=anything),
-        NotYet("dtensor_cfg", _is_one_device),
-        NotYet("reward_model_type", one_of("bradley_terry", None)),
-        NotYet("megatron_cfg", switched_off),
-    )
 
 
 class EnvironmentConfig(BaseModel):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of
+from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
 from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
@@ -178,8 +178,6 @@ class EvalDataConfig(EvalDatasetConfig):
     max_input_seq_length: Annotated[int, Derived("${generation.vllm_cfg.max_model_len}"), Field(ge=1)]
     """Tokens of the longest prompt; longer ones are left out and counted."""
 
-    not_yet: ClassVar = (NotYet("num_workers", anything),)
-
     @property
     def chosen(self) -> list[EvalDatasetConfig]:
         """The datasets to evaluate on."""
@@ -222,8 +220,6 @@ class EvalMasterConfig(StrictModel):
 
     cluster: ClusterConfig = ClusterConfig()
     """Machines: how many nodes, and how many GPUs or CPU workers of each."""
-
-    not_yet: ClassVar = (NotYet("env.should_use_nemo_gym", one_of(False, None)),)
 
     rules: ClassVar = {
         "generation.vllm_cfg.precision=fp8 requires cluster.use_gpus": (

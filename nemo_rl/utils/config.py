@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.rules import NotYet, StrictModel, accepted_by, anything, not_yet, one_of
+from nemo_rl.config.rules import StrictModel, accepted_by
 from nemo_rl.utils.timer import parse_duration_s
 
 
@@ -28,11 +28,6 @@ class ClusterConfig(MachinesConfig):
 
     worker_timeout_s: float = Field(1800.0, gt=0)
     """Longest wait for a worker; past it the run ends and shows which worker hangs, where, with its Python stack."""
-
-    not_yet: ClassVar = (
-        NotYet("segment_size", one_of(None)),
-        *not_yet("master_port_range_low", "master_port_range_high", neutral=one_of(None), harmless=True),
-    )
 
     @property
     def use_gpus(self) -> bool:
@@ -125,8 +120,6 @@ class MonitoringConfig(StrictModel):
     collection_interval: float = Field(default=10.0, gt=0)
     """Seconds between two readings."""
 
-    not_yet: ClassVar = (NotYet("flush_interval", anything, harmless=True),)
-
 
 class LoggerConfig(StrictModel):
     """Logs: console, metrics.jsonl, and the trackers TensorBoard, Weights & Biases, MLflow, SwanLab and trackio."""
@@ -169,8 +162,6 @@ class LoggerConfig(StrictModel):
 
     gpu_monitoring: MonitoringConfig = MonitoringConfig()
     """Used when `monitor_gpus`."""
-
-    not_yet: ClassVar = (NotYet("tensorboard", one_of({}, None), harmless=True),)
 
 
 class ProfileConfig(StrictModel):
@@ -234,8 +225,3 @@ class CheckpointingConfig(StrictModel):
 
     async_save: bool = False
     """Train while a checkpoint is written. Needs host memory for one more copy of the saved state."""
-
-    not_yet: ClassVar = (
-        *not_yet("model_cache_dir", "model_repo_id", "peft_config", neutral=one_of(None)),
-        *not_yet("is_peft", "is_async", neutral=one_of(False, None)),
-    )

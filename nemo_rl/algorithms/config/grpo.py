@@ -9,7 +9,7 @@ from pydantic import Field
 from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.loop import Problems
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of
+from nemo_rl.config.rules import Derived, StrictModel
 
 
 class AdvEstimatorConfig(StrictModel):
@@ -29,8 +29,6 @@ class AdvEstimatorConfig(StrictModel):
 
     eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
-
-    not_yet: ClassVar = (NotYet("name", lambda value: value not in ("gdpo", "raw_reward", "gae", "opd")),)
 
 
 class AsyncGRPOConfig(StrictModel):
@@ -55,8 +53,6 @@ class AsyncGRPOConfig(StrictModel):
     """Bound of the buffer: steps' worth of groups that play or wait to be trained. null: `max_trajectory_age_steps` +
     1, as many as never grow too old in order; for `arrival` one less, so that a slow group can wait for a later step.
     """
-
-    not_yet: ClassVar = (NotYet("max_generation_failures", one_of(0, None)),)
 
     @property
     def open_steps(self) -> int:
@@ -109,16 +105,6 @@ class GRPOConfig(ScoredRolloutConfig):
 
     batch_multiplier: float = Field(default=1.0, ge=1)
     """Prompts of a generation batch, in units of `num_prompts_per_step`; for dynamic sampling only."""
-
-    not_yet: ClassVar = (
-        NotYet("calculate_advantages_on_gpu", anything),
-        *not_yet(
-            *("advantage_clip_low", "advantage_clip_high", "invalid_tool_call_advantage"),
-            *("malformed_thinking_advantage", "stop_at_validation_metric", "stop_at_validation_threshold"),
-            neutral=one_of(None),
-        ),
-        NotYet("val_start_at", one_of(-1, None)),
-    )
 
     @property
     def num_prompts_per_batch(self) -> int:
@@ -210,8 +196,6 @@ class ClippedPGLossConfig(StrictModel):
 
     use_cispo: bool = False
     """CISPO: the clipped ratio, without gradient, weights the logprob."""
-
-    not_yet: ClassVar = (NotYet("positive_example_nll_weight", one_of(0, 0.0, None)),)
 
     rules: ClassVar = {
         "length_normalizer requires token_level_loss": "replaces the count of tokens",

@@ -10,7 +10,7 @@ from nemo_rl.algorithms.config import metric_names
 from nemo_rl.algorithms.config.grpo import ClippedPGLossConfig
 from nemo_rl.algorithms.config.loop import Problems, saving_rules
 from nemo_rl.algorithms.config.rollout import FurtherModel, RolloutMasterConfig, ScoredRolloutConfig, reference_kl_rules
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import Derived, StrictModel
 from nemo_rl.models.policy.config import RewardModelConfig, SecondModelConfig
 
 
@@ -41,23 +41,6 @@ class PPOConfig(ScoredRolloutConfig):
 
     adv_estimator: GAEConfig = GAEConfig()
     """How rewards and values become advantages."""
-
-    not_yet: ClassVar = (
-        *not_yet("async_ppo", "async_grpo", neutral=switched_off),
-        # Keys of GRPO that exemplars repeat.
-        *not_yet(
-            *("normalize_rewards", "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches"),
-            "calculate_advantages_on_gpu",
-            neutral=anything,
-        ),
-        *not_yet(
-            *("seq_logprob_error_threshold", "stop_at_validation_metric", "stop_at_validation_threshold"),
-            neutral=one_of(None),
-        ),
-        NotYet("use_dynamic_sampling", one_of(False, None)),
-        NotYet("batch_multiplier", one_of(1, 1.0, None)),
-        NotYet("val_start_at", one_of(-1, None)),
-    )
 
 
 class ValueLossConfig(StrictModel):

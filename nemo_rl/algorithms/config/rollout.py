@@ -29,7 +29,7 @@ from nemo_rl.algorithms.config.metric_names import (
 )
 from nemo_rl.algorithms.plan.batch import check_batching
 from nemo_rl.config.errors import did_you_mean
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, divisors, one_of, switched_off, value_of
+from nemo_rl.config.rules import Derived, StrictModel, divisors, value_of
 from nemo_rl.data.config import DataConfig, prompt_tasks
 from nemo_rl.environments.config import (
     ENV_REGISTRY,
@@ -391,15 +391,6 @@ class RolloutMasterConfig(RunConfig):
 
     env: EnvSection
     """Environments that answer and reward samples, by name."""
-
-    not_yet: ClassVar = (
-        NotYet("data_plane", switched_off),
-        NotYet("on_policy_distillation", switched_off),
-        NotYet("reward_penalties", one_of({}, None)),
-        NotYet("async_rl", one_of({}, None)),
-        NotYet("env.should_use_nemo_gym", one_of(False, None)),
-        NotYet("env.should_log_nemo_gym_responses", anything),
-    )
 
     rules: ClassVar = {**_GENERATION_BY_POLICY, **_ENGINES, **_SAMPLING, **saving_rules("policy")}
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, violations
+from nemo_rl.config.rules import Derived, StrictModel, violations
 
 SPECULATION = "speculative_config"
 
@@ -150,21 +150,6 @@ class VllmConfig(StrictModel):
     http_server_serving_chat_kwargs: Annotated[ServingChatConfig, _read(None, {})] = ServingChatConfig()
     """How the server turns conversations into prompts, and answers into messages."""
 
-    not_yet: ClassVar = (
-        # Rollouts always use the asynchronous engine, which both values mean here.
-        NotYet("async_engine", one_of(True, False)),
-        NotYet("expert_parallel_size", one_of(1), fill=1),
-        *not_yet("num_first_layers_in_bf16", "num_last_layers_in_bf16", neutral=one_of(0, None)),
-        # The policy sends all weights, and the tokenizer stays outside the engine, whatever these say.
-        NotYet("load_format", one_of("dummy", "auto", None)),
-        NotYet("skip_tokenizer_init", one_of(True, False, None)),
-        NotYet("logprobs_mode", one_of("processed_logprobs", None)),
-        NotYet("tool_parser_plugin", one_of(None)),
-        NotYet("use_deep_gemm", one_of(False, None)),
-        *not_yet("use_tqdm", "enable_vllm_metrics_logger", neutral=one_of(False, None), harmless=True),
-        NotYet("vllm_metrics_logger_interval", anything),
-    )
-
     @property
     def dtype(self) -> Literal["float32", "bfloat16", "float16"]:
         """Data type of activations, and in which weights are sent."""
@@ -185,19 +170,6 @@ class HfConfig(StrictModel):
 
 class MegatronGenerationConfig(HfConfig):
     """Generation by the policy's own Megatron workers (`backend: megatron`)."""
-
-    not_yet: ClassVar = (
-        *not_yet(
-            *("buffer_size_gb", "num_cuda_graphs", "block_size_tokens", "use_cuda_graphs_for_non_decode_steps"),
-            *("enable_chunked_prefill", "unified_memory_level", "max_tokens"),
-            neutral=anything,
-        ),
-        *not_yet("max_model_len", "kv_cache_management_mode", "refit_backend", neutral=one_of(None)),
-        *not_yet("enable_prefix_caching", "expose_http_server", neutral=one_of(False, None)),
-        NotYet("cuda_graph_impl", one_of(None, "none")),
-        NotYet("parsers", one_of([], {}, None)),
-        NotYet("num_speculative_tokens", one_of(0, None)),
-    )
 
 
 _DECIDED = {
@@ -294,10 +266,3 @@ class GenerationConfig(StrictModel):
     def speculates(self) -> bool:
         """Whether engines decode speculatively."""
         return SPECULATION in self.vllm_kwargs
-
-    not_yet: ClassVar = (
-        NotYet("backend", lambda value: value not in ("sglang", "trtllm", "dynamo")),
-        *not_yet("sglang_cfg", "sglang_kwargs", "port_range_low", "port_range_high", neutral=anything),
-        NotYet("refit_transport", one_of(None)),
-        NotYet("refit_cfg", one_of({}, None)),
-    )

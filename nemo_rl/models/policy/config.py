@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl.config.rules import Derived, NotYet, StrictModel, anything, not_yet, one_of, switched_off
+from nemo_rl.config.rules import Derived, StrictModel
 from nemo_rl.models.generation.config import GenerationConfig
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronPeftConfig
 
@@ -40,12 +40,6 @@ class TokenizerConfig(StrictModel):
 
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the template, e.g. `{enable_thinking: true}`."""
-
-    not_yet: ClassVar = (
-        *not_yet("audio", "video", neutral=one_of(None)),
-        NotYet("use_processor", one_of(False, None)),
-        NotYet("use_fastokens", one_of(False, None), harmless=True),
-    )
 
 
 class OptimizerConfig(StrictModel):
@@ -118,11 +112,6 @@ class LoRAConfig(StrictModel):
     adapter_path: str | None = None
     """Directory of an adapter in PEFT's format, as `policy/adapter` of a checkpoint, that training begins with and that
     is part of the reference policy; null: a new adapter, which changes nothing at first."""
-
-    not_yet: ClassVar = (
-        NotYet("dropout_position", one_of("post", "pre"), harmless=True),
-        NotYet("use_triton", one_of(True, False, None), harmless=True),
-    )
 
     rules: ClassVar = {
         "adapter_path requires enabled": (
@@ -208,10 +197,7 @@ class DTensorConfig(StrictModel):
     env_vars: dict[str, str] = Field(default_factory=dict)
     """Environment variables of the policy workers."""
 
-    not_yet: ClassVar = (
-        NotYet("_v2", one_of(True, False, None)),
-        *not_yet("moe_parallelizer", "automodel_kwargs", neutral=one_of({}, None)),
-    )
+    ignored_when_off: ClassVar = True
 
     rules: ClassVar = {
         "sequence_parallel requires tensor_parallel_size > 1": "splits over tensor-parallel ranks",
@@ -269,12 +255,6 @@ class SequencePackingConfig(TokenBudgetConfig):
         PackingAlgorithm, BeforeValidator(lambda name: name.lower() if isinstance(name, str) else name)
     ] = "modified_first_fit_decreasing"
     """How sequences are chosen for each other."""
-
-    not_yet: ClassVar = (
-        NotYet("sequence_length_round", anything),
-        NotYet("fuse_loss", one_of(False, None)),
-        NotYet("microbatch_order", one_of("packer", None), harmless=True),
-    )
 
 
 class RewardModelConfig(StrictModel):
@@ -367,15 +347,6 @@ class PolicyConfig(StrictModel):
 
     reward_model_cfg: RewardModelConfig = RewardModelConfig()
     """A head with one number per sequence or token in place of the language model's."""
-
-    not_yet: ClassVar = (
-        NotYet("draft", switched_off),
-        NotYet("pretrained_checkpoint", one_of({}, None)),
-        NotYet("generation_batch_size", anything),
-        NotYet("offload_optimizer_for_logprob", one_of(False, None), harmless=True),
-        NotYet("precision", lambda value: value != "float16"),
-        *not_yet("fsdp_offload_enabled", "activation_checkpointing_enabled", neutral=one_of(False, None)),
-    )
 
     rules: ClassVar = {
         "dynamic_batching.enabled excludes sequence_packing.enabled": (
@@ -510,8 +481,6 @@ class SecondModelConfig(PolicyConfig):
 
     precision: Annotated[Literal["float32", "bfloat16", "float16"], Derived("${policy.precision}")] = "bfloat16"
     """Data type of the forward and backward pass."""
-
-    not_yet: ClassVar = (*PolicyConfig.not_yet, NotYet("generation", anything))
 
 
 class RolloutPolicyConfig(PolicyConfig):

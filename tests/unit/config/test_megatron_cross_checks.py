@@ -167,7 +167,10 @@ def test_the_minimal_run_with_megatron_is_fine() -> None:
             "engines of one stage alone return the experts of tokens",
         ),
         (
-            ("+policy.generation.mcore_generation_config.num_speculative_tokens=2",),
+            (
+                "policy.generation.backend=megatron",
+                "+policy.generation.mcore_generation_config.num_speculative_tokens=2",
+            ),
             "policy.generation.mcore_generation_config.num_speculative_tokens",
             "not supported yet",
         ),

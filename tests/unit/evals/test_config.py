@@ -52,7 +52,7 @@ def test_what_follows_from_what():
         (["generation.temperature=0"], r"generation.temperature.*0 gives 8 equal samples of each prompt"),
         (["generation.val_temperature=0.5"], r"generation.val_temperature.*for validation during training"),
         (["generation.num_prompts_per_step=0"], r"num_prompts_per_step.*must be 1 or more, or -1"),
-        (["eval.pass_k_value=2"], "the nearest valid key is eval.k_value"),
+        (["eval.k_valu=2"], "the nearest valid key is eval.k_value"),
         (["eval.metric=maj@k"], r"eval.metric.*must be 'pass@k' or 'cons@k'"),
         (["data.dataset_name=null"], r"data.dataset_name.*name a dataset"),
         (["data.datasets=[{dataset_name: gsm8k}]"], r"data.datasets.*both set"),

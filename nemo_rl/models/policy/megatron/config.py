@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl.config.rules import NotYet, StrictModel, anything, holds, not_yet, one_of, value_of, written
+from nemo_rl.config.rules import StrictModel, holds, value_of, written
 
 Recomputed = Literal["core_attn", "mlp", "moe", "layernorm", "moe_act", "mla_up_proj", "shared_experts"]
 MoeBalancing = Literal["none", "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn"]
@@ -184,12 +184,6 @@ class MegatronDDPConfig(StrictModel):
 
     rules: ClassVar = {"overlap_param_gather requires overlap_grad_reduce": "comes with overlapped reduction"}
 
-    not_yet: ClassVar = (
-        NotYet("use_custom_fsdp", one_of(False, None)),
-        NotYet("data_parallel_sharding_strategy", anything, harmless=True),
-        NotYet("average_in_collective", anything, harmless=True),
-    )
-
 
 class MegatronPeftConfig(StrictModel):
     """Low-rank adapters on Megatron's linear layers (Hu et al. 2021, arXiv 2106.09685)."""
@@ -217,13 +211,6 @@ class MegatronPeftConfig(StrictModel):
 
     lora_A_init_method: Literal["xavier", "uniform", "gaussian"] = "xavier"
     """How the first matrix is drawn; the second begins at zero."""
-
-    not_yet: ClassVar = (
-        NotYet("dropout_position", one_of("pre", None), harmless=True),
-        NotYet("lora_B_init_method", one_of("zero", None)),
-        NotYet("a2a_experimental", one_of(False, None)),
-        NotYet("lora_dtype", one_of(None)),
-    )
 
 
 class Fp8Config(StrictModel):
@@ -426,30 +413,6 @@ class MegatronConfig(StrictModel):
             "set tensorwise or blockwise"
         ),
     }
-
-    not_yet: ClassVar = (
-        *not_yet(
-            *("converter_type", "train_iters", "defer_fp32_logits", "fused_linear_logprobs_chunk_size"),
-            *("use_gloo_process_groups", "overlap_cpu_optimizer_d2h_h2d"),
-            neutral=anything,
-            harmless=True,
-        ),
-        *not_yet(
-            *("mtp_loss_scaling_factor", "mtp_detach_heads", "cuda_graph_modules", "cuda_graph_warmup_steps"),
-            neutral=anything,
-        ),
-        *not_yet(
-            *("moe_enable_deepep", "mtp_use_repeated_layer", "use_fused_weighted_squared_relu"),
-            "fine_grained_activation_offloading",
-            neutral=one_of(False, None),
-        ),
-        NotYet("use_fused_linear_logprobs", one_of(True, False, None), harmless=True),
-        NotYet("mtp_num_layers", one_of(None, 0)),
-        NotYet("model_overrides", one_of({}, None)),
-        NotYet("cuda_graph_impl", one_of(None, "none")),
-        NotYet("checkpoint", one_of({}, None), harmless=True),
-        NotYet("offload_modules", one_of([], None)),
-    )
 
     @property
     def model_parallel_size(self) -> int:
