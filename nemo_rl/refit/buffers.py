@@ -15,11 +15,12 @@ import json
 import mmap
 import os
 import secrets
+import select
 import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,14 +32,17 @@ from nemo_rl.distributed.errors import first_line
 from nemo_rl.refit.layout import NUM_HALVES, RefitError, Rendezvous, Transport
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
+    from torch.distributed import BroadcastOptions, Store, Work
 
 _TOKEN_BYTES = 16
 COLLECTIVE_KEY = "collective"
 _BACKLOG = 4096
 _POLL_S = 0.01
 _JOINED, _COMPLETE = "engine rank {}", "other engines"  # keys of the store, which name who has not joined
+_STEP_S = 0.0002  # between looks at a broadcast
 _CONNECT_S = 120.0  # to connect members that have all just announced themselves
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def host_copy_environment() -> dict[str, str]:
@@ -212,13 +216,14 @@ class CollectiveBuffer(TransferBuffer):
     """A buffer in each member's own memory. A half that the sender fills is broadcast to the same half of the others.
 
     Member 0 is rank 0 of the policy, member 1 + n is rank n of the engines. The group is independent of the groups in
-    which either side computes: gloo between hosts, NCCL between GPUs. Members meet at a key-value store in the sender's
-    process, which waits for the others in the background; no member enters a call that it cannot leave before all have
-    joined.
+    which either side computes: gloo between hosts, NCCL between GPUs (`GROUPS`). Members meet at a key-value store in
+    the sender's process, which waits for the others in the background. Then all take part in a broadcast of one byte:
+    NCCL connects in the first collective, which blocks until every member has called it.
 
     Broadcasts run in the background. Every wait ends after the limit of the rendezvous, or when a member has left, with
-    a ConnectionError that names the missing side. A member that ends breaks the group for all; a new sender makes a new
-    group.
+    a ConnectionError. A member that ends breaks the group for all; a new sender makes a new group. NCCL does not notice
+    an end: its kernels wait for ever. Each receiver therefore holds a TCP connection to the sender, which the kernel
+    closes when either process ends. A thread that watches it aborts the group, and so do those of the other members.
     """
 
     def __init__(
@@ -228,10 +233,10 @@ class CollectiveBuffer(TransferBuffer):
 
         self.bytes = torch.zeros(endpoint["nbytes"], dtype=torch.uint8, device=device)
         self.key = COLLECTIVE_KEY
-        self._member = member
         self.endpoint = endpoint
+        self._member = member
         self._timeout_s: float = endpoint["timeout_s"]
-        self._store: Any = TCPStore(  # None after the group was left
+        self._store: Any = TCPStore(  # None after `close`
             endpoint["host"],
             endpoint["port"],
             is_master=listener is not None,
@@ -239,141 +244,241 @@ class CollectiveBuffer(TransferBuffer):
             wait_for_workers=False,
             master_listen_fd=listener.detach() if listener is not None else None,
         )
-        self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL, whose stubs are incomplete
-        self._listeners: set[tuple[str, int]] = set()  # addresses at which gloo's members accept connections
+        self._group: Any = None  # of `GROUPS`
         self._works: dict[int, Work] = {}  # half -> its broadcast in flight
-        self._leaving = threading.Event()
+        self._watched: list[socket.socket] = []  # a connection to each receiver, or to the sender
+        self._lock = threading.Lock()
+        self._left: str | None = None  # why this member has left the group
         self._joining: threading.Thread | None = None
-        self._failure: Exception | None = None  # why the group could not be made
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device, rendezvous: Rendezvous) -> CollectiveBuffer:
         """The sender's buffer. Returns at once and waits for the receivers in the background."""
-        family = socket.AF_INET6 if ":" in rendezvous.address else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind((rendezvous.address, 0))
-        listener.listen(_BACKLOG)
+        store, watch = _listen(rendezvous.address), _listen(rendezvous.address)
         endpoint = {
             "host": rendezvous.address,
-            "port": listener.getsockname()[1],
+            "port": store.getsockname()[1],
+            "watch_port": watch.getsockname()[1],
+            "token": secrets.token_hex(_TOKEN_BYTES),
             "size": 1 + rendezvous.num_receivers,
             "nbytes": nbytes,
             "timeout_s": rendezvous.timeout_s,
         }
-        self = cls(0, endpoint, device, listener)
-        self._joining = threading.Thread(target=self._join_as_sender, daemon=True)
+        self = cls(0, endpoint, device, store)
+        self._joining = threading.Thread(target=self._join_as_sender, args=(watch,), daemon=True)
         self._joining.start()
         return self
 
     @classmethod
     def attach(cls, endpoint: dict[str, Any], device: torch.device, receiver: int) -> CollectiveBuffer:
-        """The buffer of receiver number `receiver`. Returns when all members have joined, else ConnectionError."""
+        """The buffer of receiver number `receiver`. Returns when all members are connected, else ConnectionError."""
         from torch.distributed import DistError
 
         started = time.monotonic()
         try:
             self = cls(1 + receiver, endpoint, device)
+            watched = socket.create_connection((endpoint["host"], endpoint["watch_port"]), self._timeout_s)
+            watched.settimeout(None)
+            watched.sendall(bytes.fromhex(endpoint["token"]))
+            self._watch([watched])
             self._store.set(_JOINED.format(receiver), "")
             self._wait_for([_COMPLETE], started)
-            self._group = self._connect()
-        except DistError as error:
+            self._connect()
+        except (DistError, ConnectionRefusedError, ConnectionResetError) as error:
             reason = f"engine rank {receiver} cannot join: the policy's rank 0 has left the group"
             raise ConnectionError(f"{reason}: {first_line(error)}") from error
         return self
 
     def start(self, half: int, nbytes: int) -> None:
-        from torch.distributed import BroadcastOptions
-
         assert half not in self._works, "the half is in flight"
         if nbytes == 0:
             return
         if self._joining is not None:
-            self._joining.join()
+            self._joining.join(self._timeout_s)
+            if self._joining.is_alive():
+                self._leave(f"after {self._timeout_s:.3g} s the engines had not connected")
             self._joining = None
-        if self._failure is not None:
-            raise ConnectionError(first_line(self._failure)) from self._failure
-        if self._group is None:
-            raise ConnectionError("this process has left the group, which was broken")
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        options.timeout = timedelta(seconds=self._timeout_s)
         first = half * (self.bytes.numel() // NUM_HALVES)
-        try:
-            self._works[half] = self._group.broadcast([self.bytes[first : first + nbytes]], options)
-        except RuntimeError as error:
-            raise self._broken("the group is broken", error) from error
+        self._works[half] = self._broadcast(self.bytes[first : first + nbytes])
 
     def wait(self, half: int) -> None:
-        if (work := self._works.pop(half, None)) is None:
-            return
-        try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            passing = "the policy's rank 0, or an engine that passes its weights on,"
-            raise self._broken(f"{passing if self._member else 'an engine'} has left", error) from error
+        if half in self._works:
+            self._finish(self._works.pop(half))
 
     def close(self) -> None:
         """Leave the group. Members that wait for this one fail at once."""
-        self._leaving.set()
+        self._leave("this process has left the group")
         if self._joining is not None:
-            self._joining.join()
+            self._joining.join(_CONNECT_S)
             self._joining = None
-        self._disconnect()
-        self._store = self._failure = None  # without the store, the waits of other members end
+        self._works.clear()
+        self._group = self._store = None  # without the store, members that have not joined yet fail
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _disconnect(self) -> None:
-        if self._group is not None and self.bytes.is_cuda:
-            self._group.abort()
-        else:  # gloo's destructor would first wait for members that neither send nor receive any more
-            _shutdown_connections(self._listeners)
-        self._works.clear()
-        self._group = None
+    def _broadcast(self, data: torch.Tensor) -> Work:
+        from torch.distributed import BroadcastOptions
 
-    def _join_as_sender(self) -> None:
+        if self._left is not None:
+            raise ConnectionError(self._left)
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=self._timeout_s)
+        try:
+            return self._group.broadcast([data], options)
+        except RuntimeError as error:
+            raise self._leave(f"{self._gone}: {first_line(error)}") from error
+
+    def _finish(self, work: Work) -> None:
+        """Wait for a broadcast.
+
+        NCCL's own wait with a limit sleeps 1 to 10 ms at a time, and counts an aborted broadcast as done.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not work.is_completed() and self._left is None:
+                if time.monotonic() > deadline:
+                    self._leave(f"after {self._timeout_s:.3g} s a broadcast had not ended")
+                time.sleep(_STEP_S)
+            if self._left is None:
+                work.wait()
+        except RuntimeError as error:
+            raise self._leave(f"{self._gone}: {first_line(error)}") from error
+        if self._left is not None:
+            raise ConnectionError(self._left)
+
+    @property
+    def _gone(self) -> str:
+        return "the policy's rank 0 or another engine has left" if self._member else "an engine has left"
+
+    def _leave(self, reason: str) -> ConnectionError:
+        """End what is in flight, here and, as they notice it, in the other members. Returns the error for `reason`.
+
+        Other members may wait for this one to forward bytes that it never received.
+        """
+        with self._lock:
+            if self._left is None:
+                self._left = reason
+                for connection in self._watched:
+                    with suppress(OSError):  # not connected any more
+                        connection.shutdown(socket.SHUT_RDWR)
+                    connection.close()
+                if self._group is not None:
+                    self._group.abort()
+            return ConnectionError(self._left)
+
+    def _watch(self, connections: list[socket.socket]) -> None:
+        """Leave the group when the other end of one of `connections` does."""
+        for connection in connections:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a host that is gone closes nothing
+            for option, value in _KEEPALIVE.items():
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._watched = connections
+        poll = select.poll()
+        for connection in connections:
+            poll.register(connection, select.POLLIN)  # nothing is sent, so only an end is reported
+
+        def wait_for_end() -> None:
+            poll.poll()
+            self._leave(self._gone)
+
+        threading.Thread(target=wait_for_end, daemon=True).start()
+
+    def _join_as_sender(self, watch: socket.socket) -> None:
         from torch.distributed import DistError
 
         receivers = range(self.endpoint["size"] - 1)
+        token, watched = bytes.fromhex(self.endpoint["token"]), []
         try:
-            self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
+            with watch:
+                self._wait_for([_JOINED.format(number) for number in receivers], time.monotonic())
+                watch.settimeout(_CONNECT_S)
+                while len(watched) < len(receivers):  # each has connected before it joined
+                    connection, _ = watch.accept()
+                    connection.settimeout(_CONNECT_S)
+                    if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == token:
+                        connection.settimeout(None)
+                        watched.append(connection)
+                    else:
+                        connection.close()
+            self._watch(watched)
             self._store.set(_COMPLETE, "")
-            self._group = self._connect()
-        except (ConnectionError, DistError) as error:  # raised by the next use
-            self._failure = error
+            self._connect()
+        except (ConnectionError, TimeoutError, DistError) as error:  # raised by the next use
+            self._leave(first_line(error))
 
     def _wait_for(self, keys: list[str], started: float) -> None:
         while not self._store.check(keys):
-            if self._leaving.wait(_POLL_S):
+            if self._left is not None:
                 raise ConnectionError("the group was given up before it was complete")
             if time.monotonic() - started > self._timeout_s:
                 late = ", ".join(key for key in keys if not self._store.check([key]))
                 raise ConnectionError(f"after {self._timeout_s:.3g} s {late} had not joined")
+            time.sleep(_POLL_S)
 
-    def _connect(self) -> Any:
-        size = self.endpoint["size"]
+    def _connect(self) -> None:
+        """Make the group, and take part in its first broadcast, in which NCCL connects."""
         if self.bytes.is_cuda:
-            from torch.distributed import ProcessGroupNCCL
+            torch.cuda.set_device(self.bytes.device)  # of this thread
+        group = GROUPS[self.bytes.device.type](self._store, self._member, self.endpoint)
+        with self._lock:
+            self._group = group
+        self._finish(self._broadcast(self.bytes[:1]))
 
-            options: Any = ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=self._timeout_s)
-            return ProcessGroupNCCL(self._store, self._member, size, options)
+
+class GlooGroup:
+    """A group over gloo, which connects in its constructor and fails at once when a member ends."""
+
+    def __init__(self, store: Store, member: int, endpoint: dict[str, Any]) -> None:
         from torch.distributed import ProcessGroupGloo
 
-        gloo: Any = ProcessGroupGloo
+        gloo: Any = ProcessGroupGloo  # whose stubs are incomplete
         options = gloo._Options()
-        own, before = own_address(self.endpoint["host"], self.endpoint["port"]), _listening_addresses()
+        own, before = own_address(endpoint["host"], endpoint["port"]), _listening_addresses()
         options._devices = [gloo.create_device(hostname=own)]
-        options._timeout = timedelta(seconds=min(_CONNECT_S, self._timeout_s))
-        self._store.set(f"listeners/{self._member}", json.dumps(sorted(_listening_addresses() - before)))
-        group = gloo(self._store, self._member, size, options)
-        of_members = [json.loads(self._store.get(f"listeners/{member}")) for member in range(size)]
+        options._timeout = timedelta(seconds=min(_CONNECT_S, endpoint["timeout_s"]))
+        store.set(f"listeners/{member}", json.dumps(sorted(_listening_addresses() - before)))
+        self._group = gloo(store, member, endpoint["size"], options)
+        of_members = [json.loads(store.get(f"listeners/{number}")) for number in range(endpoint["size"])]
         self._listeners = {(host, port) for addresses in of_members for host, port in addresses}
-        return group
 
-    def _broken(self, reason: str, error: Exception) -> ConnectionError:
-        """Leave the group: other members may wait for this one to forward bytes that it never received."""
-        self._disconnect()
-        return ConnectionError(f"{reason}: {first_line(error)}")
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:
+        return self._group.broadcast(tensors, options)
+
+    def abort(self) -> None:
+        """Cut the connections: gloo's destructor would first wait for members that neither send nor receive."""
+        for found in _tcp_sockets():
+            with suppress(OSError):  # not connected any more
+                if found.getpeername()[:2] in self._listeners or found.getsockname()[:2] in self._listeners:
+                    found.shutdown(socket.SHUT_RDWR)
+
+
+def _nccl_group(store: Store, member: int, endpoint: dict[str, Any]) -> Any:
+    from torch.distributed import ProcessGroupNCCL
+
+    options: Any = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=endpoint["timeout_s"])
+    # By default a thread of the group ends the whole process at an error. The constructor reads the variable.
+    before = os.environ.get(_NCCL_ERRORS)
+    os.environ[_NCCL_ERRORS] = "0"
+    try:
+        return ProcessGroupNCCL(store, member, endpoint["size"], options)
+    finally:
+        if before is None:
+            del os.environ[_NCCL_ERRORS]
+        else:
+            os.environ[_NCCL_ERRORS] = before
+
+
+GROUPS: dict[str, Callable[[Any, int, dict[str, Any]], Any]] = {"cpu": GlooGroup, "cuda": _nccl_group}
+"""Type of device -> maker of a group from store, member and endpoint. A group has `broadcast(tensors, options)`, which
+may block at first until all members have called it, and `abort()`, which another thread may call."""
+
+
+def _listen(address: str) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(_BACKLOG)
+    return listener
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
@@ -391,11 +496,3 @@ def _listening_addresses() -> set[tuple[str, int]]:
     return {
         found.getsockname()[:2] for found in _tcp_sockets() if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     }
-
-
-def _shutdown_connections(listeners: set[tuple[str, int]]) -> None:
-    """Shut down the connections of this process that were accepted at one of `listeners`."""
-    for found in _tcp_sockets():
-        with suppress(OSError):  # not connected any more
-            if found.getpeername()[:2] in listeners or found.getsockname()[:2] in listeners:
-                found.shutdown(socket.SHUT_RDWR)

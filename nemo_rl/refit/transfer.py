@@ -103,9 +103,15 @@ class Sender(ABC):
             if self._buffer is None:
                 result["gather_s"], _ = self._fill(bucket, self._no_half)
             else:
-                self._buffer.wait(number)
+                broken = None
+                try:
+                    self._buffer.wait(number)
+                except ConnectionError as error:  # the other ranks gather all the same, and need this one for it
+                    broken = str(error)
                 half = self._buffer.bytes[begin : begin + self.layout.bucket_bytes]
                 result["gather_s"], words = self._fill(bucket, half)
+                if broken is not None:
+                    raise ConnectionError(broken)
                 # Reading the fingerprints waits for the copies into the half, which precede them in the stream.
                 blob = words.cpu().numpy().tobytes()
                 self._buffer.start(number, self.layout.used_bytes(bucket))

@@ -1,4 +1,7 @@
-"""Weights through a process group: one sender here, receivers in forked processes, real gloo between them."""
+"""Weights through a process group: one sender here, receivers in forked processes.
+
+Every test runs over gloo and over a group that behaves as NCCL's does.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,19 @@ import pytest
 import torch
 
 from nemo_rl.refit.buffers import COLLECTIVE_KEY as KEY
-from nemo_rl.refit.buffers import CollectiveBuffer, _tcp_sockets, attach_buffer
+from nemo_rl.refit.buffers import GROUPS, CollectiveBuffer, GlooGroup, _tcp_sockets, attach_buffer
 from nemo_rl.refit.layout import ExportedTensor, PackLayout, RefitError, Rendezvous, Segment, exported
 from nemo_rl.refit.transfer import WeightReceiver, WeightSender
+from tests.unit.refit.lazy_group import LazyGroup
 
 CPU = torch.device("cpu")
 SOON_S = 10.0  # long before a limit that nobody waits for
+
+
+@pytest.fixture(autouse=True, params=[GlooGroup, LazyGroup], ids=["gloo", "as nccl"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(GROUPS, "cpu", request.param)
+    return request.param
 
 
 def weights(seed: int) -> dict[str, torch.Tensor]:
@@ -41,6 +51,7 @@ class Policy:
 
     def __init__(self, num_receivers: int, *, timeout_s: float = 60.0, wire_dtype: str = "float32") -> None:
         self.weights = weights(0)
+        self.gathered: list[str] = []
         self.sender = WeightSender(
             [self._exported(name) for name in self.weights],
             device=CPU,
@@ -53,7 +64,11 @@ class Policy:
         )
 
     def _exported(self, name: str) -> ExportedTensor:
-        return exported(name, lambda: self.weights[name])
+        def tensor() -> torch.Tensor:
+            self.gathered.append(name)
+            return self.weights[name]
+
+        return exported(name, tensor)
 
 
 class Engine:
@@ -193,8 +208,11 @@ def test_an_engine_that_dies_is_noticed_by_all_others_at_once() -> None:
             engine.order("receive", 0, packed[0])
         with pytest.raises(RefitError, match=r"packed_collective, bucket \d of \d+ \(\w+ to \w+\): .*has left"):
             for bucket in range(1, len(policy.sender.layout.buckets)):
+                policy.gathered.clear()
                 packed.append(policy.sender.pack(bucket)["fingerprints"])
                 time.sleep(0.1)
+        begun = [piece for piece in policy.sender.layout.buckets[len(packed)] if piece.start == 0]
+        assert len(policy.gathered) == len(begun), "other ranks of the policy gather too, and must not wait for rank 0"
         for engine in engines[1:]:
             for bucket in range(1, len(policy.sender.layout.buckets)):
                 if (answer := engine.answer(SOON_S)) != "ok":
