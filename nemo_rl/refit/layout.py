@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 ALIGNMENT = 64  # bytes; every tensor starts at a multiple, so that any dtype and SIMD width is aligned
 NUM_HALVES = 2
-MAX_BUCKET_BYTES = 128 << 20
+MAX_BUCKET_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}  # a GPU copies a bucket in the time of some calls
 _MIN_BUCKET_BYTES = 8 << 20  # below it a call costs more than its bytes
 
 Transport = Literal["packed_shm", "packed_ipc", "packed_collective"]
@@ -190,11 +190,11 @@ class PackLayout:
         return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
 
 
-def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None) -> int:
+def choose_bucket_bytes(metas: Sequence[TensorMeta], limit: int | None = None, device: str = "cpu") -> int:
     """A bucket small enough that filling the first one hides behind the rest, and large enough to amortise a call; at
-    most `limit`."""
+    most `limit`. `device` is the type of the policy's device."""
     total = sum(_align(meta.nbytes) for meta in metas)
-    chosen = max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES, total // 16))
+    chosen = max(_MIN_BUCKET_BYTES, min(MAX_BUCKET_BYTES[device], total // 16))
     return chosen if limit is None else min(chosen, limit)
 
 

@@ -39,6 +39,9 @@ class WeightSync(Protocol):
     def prepare(self) -> None:
         """Connect both sides: once, and again after workers of either side were replaced."""
 
+    def announce(self) -> None:
+        """Say that `sync` comes before generation samples again, so that it need not keep weights until then."""
+
     def sync(self, version: int) -> dict[str, float]:
         """When this returns, generation samples from the policy's present weights and stamps samples with `version`.
 
@@ -110,6 +113,9 @@ class Refit(WeightSync):
         if num_base := layout.num_base_buckets:
             repeated = layout.bytes_of(range(num_base, len(layout.buckets)))
             logger.info("after the first sync the adapters alone: %.1f MiB", repeated / 2**20)
+
+    def announce(self) -> None:
+        self.generation.weights_follow = self.layout is not None and self.layout.num_base_buckets == 0
 
     def sync(self, version: int) -> dict[str, float]:
         """See `WeightSync`. If adapters travel separately, only they are sent, unless an engine is new or the last sync

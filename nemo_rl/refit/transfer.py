@@ -65,7 +65,7 @@ class Sender(ABC):
         has_buffer = {"packed_ipc": True, "packed_shm": local_rank == 0, "packed_collective": rank == 0}
         self._has_buffer = has_buffer[transport]
         metas = self._describe_tensors(TensorMeta("", wire_dtype, ()).torch_dtype)
-        self.layout = PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes))
+        self.layout = PackLayout.build(metas, choose_bucket_bytes(metas, bucket_bytes, device.type))
         self._buffer: TransferBuffer | None = None
         if self._has_buffer:
             self._buffer = create_buffer(transport, NUM_HALVES * self.layout.bucket_bytes, device, rendezvous)

@@ -380,5 +380,6 @@ class NoWeightSync:
     """Replaces a refit if nothing generates."""
 
     def prepare(self) -> None: ...
+    def announce(self) -> None: ...
     def sync(self, version: int) -> dict[str, float]:
         return {}

@@ -148,6 +148,7 @@ class RolloutTrainer(Trainer):
 
         `advantages` and `masks` have one number per group and sample; mask 0 keeps a sample out of the loss.
         """
+        self.refit.announce()
         config = self.run.policy
         plan = plan_batch(
             groups,

@@ -92,6 +92,8 @@ class SharedWeights:
         """Connect to the policy's workers. Call again after workers were replaced."""
         self.generation.connect_policy()
 
+    def announce(self) -> None: ...
+
     def sync(self, version: int) -> dict[str, float]:
         """Stamp later samples with `version`. Returns `sync_s`, and zeros for the other metrics of a refit."""
         started = time.perf_counter()

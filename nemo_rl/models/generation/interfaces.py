@@ -6,8 +6,8 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any, Literal
 
 from nemo_rl.distributed.worker_groups import RayWorkerGroup, start_groups, wait_groups
@@ -97,6 +97,7 @@ class GenerationInterface(ABC):
     def __init__(self, num_replicas: int, start: Callable[[int], RayWorkerGroup], name_prefix: str) -> None:
         self.name_prefix = name_prefix  # of worker names, which appear in errors
         self._start = start
+        self.weights_follow = False  # the next weights come whole, before any further request
         self._bytes_of_stopped = 0
         self._replicas = start_groups(num_replicas, start)
 
@@ -139,6 +140,7 @@ class GenerationInterface(ABC):
     def finish_weight_update(self, version: int) -> None:
         """Activate the new weights as `version`, which stamps every later request, and resume sampling."""
         self._call_all("finish_weight_update", version)
+        self.weights_follow = False
 
     @abstractmethod
     def dead_workers(self) -> list[int]:
@@ -181,5 +183,6 @@ class EngineSettings:
     seed: int  # of the engine; each request has its own
     load_format: Literal["dummy", "auto"] = "dummy"  # "dummy": the policy sends the weights; "auto": from `model`
     weight_transfer: Transport = "packed_shm"
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json, as in training
     replica: int = 0  # number of this replica, for messages
     return_routed_experts: bool = False  # return the experts of every token with completions

@@ -47,6 +47,7 @@ class Generation:
     """Two engines that fail as they are told when a bucket is waited for; `dead` after that."""
 
     name_prefix = "generation"
+    weights_follow = False
     workers = ("a", "b")
 
     def __init__(self, fails: WorkerError | None = None, dead: Sequence[int] = ()) -> None:
@@ -72,17 +73,30 @@ class Generation:
         return list(self.dead)
 
 
-def synced(policy: Policy, generation: Generation) -> None:
+def synced(policy: Policy, generation: Generation) -> Refit:
     accelerator = Accelerator(exclusive=False)
     for tenant in ("refit", "generation"):
         accelerator.register(tenant, lambda: None, lambda: None)
-    Refit(
+    refit = Refit(
         policy,  # type: ignore[arg-type]
         generation,  # type: ignore[arg-type]
         accelerator,
         transport="packed_collective",
         wire_dtype="float32",
-    ).sync(1)
+    )
+    refit.sync(1)
+    return refit
+
+
+def test_generation_drops_weights_only_where_all_of_them_come_again():
+    adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]
+    with_adapters = PackLayout.build([*LAYOUT.tensors, *adapters], 1 << 20)
+    for layout, follow in ((LAYOUT, True), (with_adapters, False), (None, False)):
+        generation = Generation()
+        refit = synced(Policy(), generation)
+        refit.layout = layout
+        refit.announce()
+        assert generation.weights_follow == follow
 
 
 def test_engines_that_miss_the_policy_are_not_blamed_for_its_death():

@@ -11,21 +11,32 @@ from typing import Any
 import pytest
 
 from nemo_rl.models.generation.interfaces import AnswerQueue
-from nemo_rl.models.generation.vllm.worker import VllmWorker
+from nemo_rl.models.generation.vllm.worker import VllmWorker, start_failure
 from nemo_rl.types import GenerationAnswer, GenerationRequest, SamplingParams
 
 
 class Engine:
-    """Notes the cache salt of each request."""
+    """Notes the cache salt of each request, and what it was told."""
 
     errored = False
 
     def __init__(self) -> None:
         self.salts: list[str] = []
+        self.told: list[Any] = []
 
     async def finish_weight_update(self, version: str) -> None: ...
 
-    async def resume_generation(self) -> None: ...
+    async def resume_generation(self) -> None:
+        self.told.append("resume")
+
+    async def sleep(self, level: int) -> None:
+        self.told.append(level)
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.told += tags
+
+    async def reset_prefix_cache(self) -> bool:
+        return True
 
     async def generate(self, prompt: dict[str, Any], params: Any, request_id: str) -> AsyncIterator[Any]:
         self.salts.append(prompt["cache_salt"])
@@ -43,19 +54,24 @@ class Worker(VllmWorker):
         self._request_ids = iter(range(100))
         self._admitted = asyncio.Semaphore(8)
         self._sampling_allowed = asyncio.Event()
+        self._serving, self._answers = {}, AnswerQueue()
+        self._sleep_mode, self._asleep, self._has_weights = True, set(), True
         self._records = self._returns_experts = False
 
     def _sampling_params(self, num_prompt_tokens: int, sampling: SamplingParams, seed: int) -> Any:
         return None
 
 
-def test_kv_of_a_version_that_comes_again_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     exceptions = ModuleType("vllm.v1.engine.exceptions")
     vars(exceptions)["EngineDeadError"] = RuntimeError
     for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, exceptions.__name__, exceptions)
 
+
+def test_kv_of_a_version_that_comes_again_is_not_shared(without_vllm: None) -> None:
     async def run() -> None:
         engine = Engine()
         worker = Worker(engine)
@@ -71,6 +87,55 @@ def test_kv_of_a_version_that_comes_again_is_not_shared(monkeypatch: pytest.Monk
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("keep_weights", [True, False])
+def test_no_request_reaches_an_engine_whose_cache_sleeps(without_vllm: None, keep_weights: bool) -> None:
+    """A sync wakes the weights alone. Another replica's episodes send requests meanwhile."""
+
+    async def run() -> None:
+        engine = Engine()
+        worker = Worker(engine)
+        await worker.offload(keep_weights=keep_weights)
+        waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+        await worker.onload(["weights"])
+        await worker.finish_weight_update(7)
+        await asyncio.sleep(0.01)
+        assert engine.salts == [] and engine.told == [1 if keep_weights else 2, "weights"]
+        await worker.onload(["kv_cache"])
+        assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
+        assert engine.told[-2:] == ["kv_cache", "resume"]
+
+    asyncio.run(run())
+
+
+def test_an_engine_without_weights_waits_for_a_sync(without_vllm: None) -> None:
+    async def run() -> None:
+        engine = Engine()
+        worker = Worker(engine)
+        await worker.offload(keep_weights=False)
+        await worker.onload()
+        waiting = asyncio.create_task(worker.generate([1, 2], SamplingParams(max_new_tokens=1), 0))
+        await asyncio.sleep(0.01)
+        assert engine.salts == [] and "resume" not in engine.told
+        await worker.finish_weight_update(7)
+        assert (await asyncio.wait_for(waiting, 5)).weight_version == 7
+        await worker.offload(keep_weights=True)
+        await worker.onload()
+        assert engine.told[-4:] == [1, "weights", "kv_cache", "resume"]
+
+    asyncio.run(run())
+
+
+def test_the_reason_of_an_engine_that_did_not_start_is_its_own() -> None:
+    logs = """
+(Worker_TP1 pid=7) ERROR 11-22 17:00:00 [multiproc_executor.py:900] ValueError: no weights in /models/empty
+(EngineCore pid=6) ERROR 11-22 17:00:01 [core.py:1163] Exception: WorkerProc initialization failed due to an exception \
+in a background process. See stack trace for root cause.
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+""".replace("\\\n", "")
+    assert start_failure(logs) == "ValueError: no weights in /models/empty"
+    assert start_failure("nothing of use") is None
+
+
 def test_an_unexpected_failure_reaches_the_client():
     class Broken(Worker):
         async def generate(self, prompt_token_ids: Any, sampling: SamplingParams, seed: int) -> Any:
@@ -79,7 +144,6 @@ def test_an_unexpected_failure_reaches_the_client():
     async def ask() -> list[GenerationAnswer]:
         worker = Broken(Engine())
         worker._name = "generation replica 0"
-        worker._serving, worker._answers = {}, AnswerQueue()
         request = GenerationRequest(
             request_id="r", prompt_token_ids=[1], sampling=SamplingParams(max_new_tokens=1), seed=0
         )

@@ -81,6 +81,9 @@ def test_layout_refuses_bad_input() -> None:
 def test_bucket_size_grows_with_the_model_up_to_a_limit() -> None:
     sizes = [choose_bucket_bytes([TensorMeta("a", "uint8", (n,))]) for n in (10, 1 << 28, 1 << 34)]
     assert sizes == [8 << 20, 1 << 24, 128 << 20]
+    large = [TensorMeta("a", "uint8", (1 << 34,))]
+    assert choose_bucket_bytes(large, device="cuda") == 512 << 20
+    assert choose_bucket_bytes(large, 100 << 20, "cuda") == 100 << 20
 
 
 @settings(max_examples=60, deadline=None)

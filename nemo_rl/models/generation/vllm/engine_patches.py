@@ -38,8 +38,8 @@ def enable() -> None:
     """Install the patches in this process. Call it in vLLM's worker process before the model is loaded.
 
     * On a CPU, float32 linear layers use `RowInvariantLinear`.
-    * Draft models would get random weights: the proposer of `method: draft_model` loads its model with the target's
-      loader, whose format is "dummy" here. It uses `draft_load_config` instead.
+    * Draft models would get random weights: both model runners of vLLM load the model of `method: draft_model` with the
+      target's loader, whose format is "dummy" here. They use `draft_load_config` instead.
     * On a CPU, vLLM judges drafts at a temperature, top-k and top-p from uninitialised memory: the kernel that repeats
       the parameters of a request for each of its drafts writes into a copy. `expand_batch_to_tokens` replaces it.
     * The engine dies in a step in which drafts are possible but absent, if a request has a top-k. The filter is skipped
@@ -51,6 +51,7 @@ def enable() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
     create_config = DraftModelProposer._create_draft_vllm_config
 
@@ -59,6 +60,7 @@ def enable() -> None:
         return replace(config, load_config=get_draft_load_config(config))
 
     DraftModelProposer._create_draft_vllm_config = create_config_with_own_loader
+    StandaloneARSpeculator.load_draft_model = with_draft_loader(StandaloneARSpeculator.load_draft_model)
     filter_logits = rejection_sampler.apply_top_k_top_p
 
     def filter_rows(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
@@ -79,6 +81,22 @@ def enable() -> None:
 
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
+
+
+def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:
+    """`load_draft_model` of a speculator, with a `vllm_config` whose loader is the draft's."""
+    from vllm.config.utils import replace
+    from vllm.model_executor.model_loader.utils import get_draft_load_config
+
+    def load(speculator: Any, *args: Any, **kwargs: Any) -> Any:
+        config = speculator.vllm_config
+        speculator.vllm_config = replace(config, load_config=get_draft_load_config(config))
+        try:
+            return load_draft_model(speculator, *args, **kwargs)
+        finally:
+            speculator.vllm_config = config
+
+    return load
 
 
 def expand_batch_to_tokens(

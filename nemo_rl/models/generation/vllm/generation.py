@@ -60,8 +60,6 @@ class VllmGeneration(GenerationInterface):
         self.transport: Transport = "packed_ipc" if cluster.use_gpus else "packed_shm"
         if not cfg.colocated.enabled:
             self.transport = "packed_collective"
-        if hf_overrides:
-            cfg = cfg.model_copy(update={"vllm_kwargs": {**cfg.vllm_kwargs, "hf_overrides": hf_overrides}})
         self._settings = EngineSettings(
             model=model,
             tokenizer=tokenizer,
@@ -70,6 +68,7 @@ class VllmGeneration(GenerationInterface):
             seed=seed,
             load_format=load_format,
             weight_transfer=self.transport,
+            hf_overrides=hf_overrides or {},
             return_routed_experts=return_routed_experts,
         )
         cluster.bundles()  # reserve them once, before the replicas start in parallel
@@ -87,8 +86,8 @@ class VllmGeneration(GenerationInterface):
         self._call_all("onload", tags)
 
     def offload(self) -> None:
-        """Free the device. No request may be in flight."""
-        self._call_all("offload")
+        """Free the device. No request may be in flight. The weights are saved unless a sync will replace them all."""
+        self._call_all("offload", keep_weights=not self.weights_follow)
 
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())

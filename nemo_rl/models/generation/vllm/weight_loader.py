@@ -76,6 +76,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._receiver: WeightReceiver | None = None
         self._why_reload: str | None = None
         self._targets: list[list[Segment]] | None = None
+        self._padding: list[tuple[torch.Tensor, float]] = []
         self._addresses: list[int] = []
         self._expected: set[str] = set()
         self._loaded: set[str] = set()
@@ -103,9 +104,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         if self._why_reload is None and (self._targets is None or addresses != self._addresses):
             self._targets, self._addresses = None, addresses
             try:
-                targets, stale = trace_load(self.model, self._receiver.layout.weights)
+                recorder, stale = trace_load(self.model, self._receiver.layout.weights)
                 self._refuse_stale(stale)
-                self._targets = targets
+                self._targets, self._padding = recorder.segments, recorder.fills
             except NotTraceable as error:
                 self._why_reload = str(error)
         if self._why_reload is None:
@@ -132,6 +133,9 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             targets, load = (self._targets, None) if in_place else (None, self._load)
             self._receiver.begin(update_info.version, targets=targets, load=load)
             self._updating = True
+            if in_place and update_info.bucket == 0:  # an engine that slept without its weights has lost it
+                for target, value in self._padding:
+                    target.fill_(value)
         self._receiver.receive(update_info.bucket, update_info.fingerprints)
 
     def finish_weight_update(self) -> None:
@@ -211,12 +215,13 @@ class NotTraceable(Exception):
 
 
 class _CopyRecorder(TorchDispatchMode):
-    """Records copies from the loaded tensors into the model's memory, without performing them."""
+    """Records copies from the loaded tensors into the model's memory, and fills of it, without performing them."""
 
     def __init__(self, sources: list[torch.Tensor]) -> None:
         super().__init__()
         self._index = {_storage(source): index for index, source in enumerate(sources)}
         self.segments: list[list[Segment]] = [[] for _ in sources]
+        self.fills: list[tuple[torch.Tensor, float]] = []
         self.written: Counter[int] = Counter()  # storage -> elements written, fills included
 
     def __torch_dispatch__(
@@ -232,7 +237,8 @@ class _CopyRecorder(TorchDispatchMode):
             self.segments[self._index[_storage(part)]].append(segment)
             self.written[_storage(target)] += target.numel()
             return target
-        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding, which already holds this value
+        if func in (aten.fill_.Scalar, aten.zero_.default):  # padding
+            self.fills.append((args[0].detach(), args[1] if len(args) > 1 else 0.0))
             self.written[_storage(args[0])] += args[0].numel()
             return args[0]
         if func._schema.is_mutable or func is aten._local_scalar_dense.default:
@@ -240,7 +246,7 @@ class _CopyRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[list[list[Segment]], list[str]]:
+def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[_CopyRecorder, list[str]]:
     """Where `model.load_weights` would copy each tensor, and the parameters that it would not write in full.
 
     Raises:
@@ -255,7 +261,7 @@ def trace_load(model: torch.nn.Module, tensors: Sequence[TensorMeta]) -> tuple[l
     for parameter in model.parameters():
         sizes[_storage(parameter)] += parameter.numel()
     stale = [n for n, p in model.named_parameters() if recorder.written[_storage(p)] < sizes[_storage(p)]]
-    return recorder.segments, stale
+    return recorder, stale
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -10,8 +10,10 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
-_MAX_NUM_SEQS = 256
+_MAX_NUM_SEQS_CPU = 256
 _MIN_BATCHED_TOKENS_CPU = 8192  # prompt tokens of one engine step on a CPU, if no single prompt is longer
 _GATHER_S = 0.001
 _LIVENESS_S = 1.0  # between checks that the engine lives, while a call waits for it
@@ -56,6 +58,7 @@ class VllmWorker:
         self._max_model_len = cfg.vllm_cfg.max_model_len
         self._sleep_mode = device == "cuda" and cfg.colocated.enabled
         self._asleep: set[str] = set()
+        self._has_weights = True  # false from a sleep that dropped them until the next sync
         self._request_ids = itertools.count()
         self._serving: dict[str, asyncio.Task[Completion]] = {}  # by request id
         self._answers = AnswerQueue()
@@ -65,6 +68,7 @@ class VllmWorker:
         nodes = join_nodes()
         prepare_environment(device, cfg.vllm_cfg.engine_size)
 
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from nemo_rl.models.generation.vllm.executors import executor_class
@@ -72,13 +76,18 @@ class VllmWorker:
         self._returns_experts = settings.return_routed_experts
         self._records = settings.return_routed_experts and device == "cpu"
         self._recording: asyncio.Future[Any] | None = None
-        config = engine_args(settings, nodes).create_engine_config()
+        config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS)
         self._draft_counts = DraftCounts()
         # Statistics cost time in every engine step, so vLLM collects them only if something reads them.
         loggers = [_draft_logger(self._draft_counts)] if cfg.speculates else None
-        self._engine = AsyncLLM(
-            config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
-        )
+        before = {path: path.stat().st_size for path in _own_logs()}
+        try:
+            self._engine = AsyncLLM(
+                config, executor_class(config), log_stats=False, log_requests=False, stat_loggers=loggers
+            )
+        except RuntimeError as error:  # which only says that one of the engine's processes has failed
+            logs = "".join(path.read_text(errors="replace")[size:] for path, size in before.items())
+            raise RuntimeError(f"the engine of {self._name} did not start: {start_failure(logs) or error}") from error
         self._admitted = asyncio.Semaphore(_num_admitted(self._engine, cfg.vllm_cfg) if device == "cpu" else 2**31)
         self._sampling_allowed = asyncio.Event()
         self._sampling_allowed.set()
@@ -225,8 +234,14 @@ class VllmWorker:
         await self._engine_call(self._engine.finish_weight_update(str(version)))
         self.weight_version = version
         self._num_updates += 1
-        await self._engine_call(self._engine.resume_generation())
-        self._sampling_allowed.set()
+        self._has_weights = True
+        await self._resume()
+
+    async def _resume(self) -> None:
+        """Let requests reach the engine, unless its KV cache sleeps or its weights are gone."""
+        if self._has_weights and not self._asleep:
+            await self._engine_call(self._engine.resume_generation())
+            self._sampling_allowed.set()
 
     # -- device
 
@@ -236,11 +251,13 @@ class VllmWorker:
         if wanted:
             await self._engine_call(self._engine.wake_up(wanted))
             self._asleep.difference_update(wanted)
-            if not self._asleep:
-                self._sampling_allowed.set()
+            await self._resume()
 
-    async def offload(self) -> None:
-        """Free the GPU (vLLM's sleep level 1). Without sleep mode, only drop the prefix cache.
+    async def offload(self, *, keep_weights: bool) -> None:
+        """Free the GPU. Without sleep mode, only drop the prefix cache.
+
+        `keep_weights` saves the weights in host memory (vLLM's sleep level 1); otherwise they are gone, and requests
+        wait for the next sync.
 
         Drops all requests and holds back new ones until the engine is awake: while another replica is replaced,
         episodes still send requests to this one. Without sleep mode, requests in flight are a RuntimeError.
@@ -251,8 +268,9 @@ class VllmWorker:
         if not await self._engine_call(self._engine.reset_prefix_cache()):
             raise RuntimeError(f"{self._name}: requests in flight hold the KV cache")
         if self._sleep_mode and not self._asleep:
-            await self._engine_call(self._engine.sleep(level=1))
+            await self._engine_call(self._engine.sleep(level=1 if keep_weights else 2))
             self._asleep = set(_SLEEP_TAGS)
+            self._has_weights = self._has_weights and keep_weights
 
     # -- health
 
@@ -309,10 +327,11 @@ class VllmFollower:
         self._name = f"node {nodes['node_rank']} of generation replica {settings.replica}"
         prepare_environment(settings.device, settings.cfg.vllm_cfg.engine_size)
 
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
         # The processes of the ranks end with this one: they watch a pipe from it.
-        config = engine_args(settings, nodes).create_engine_config(headless=True)
+        config = engine_args(settings, nodes).create_engine_config(UsageContext.LLM_CLASS, headless=True)
         self._executor = MultiprocExecutor(config, monitor_workers=False)
         self._executor.start_worker_monitor()
 
@@ -375,7 +394,6 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
         "kv_cache_dtype": vllm_cfg.kv_cache_dtype,
         "quantization": "fp8_per_block" if vllm_cfg.precision == "fp8" else None,
         "max_model_len": vllm_cfg.max_model_len,
-        "max_num_seqs": _MAX_NUM_SEQS,
         "tensor_parallel_size": vllm_cfg.tensor_parallel_size,
         "pipeline_parallel_size": vllm_cfg.pipeline_parallel_size,
         "seed": settings.seed,
@@ -394,23 +412,41 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "enforce_eager": True,
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
+            "max_num_seqs": _MAX_NUM_SEQS_CPU,
             "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
         }
-    else:
+    else:  # vLLM chooses how many tokens and requests a step has: its usage context knows the device
         arguments |= {
             "enforce_eager": vllm_cfg.enforce_eager,
             "enable_prefix_caching": vllm_cfg.enable_prefix_caching,
             "gpu_memory_utilization": vllm_cfg.gpu_memory_utilization,
             "enable_sleep_mode": cfg.colocated.enabled,
+            "sleep_preserve_parameter_names": ["draft.*"],  # which no sync brings back
         }
     arguments |= cfg.vllm_kwargs
+    # Training computes logits in float32. vLLM takes the probabilities of samples from logits in the model's data type.
+    head = {"head_dtype": "float32"} if vllm_cfg.dtype != "float32" else {}
+    arguments["hf_overrides"] = {**head, **settings.hf_overrides, **cfg.vllm_kwargs.get("hf_overrides", {})}
     if cfg.speculates and cfg.vllm_kwargs[SPECULATION]["method"] == "draft_model":
         # A draft model has its own weights, while those of the target come from the policy.
         arguments[SPECULATION] = cfg.vllm_kwargs[SPECULATION] | {"draft_load_config": {"load_format": "auto"}}
     if settings.return_routed_experts and settings.device != "cpu":  # on a CPU `ExpertRecorder` does it
         arguments["enable_return_routed_experts"] = True
     return AsyncEngineArgs(**arguments)
+
+
+def _own_logs() -> list[Path]:
+    """The files that this process and the processes it starts write their output and errors to."""
+    paths = {Path(os.readlink(f"/proc/self/fd/{fd}")) for fd in (1, 2)}
+    return sorted(path for path in paths if path.is_file())
+
+
+def start_failure(logs: str) -> str | None:
+    """The error that kept an engine from starting, from the logs of its processes. Errors of processes that waited for
+    the failed one refer to its error."""
+    errors = re.findall(r"\b(\w*(?:Error|Exception): .+)", logs)
+    return next((error for error in reversed(errors) if "root cause" not in error), None)
 
 
 def _draft_logger(counts: DraftCounts) -> Any:

@@ -1,0 +1,92 @@
+"""What vLLM is told and made to do, as far as neither an engine nor a GPU is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl.models.generation.interfaces import EngineSettings
+from nemo_rl.refit.layout import TensorMeta
+from tests.unit.generation.configs import generation_config
+from tests.unit.generation.models import make_model
+
+pytestmark = pytest.mark.slow  # they import vLLM
+
+
+def settings_for(path: Path, precision: str, device: Any, **vllm_kwargs: Any) -> EngineSettings:
+    cfg = generation_config(**vllm_kwargs)
+    cfg = cfg.model_copy(update={"vllm_cfg": cfg.vllm_cfg.model_copy(update={"precision": precision})})
+    return EngineSettings(model=str(path), tokenizer=str(path), cfg=cfg, device=device, seed=0)
+
+
+def test_logits_are_float32_and_overrides_add_up(tmp_path: Path) -> None:
+    from nemo_rl.models.generation.vllm.worker import engine_args
+
+    make_model(tmp_path)
+    half = replace(settings_for(tmp_path, "bfloat16", "cuda"), hf_overrides={"rope_theta": 5.0})
+    assert engine_args(half, {}).hf_overrides == {"head_dtype": "float32", "rope_theta": 5.0}
+    users = {"head_dtype": "model", "rope_theta": 7.0}
+    asked = settings_for(tmp_path, "bfloat16", "cuda", hf_overrides=users)
+    assert engine_args(replace(asked, hf_overrides={"rope_theta": 5.0, "a": 1}), {}).hf_overrides == users | {"a": 1}
+    assert engine_args(settings_for(tmp_path, "float32", "cpu"), {}).hf_overrides == {}
+
+
+def test_on_gpus_vllm_chooses_the_size_of_a_step(tmp_path: Path) -> None:
+    from nemo_rl.models.generation.vllm.worker import engine_args
+
+    make_model(tmp_path)
+    chosen = engine_args(settings_for(tmp_path, "bfloat16", "cuda"), {})
+    assert (chosen.max_num_seqs, chosen.max_num_batched_tokens) == (None, None)
+    asked = engine_args(settings_for(tmp_path, "bfloat16", "cuda", max_num_seqs=7), {})
+    assert (asked.max_num_seqs, asked.max_num_batched_tokens) == (7, None)
+    on_cpu = engine_args(settings_for(tmp_path, "float32", "cpu"), {})
+    assert (on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (256, 8192)
+
+
+@dataclass
+class Config:
+    load_config: str
+    speculative_config: Any
+
+
+def test_the_second_model_runner_loads_drafts_from_disk() -> None:
+    from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
+
+    from nemo_rl.models.generation.vllm.engine_patches import enable, with_draft_loader
+
+    config = Config("dummy", SimpleNamespace(draft_load_config="auto"))
+    speculator = SimpleNamespace(vllm_config=config)
+    load = with_draft_loader(lambda speculator, model: (speculator.vllm_config.load_config, model))
+    assert load(speculator, "target") == ("auto", "target") and speculator.vllm_config is config
+    original = StandaloneARSpeculator.load_draft_model
+    enable()
+    assert StandaloneARSpeculator.load_draft_model is not original
+
+
+class Padded(torch.nn.Module):
+    """Four rows of a table with six."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.full((6, 2), 9.0), requires_grad=False)
+
+    def load_weights(self, weights: Any) -> None:
+        for _, weight in weights:
+            self.table[:4].copy_(weight)
+            self.table[4:].fill_(0.5)
+
+
+def test_padding_is_known_so_that_an_engine_that_lost_it_has_it_again() -> None:
+    from nemo_rl.models.generation.vllm.weight_loader import trace_load
+
+    model = Padded()
+    recorder, stale = trace_load(model, [TensorMeta("table", "float32", (4, 2))])
+    assert stale == [] and (model.table == 9.0).all()
+    for target, value in recorder.fills:
+        target.fill_(value)
+    assert (model.table[4:] == 0.5).all() and (model.table[:4] == 9.0).all()
