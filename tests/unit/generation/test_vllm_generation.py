@@ -375,3 +375,15 @@ def test_a_dead_engine_is_named_restarted_and_leaves_no_process(generation: Vllm
     assert not os.path.exists(f"/proc/{engines[1]}")
     with pytest.raises(WorkerError, match="generation-1"):
         generation.abandon_requests()
+
+
+@pytest.mark.slow
+def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path: Path) -> None:
+    model = make_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
+        with pytest.raises(WorkerError, match="generation replica 0 did not start: .*weights") as raised:
+            VllmGeneration(
+                cluster, generation_config(64), model=model, tokenizer=model, seed=0, load_format="auto", timeout_s=120
+            )
+        assert not raised.value.engine_died, "which would start it again"
