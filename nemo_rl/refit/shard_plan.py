@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -251,14 +252,14 @@ class _HeldShards(NamedTuple):
         parts = Shards(*(column[starts] for column in rows))
         _check_tiling(table, parts)
         of_tensor = np.append(0, np.cumsum(np.bincount(parts.tensor, minlength=len(table.metas))))
-        holders = np.split(rows.rank, starts[1:])
-        sets = {ranks.tobytes(): ranks for ranks in holders}
-        numbers = {key: number for number, key in enumerate(sets)}
-        set_of = np.array([numbers[ranks.tobytes()] for ranks in holders], dtype=np.int64)
+        ranks, bounds = rows.rank.tolist(), [*starts.tolist(), len(order)]
+        holders = [tuple(ranks[first:stop]) for first, stop in pairwise(bounds)]
+        numbers = {ranks: number for number, ranks in enumerate(dict.fromkeys(holders))}
+        set_of = np.array([numbers[ranks] for ranks in holders], dtype=np.int64)
         each, end = np.arange(len(starts)), table.shape[parts.tensor]
         origin = np.zeros_like(end)
         origin[each, parts.dim], end[each, parts.dim] = parts.lo, parts.hi
-        return cls(origin, end, of_tensor, set_of, list(sets.values()))
+        return cls(origin, end, of_tensor, set_of, [np.array(ranks, dtype=np.int64) for ranks in numbers])
 
 
 def _check_tiling(table: _TensorTable, parts: Shards) -> None:

@@ -382,7 +382,7 @@ def test_an_engine_that_cannot_load_its_model_says_why(ray_local: None, tmp_path
     model = make_model(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with RayVirtualCluster([1], use_gpus=False, name="broken") as cluster:
-        with pytest.raises(WorkerError, match="generation replica 0 did not start: .*weights") as raised:
+        with pytest.raises(WorkerError, match=r"generation replica 0 did not start: .*weights") as raised:
             VllmGeneration(
                 cluster, generation_config(64), model=model, tokenizer=model, seed=0, load_format="auto", timeout_s=120
             )
