@@ -39,6 +39,7 @@ COLLECTIVE_KEY = "collective"
 _BACKLOG = 4096
 _POLL_S = 0.01
 _JOINED, _COMPLETE = "engine rank {}", "other engines"  # keys of the store, which name who has not joined
+_TOKEN_S = 5.0  # for the first bytes of a new connection
 _STEP_S = 0.0002  # between looks at a broadcast
 _CONNECT_S = 120.0  # to connect members that have all just announced themselves
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
@@ -394,8 +395,11 @@ class CollectiveBuffer(TransferBuffer):
                 watch.settimeout(_CONNECT_S)
                 while len(watched) < len(receivers):  # each has connected before it joined
                     connection, _ = watch.accept()
-                    connection.settimeout(_CONNECT_S)
-                    if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == token:
+                    connection.settimeout(_TOKEN_S)
+                    sent = b""
+                    with suppress(OSError):  # of a stranger
+                        sent = connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL)
+                    if sent == token:
                         connection.settimeout(None)
                         watched.append(connection)
                     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -263,6 +264,20 @@ def test_an_engine_that_never_joins_is_named_by_the_sender() -> None:
     finally:
         engine.process.kill()
         policy.sender.close()
+
+
+def test_a_stranger_who_connects_is_no_member() -> None:
+    policy = Policy(1)
+    endpoint = policy.sender.describe()["endpoints"][KEY]
+    with socket.create_connection((endpoint["host"], endpoint["watch_port"])) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        engine = Engine(policy.sender.describe(), 0)
+        try:
+            assert engine.answer() == "ok"
+            sync(policy, [engine], 0)
+        finally:
+            engine.process.kill()
+            policy.sender.close()
 
 
 def test_engines_that_wait_for_others_are_let_go_when_the_policy_gives_up() -> None:

@@ -73,6 +73,7 @@ class VllmGeneration(GenerationInterface):
         )
         cluster.bundles()  # reserve them once, before the replicas start in parallel
         super().__init__(len(self._bundle_groups), self._start_replica, name_prefix)
+        self.weights_follow = load_format == "dummy"
         if accelerator is not None:
             accelerator.register(GENERATION, self.onload, self.offload, is_awake=True)
 
@@ -108,6 +109,7 @@ class VllmGeneration(GenerationInterface):
         if self._accelerator is not None and awake is not None and awake != GENERATION:
             self._accelerator.release(awake)  # an engine measures the free memory of its device when it starts
         super().restart_worker(index)
+        self.weights_follow = True
 
     def shutdown(self) -> None:
         for replica in self._replicas:
