@@ -62,7 +62,7 @@ def test_the_sections_of_a_composite_are_looked_at() -> None:
 
 def test_the_languages_of_stopwords_are_those_that_there_are(tmp_path: Path) -> None:
     for language in LANGUAGES:
-        RetrievalEnvironmentConfig(dataset_name="a:b", stopwords=language)
-        PassageIndex(["fox"], k1=1.5, b=0.75, stopwords=language, cache=tmp_path)
+        section = RetrievalEnvironmentConfig(dataset_name="a:b", stopwords=language)
+        PassageIndex(["fox"], section, tmp_path)
     text = problems_of("+env.it={type: retrieval, dataset_name: 'a:b', stopwords: klingon}")
     assert "env.it.stopwords" in text and "english" in text

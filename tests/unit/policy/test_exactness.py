@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
 from nemo_rl.models.policy.attention import CuSeqlens
-from nemo_rl.models.policy.batch.microbatches import pad
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.pretrained import load_config
@@ -273,18 +274,18 @@ def plain_step(path: Path, case: Case, rollouts: Rollouts) -> tuple[float, dict[
         for into, of in ((scored, kept), (unfiltered, logits.detach())):
             logprobs = of.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             into.append(torch.cat([torch.zeros(1), logprobs]) * torch.from_numpy(sample.token_mask))
-    width = max(len(logprobs) for logprobs in scored)
-    mask = pad([torch.from_numpy(sample.token_mask) for sample in samples], width).double()
+    pad = partial(pad_sequence, batch_first=True)
+    mask = pad([torch.from_numpy(sample.token_mask) for sample in samples]).double()
     sample_mask = torch.tensor(masks_of(handles)).double().flatten()
-    logprobs = pad(scored, width)
+    logprobs = pad(scored)
     inputs = PolicyGradientInputs(
         input_ids=torch.zeros(mask.shape, dtype=torch.int64),
         token_mask=mask,
         sample_mask=sample_mask,
         advantages=torch.tensor(ADVANTAGES).double().flatten()[:, None].expand(mask.shape),
         prev_logprobs=logprobs.detach(),
-        generation_logprobs=pad([torch.from_numpy(s.generation_logprobs) for s in samples], width).double(),
-        reference_policy_logprobs=pad(unfiltered, width),
+        generation_logprobs=pad([torch.from_numpy(s.generation_logprobs) for s in samples]).double(),
+        reference_policy_logprobs=pad(unfiltered),
     )
     loss, _ = case.loss_fn(logprobs, inputs, sample_mask.sum(), (mask * sample_mask[:, None]).sum())
     loss.backward()

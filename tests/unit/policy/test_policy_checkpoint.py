@@ -372,7 +372,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_with_the_differences(tm
     assert "1 missing there: 1.norm.weight" in text
     assert "1 unknown to the model: 2.extra" in text
     assert "1 of another shape: 0.up.weight [97, 10] instead of [98, 10]" in text
-    assert "policy.model_name" in text
+    assert "(model_name, hf_config_overrides" in text
     with pytest.raises(CheckpointError, match=r"1\.norm\.weight"):
         load_tensors(policy_tensors([build()]), tmp_path / "other")
 

@@ -178,6 +178,6 @@ def test_failing_package_is_named_by_the_real_uv(project: Path) -> None:
     (project / "pyproject.toml").write_text(text)
     package = project / "unbuildable"
     package.mkdir()
-    (package / "pyproject.toml").write_text('[project]\nname = "unbuildable"\n')
+    (package / "pyproject.toml").write_text('[build-system]\nrequires = []\nbuild-backend = "nowhere"\n')
     with pytest.raises(VenvBuildError, match=r"(?s)extra 'broken'.*unbuildable"):
         ensure_venv("broken", project)
