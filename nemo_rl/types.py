@@ -112,12 +112,13 @@ class EnvironmentStep:
     """The environment's answer to one turn of one conversation."""
 
     observation: dict[str, str]  # role and content of the next message
-    reward: float
+    reward: float  # the sum, where there are several
     terminated: bool
     metadata: Any  # passed to the next step of the conversation
     next_stop_strings: Sequence[str] | None  # for the next turn; None keeps the present ones
     answer: str | None = None  # extracted from the conversation
     metrics: Mapping[str, float] = field(default_factory=dict)
+    reward_parts: list[float] = field(default_factory=list)  # the rewards, where there are several
 
 
 class SampleStatus(StrEnum):
@@ -161,6 +162,7 @@ class SampleMeta:
     hit_turn_limit: bool = False  # TRUNCATED because `max_rollout_turns` was reached
     hit_total_token_limit: bool = False  # TRUNCATED because prompt and turns together reached `max_model_len`
     routed_experts_bytes: int = 0  # of `Sample.routed_experts`; 0 without
+    reward_parts: list[float] = field(default_factory=list)  # each of several rewards, over all turns
 
     @property
     def has_reward(self) -> bool:

@@ -94,10 +94,15 @@ def _divide(a: float, b: float) -> float:
     return a // b if isinstance(a, int) and isinstance(b, int) and b != 0 and a % b == 0 else a / b
 
 
-def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
-    """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
+def register_omegaconf_resolvers() -> None:
+    """Let OmegaConf compute `${mul:a,b}`, `${div:a,b}`, `${add:a,b}` and `${max:a,b}`."""
     for name, function in {"mul": operator.mul, "div": _divide, "add": operator.add, "max": max}.items():
         OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
+
+
+def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
+    """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
+    register_omegaconf_resolvers()
     _refuse_malformed(tree, tree.values, (), problems)
     return _resolved(tree, tree.values, OmegaConf.create(tree.values), (), problems)
 

@@ -423,7 +423,7 @@ FEATURES = (
     ),
     Feature(
         "other estimators of advantages",
-        (Foreign("grpo.adv_estimator.name", none_of("gdpo", "raw_reward", "gae", "opd"), is_ours=True),),
+        (Foreign("grpo.adv_estimator.name", none_of("raw_reward", "gae", "opd"), is_ours=True),),
     ),
     Feature("training in float16", (Foreign("model.precision", none_of("float16"), is_ours=True),)),
     Feature("checkpoints of Megatron to begin with", _keys("model.pretrained_checkpoint", neutral=one_of({}, None))),

@@ -249,14 +249,15 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
         if lists[field_name] is None:
             lists[field_name] = [None] * size
     rewards = _numbers(lists.pop("rewards"), "rewards", size, name)
-    terminateds = _numbers(lists.pop("terminateds"), "terminateds", size, name)
+    [terminateds] = _numbers(lists.pop("terminateds"), "terminateds", size, name).T.tolist()
     for field_name, values in lists.items():
         if not isinstance(values, list | tuple) or len(values) != size:
             raise StepRefused(f"environment {name!r}: {field_name} must be a list of {size}, got {_describe(values)}")
     outcomes: list[Outcome] = []
-    for observation, metadata, stop_strings, answer, failure, metrics, reward, terminated in zip(
-        *lists.values(), rewards, terminateds, strict=True
+    for observation, metadata, stop_strings, answer, failure, metrics, parts, terminated in zip(
+        *lists.values(), rewards.tolist(), terminateds, strict=True
     ):
+        reward = sum(parts)
         if not isinstance(observation, Mapping) or not {"role", "content"} <= set(observation):
             raise StepRefused(f"environment {name!r}: an observation needs role and content, got {observation!r}")
         metrics = {} if metrics is None else metrics
@@ -277,24 +278,25 @@ def split_return(returned: Any, size: int, name: str) -> list[Outcome]:
             next_stop_strings=stop_strings,
             answer=answer,
             metrics={str(key): float(value) for key, value in metrics.items()},
+            reward_parts=parts if len(parts) > 1 else [],
         )
         outcomes.append(step)
     return outcomes
 
 
-def _numbers(values: Any, field_name: str, size: int, name: str) -> list[float]:
+def _numbers(values: Any, field_name: str, size: int, name: str) -> torch.Tensor:
+    """float64 [B, n]; n is 1 unless there are several rewards."""
     where = f"environment {name!r}: {field_name}"
     try:
         tensor = torch.as_tensor(values, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError) as error:
         raise StepRefused(f"{where} must be a tensor [{size}], got {_describe(values)}") from error
-    if tensor.shape == (size, 1):
-        tensor = tensor[:, 0]
-    if tensor.shape != (size,):
-        remedy = ": add up the rewards of a conversation, or make each an environment of its own with type: composite"
-        is_matrix = tensor.dim() == 2 and tensor.shape[0] == size and field_name == "rewards"
-        raise StepRefused(f"{where} must have shape [{size}], got {list(tensor.shape)}{remedy if is_matrix else ''}")
-    return tensor.tolist()
+    matrix = tensor[:, None] if tensor.dim() == 1 else tensor
+    may_be_several = field_name == "rewards" and matrix.dim() == 2 and matrix.shape[1] > 0
+    if matrix.shape != (size, matrix.shape[1] if may_be_several else 1):
+        several = f", or [{size}, n]" if field_name == "rewards" else ""
+        raise StepRefused(f"{where} must have shape [{size}]{several}, got {list(tensor.shape)}")
+    return matrix
 
 
 def _describe(values: Any) -> str:

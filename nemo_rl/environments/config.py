@@ -17,9 +17,12 @@ from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
 
 ENV_REGISTRY: dict[str, str] = {
     "code": "nemo_rl.environments.code.environment.CodeEnvironment",
+    "code_jaccard": "nemo_rl.environments.code.environment.CodeJaccardEnvironment",
     "composite": "nemo_rl.environments.composite.CompositeEnvironment",
     "llm_judge": "nemo_rl.environments.judge.LLMJudgeEnvironment",
     "math": "nemo_rl.environments.math.environment.MathEnvironment",
+    "math_default": "nemo_rl.environments.math.environment.MathEnvironment",
+    "math_multi_reward": "nemo_rl.environments.math.environment.MathMultiRewardEnvironment",
     "python_tools": "nemo_rl.environments.code.tools.PythonToolEnvironment",
     "remote": "nemo_rl.environments.remote.environment.RemoteEnvironment",
     "retrieval": "nemo_rl.environments.retrieval.RetrievalEnvironment",
@@ -456,11 +459,21 @@ class CompositeEnvironmentConfig(ActorsConfig):
             yield "reward_functions", "every weight is 0, and so every reward is 0; raise one"
 
 
+class CodeJaccardEnvironmentConfig(ActorsConfig):
+    """Programs compared with an expected one by the words that both have; nothing runs."""
+
+    type: Literal["code_jaccard"] = "code_jaccard"
+    """Registry name of the environment."""
+
+    not_yet: ClassVar = (NotYet("num_workers", anything), NotYet("terminate_on_evaluation", one_of(True, None)))
+
+
 class MathEnvironmentConfig(StrictModel):
     """Answers checked by math-verify or as multiple choice, in processes with a time limit."""
 
-    type: Literal["math"] = "math"
-    """Registry name of the environment."""
+    type: Literal["math", "math_default", "math_multi_reward"] = "math"
+    """Registry name of the environment; `math_default` is another name of `math`, and `math_multi_reward` gives three
+    rewards."""
 
     num_workers: int = Field(default=8, ge=1)
     """Verifier processes."""
@@ -527,13 +540,15 @@ class EnvironmentConfig(BaseModel):
 
 def _variant(value: Any) -> str:
     if isinstance(value, dict):
-        return next((name for name in OURS if name == value.get("type")), "other")
+        asked = "math" if value.get("type") in ("math_default", "math_multi_reward") else value.get("type")
+        return next((name for name in OURS if name == asked), "other")
     return next((name for name, model in OURS.items() if isinstance(value, model)), "other")
 
 
 AnyEnvironmentConfig = Annotated[
     Annotated[PythonToolsEnvironmentConfig, Tag("python_tools")]
     | Annotated[CodeEnvironmentConfig, Tag("code")]
+    | Annotated[CodeJaccardEnvironmentConfig, Tag("code_jaccard")]
     | Annotated[CompositeEnvironmentConfig, Tag("composite")]
     | Annotated[LLMJudgeEnvironmentConfig, Tag("llm_judge")]
     | Annotated[RemoteEnvironmentConfig, Tag("remote")]

@@ -21,7 +21,7 @@ class EnvironmentReturn(NamedTuple, Generic[MetadataT]):
     observations: list[dict[str, str]]  # {"role": "environment", "content": ...}: the next message of each conversation
     metadata: list[MetadataT]  # passed to the next step of the same conversation
     next_stop_strings: list[list[str] | None] | list[None]  # for the next turn; None keeps the present ones
-    rewards: torch.Tensor  # [B]; the rewards of an episode's turns are summed
+    rewards: torch.Tensor  # [B], or [B, n] for n rewards each; an episode's turns are summed, and so are the n
     terminateds: torch.Tensor  # [B], true (or non-zero) where the episode is over
     answers: list[str | None] | None = None  # extracted answers, for majority voting
     failures: list[str | None] | None = None  # the reason why a conversation has no outcome: it gets no reward

@@ -25,6 +25,7 @@ from nemo_rl.environments.config import (
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.registry import find, import_object
 
+MISSING = {"vlm": "rows have no images", "nemo_gym": "use type: remote for an environment behind HTTP"}
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 
 
@@ -37,6 +38,8 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 def find_env_class(env_type: str) -> Any:
     """The class (plain or a Ray actor class) behind a registry name or an import path. ValueError without one."""
+    if env_type in MISSING:
+        raise ValueError(f"environment {env_type!r} is not supported yet: {MISSING[env_type]}")
     path = ENV_REGISTRY.get(env_type, env_type)
     if ":" not in path and "." not in path:
         path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name

@@ -133,6 +133,17 @@ def exact_answer_alphanumeric(
     return exact_answer(messages, metadata, pattern=pattern, key=key, ignore_case=True, alphanumeric=True)
 
 
+def find_answers(response: str, answer_tag: str = "answer") -> list[str]:
+    """The texts between `<answer>` and `</answer>`."""
+    return re.findall(_inside(answer_tag), response, re.DOTALL)
+
+
+def as_boxed(answer: str) -> str:
+    """An expression as an answer that the parser finds, whatever stands in it."""
+    answer = answer.strip().strip("$")
+    return answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"
+
+
 def _inside(tag: str) -> str:
     """A pattern whose group is the text between `<tag>` and the next `</tag>`."""
     tag = re.escape(tag)
@@ -159,12 +170,8 @@ def math_expression(
     """
     _is_verifier(math_verify_impl)
     response = response_text(messages)
-    tagged = re.findall(_inside(answer_tag), response, re.DOTALL)
-    if tagged:
-        response = tagged[-1].strip().strip("$")
-        if "\\boxed" not in response:
-            is_parsed = math_verify_impl == "hf_math_verify"
-            response = f"\\boxed{{{response}}}" if is_parsed else f"Answer: {response}"
+    if tagged := find_answers(response, answer_tag):
+        response = as_boxed(tagged[-1]) if math_verify_impl == "hf_math_verify" else f"Answer: {tagged[-1].strip()}"
     job = Verification(math_verify_impl, response, _expected(metadata, key))
     pools: dict[float, VerifierPool] = _verifiers.__dict__.setdefault("pools", {})
     if verify_timeout_s not in pools:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,6 +125,7 @@ async def run_episode(
     metadata, turns, status = datum["extra_env_info"], list[TurnMeta](), SampleStatus.TRUNCATED
     answer: str | None = None
     metrics: Mapping[str, float] = {}
+    parts: list[float] = []
     hit_total_token_limit = hit_turn_limit = False
     assert num_prompt_tokens < limits.max_total_tokens
     while len(turns) < limits.max_turns:
@@ -147,6 +149,7 @@ async def run_episode(
             env_s=time.perf_counter() - generated,
         )
         turns.append(turn)
+        parts = [sum(pair) for pair in zip_longest(parts, step.reward_parts, fillvalue=0.0)]
         metadata, answer, metrics = step.metadata, step.answer, step.metrics
         if completion.stop_reason is StopReason.LENGTH:
             hit_total_token_limit = len(transcript.token_ids) >= limits.max_total_tokens
@@ -179,6 +182,7 @@ async def run_episode(
             hit_turn_limit=hit_turn_limit,
             hit_total_token_limit=hit_total_token_limit,
             routed_experts_bytes=sum(piece.nbytes for piece in transcript.routed_experts),
+            reward_parts=parts,
         ),
         metrics,
     )

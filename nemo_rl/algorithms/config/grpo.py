@@ -15,8 +15,9 @@ from nemo_rl.config.rules import Derived, StrictModel
 class AdvEstimatorConfig(StrictModel):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus"] = "grpo"
-    """`grpo`: relative to the group; `reinforce_plus_plus`: whitened over the batch."""
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus"] = "grpo"
+    """`grpo`: relative to the group; `gdpo`: that for each of several rewards, then whitened over the batch;
+    `reinforce_plus_plus`: whitened over the batch."""
 
     normalize_rewards: Annotated[bool, Derived("${grpo.normalize_rewards}")]
     """Divide by the standard deviation of the group."""
@@ -24,11 +25,18 @@ class AdvEstimatorConfig(StrictModel):
     use_leave_one_out_baseline: Annotated[bool, Derived("${grpo.use_leave_one_out_baseline}")]
     """The baseline of a sample is the mean of the others of its group."""
 
+    std: Literal["group", "leave_one_out"] = "group"
+    """The standard deviation of `normalize_rewards`: of the group, or of the other samples of the group."""
+
     minus_baseline: bool = True
     """Subtract the mean of the group (`reinforce_plus_plus` only)."""
 
     eps: float = Field(default=1.0e-6, gt=0)
     """Added to the standard deviation."""
+
+    rules: ClassVar = {
+        "std=leave_one_out excludes name=reinforce_plus_plus": "is whitened over the batch; set {section}.std=group"
+    }
 
 
 class AsyncGRPOConfig(StrictModel):
@@ -112,6 +120,9 @@ class GRPOConfig(ScoredRolloutConfig):
         return round(self.num_prompts_per_step * self.batch_multiplier)
 
     rules: ClassVar = {
+        "adv_estimator.name=gdpo excludes num_generations_per_prompt < 2": (
+            "a group of 1 has no advantage; set num_generations_per_prompt=2 or more"
+        ),
         "num_generations_per_prompt < 2 and adv_estimator.name=grpo excludes "
         "adv_estimator.use_leave_one_out_baseline": (
             "a leave-one-out baseline needs at least 2 samples per prompt; set 2 or more, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ class GroupRewards:
     rewards: Sequence[float]
     valid: Sequence[bool]  # False for samples without a reward, such as failed ones
     num_loss_tokens: Sequence[int]  # 0 for a sample that is masked out of the loss
+    parts: Sequence[Sequence[float]] = ()  # of each sample, where an environment gives several rewards
 
     def __post_init__(self) -> None:
         assert len(self.rewards) == len(self.valid) == len(self.num_loss_tokens), self
@@ -52,6 +53,7 @@ class AdvantageResult:
 def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
     """(r - baseline) / (std + eps) inside each group (GRPO, arXiv 2402.03300, section 4.1.2).
 
+    With `std: leave_one_out` the deviation, too, is of the *other* samples, and there is no division where it is 0.
     `normalize_rewards: false` omits the division (Dr.GRPO, arXiv 2503.20783): it would give groups with little variance
     larger gradients. `use_leave_one_out_baseline` takes the mean of the *other* samples as baseline, which makes it
     independent of the sample (RLOO, arXiv 2402.14740). A group with equal rewards, or fewer than two, gives zeros.
@@ -65,10 +67,38 @@ def grpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: 
         if group.has_variance:
             result[valid] = centred(rewards[valid], leave_one_out=cfg.use_leave_one_out_baseline)
             if cfg.normalize_rewards:
-                # n - 1: a group is a small sample, and division by n would underestimate its spread.
-                result[valid] /= rewards[valid].std(ddof=1) + cfg.eps
+                std = deviation(rewards[valid], leave_one_out=cfg.std == "leave_one_out")
+                result[valid] /= np.where(std > 0, std + cfg.eps, 1.0)
         advantages.append(result)
     return _result(groups, advantages)
+
+
+def gdpo(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
+    """The advantages that `grpo` gives each of several rewards, added up, then whitened over the samples of the batch
+    (GDPO, arXiv 2601.05242, section 3).
+
+    The sum of the rewards would hide those with little variance: [0, 1] and [1, 0] would be equal.
+
+    Raises:
+        ValueError: a sample has fewer than two rewards.
+    """
+    num_parts = {len(parts) for group in groups for parts, valid in zip(group.parts, group.valid, strict=True) if valid}
+    if num_parts and (len(num_parts) > 1 or min(num_parts) < 2):
+        raise ValueError(
+            "grpo.adv_estimator.name=gdpo needs environments that give every sample the same number of rewards, two or "
+            f"more (found {', '.join(map(str, sorted(num_parts)))}); return rewards [B, n], as math_multi_reward does, "
+            "or set grpo.adv_estimator.name=grpo"
+        )
+    total = [np.zeros(len(group.rewards)) for group in groups]
+    for k in range(max(num_parts, default=0)):
+        of_part = [
+            replace(group, rewards=[parts[k] if parts else 0.0 for parts in group.parts], parts=()) for group in groups
+        ]
+        total = [sums + a for sums, a in zip(total, grpo(of_part, cfg, kl_in_reward).advantages, strict=True)]
+    valid = [_arrays(group)[1] for group in groups]
+    mean, std = weighted_mean_and_std(np.concatenate(total), np.concatenate(valid).astype(np.float64))
+    scale = 1.0 / (std + cfg.eps) if std > 0 else 0.0
+    return _result(groups, [np.where(v, (a - mean) * scale, 0.0) for a, v in zip(total, valid, strict=True)])
 
 
 def reinforce_plus_plus(groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, kl_in_reward: bool) -> AdvantageResult:
@@ -100,7 +130,7 @@ def compute_advantages(
     groups: Sequence[GroupRewards], cfg: AdvEstimatorConfig, *, kl_in_reward: bool = False
 ) -> AdvantageResult:
     """Run the estimator `cfg.name`."""
-    estimate = {"grpo": grpo, "reinforce_plus_plus": reinforce_plus_plus}[cfg.name]
+    estimate = {"grpo": grpo, "gdpo": gdpo, "reinforce_plus_plus": reinforce_plus_plus}[cfg.name]
     return estimate(groups, cfg, kl_in_reward)
 
 
@@ -111,6 +141,14 @@ def centred(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
     num = len(rewards)
     # r_i - mean of the others = (r_i - mean) * n / (n - 1)
     return (rewards - rewards.mean()) * (num / (num - 1) if leave_one_out else 1.0)
+
+
+def deviation(rewards: np.ndarray, *, leave_one_out: bool) -> np.ndarray:
+    """float64 [n], n >= 2: the standard deviation, or that of the others; exact 0 where all of these are equal."""
+    samples = [np.delete(rewards, i) for i in range(len(rewards))] if leave_one_out else [rewards]
+    # n - 1: a group is a small sample, and division by n would underestimate its spread.
+    found = [float(s.std(ddof=1)) if len(s) > 1 and s.max() != s.min() else 0.0 for s in samples]
+    return np.broadcast_to(np.array(found), rewards.shape)
 
 
 def weighted_mean_and_std(values: np.ndarray, weights: np.ndarray) -> tuple[float, float]:

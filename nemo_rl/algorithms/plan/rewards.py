@@ -21,11 +21,13 @@ class ScoredGroup:
     handle: GroupHandle
     rewards: list[float]  # scaled and shaped; 0.0 if the sample has none
     masks: list[float]  # 0.0: no gradient from this sample
+    parts: list[list[float]]  # each of several rewards, scaled; empty for a sample with one reward or none
 
     def for_estimator(self) -> GroupRewards:
         samples = self.handle.samples
         return GroupRewards(
             rewards=self.rewards,
+            parts=self.parts,
             # A failed sample has no reward, which is not the same as a reward of 0: it must not move the baseline.
             valid=[sample.has_reward for sample in samples],
             num_loss_tokens=[
@@ -46,6 +48,7 @@ def score_groups(handles: Sequence[GroupHandle], cfg: ScoredRolloutConfig) -> li
                 for sample in handle.samples
             ],
             masks=[loss_mask(sample, overlong_filtering=cfg.overlong_filtering) for sample in handle.samples],
+            parts=[[scale_reward(part, cfg.reward_scaling) for part in s.reward_parts] for s in handle.samples],
         )
         for handle in handles
     ]

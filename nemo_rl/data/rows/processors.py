@@ -24,6 +24,9 @@ from nemo_rl.types import DatumSpec, ProcessorFn
 from nemo_rl.utils.registry import find, import_object
 from nemo_rl.utils.task_formats import STOP_STRINGS
 
+TAGS_PROMPT = (
+    "Think first, between <think> and </think>. Then write only the final answer between <answer> and </answer>."
+)
 NUM_STUB_TOKENS = 4  # tokens kept of each message of a prompt that is too long
 
 
@@ -85,6 +88,13 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
 def math_hf_data_processor(row: Row, idx: int) -> PromptParts:
     """The problem; metadata {"ground_truth": answer}."""
     return _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
+
+
+@prompt_processor
+def math_gdpo_data_processor(row: Row, idx: int) -> PromptParts:
+    """As `math_hf_data_processor`; the system prompt asks for `<think>...</think> <answer>...</answer>`."""
+    parts = _question(row["problem"], {"ground_truth": str(row["expected_answer"])})
+    return PromptParts([{"role": "system", "content": TAGS_PROMPT}, *parts.messages], parts.metadata)
 
 
 @prompt_processor
@@ -214,9 +224,11 @@ PROCESSOR_REGISTRY: dict[str, str | Callable[..., Any]] = {
     "episode_processor": episode_processor,
     "math_hf_data_processor": math_hf_data_processor,
     "math_data_processor": math_data_processor,
+    "math_gdpo_data_processor": math_gdpo_data_processor,
     "multichoice_qa_processor": multichoice_qa_processor,
     "retrieval_data_processor": retrieval_data_processor,
     **{name: f"{_EXAMPLE_PROCESSORS}:{name}" for name in ("sft_processor", "pretokenized", "preference_processor")},
+    "helpsteer3_data_processor": f"{_EXAMPLE_PROCESSORS}:preference_processor",
 }
 
 
@@ -233,6 +245,8 @@ def find_processor(name: str, *, of_examples: bool = False) -> Callable[..., Any
     Raises:
         ValueError: if there is none, or one of examples does not take the flags.
     """
+    if name in ("vlm_hf_data_processor", "nemo_gym_data_processor"):
+        raise ValueError(f"processor {name!r} is not supported yet: rows have no images and no agents")
     processor = find(PROCESSOR_REGISTRY, name, "processor")
     if not of_examples:
         if isinstance(processor, str):

@@ -12,11 +12,36 @@ import torch
 
 from nemo_rl.environments.code.sandbox.program import LimitHit, Program, SandboxResult
 from nemo_rl.environments.code.sandbox.sandbox import SandboxPool
-from nemo_rl.environments.config import CodeEnvironmentConfig, ProgramsConfig
-from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
+from nemo_rl.environments.config import CodeEnvironmentConfig, CodeJaccardEnvironmentConfig, ProgramsConfig
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
+from nemo_rl.environments.rewards import response_text
 from nemo_rl.types import LLMMessageLogType
 
 NO_PROGRAM = "There is no program in this turn: write it between <code> and </code>."
+
+
+class CodeJaccardEnvironment(EnvironmentInterface[Any]):
+    """The reward is how many different words the response and `metadata["ground_truth"]` share: common words / all.
+
+    Of a response with a code block only the last block counts. Nothing runs.
+    """
+
+    def __init__(self, cfg: CodeJaccardEnvironmentConfig | Mapping[str, Any]) -> None:
+        CodeJaccardEnvironmentConfig.model_validate(cfg)
+
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        """One turn, then the episode is over."""
+        rewards = []
+        for log, known in zip(message_log_batch, metadata, strict=True):
+            response = response_text(log)
+            blocks = re.findall(r"```\w*\n(.*?)```", response, re.DOTALL)
+            own = set(re.findall(r"\w+", (blocks or [response])[-1]))
+            expected = set(re.findall(r"\w+", known["ground_truth"]))
+            rewards.append(len(own & expected) / max(1, len(own | expected)))
+        return one_turn([f"{reward:.4g}" for reward in rewards], metadata, torch.tensor(rewards))
+
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
+        return batch, {}
 
 
 class CodeMetadata(TypedDict):

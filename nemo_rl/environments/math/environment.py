@@ -10,8 +10,8 @@ import torch
 
 from nemo_rl.environments.config import MathEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
-from nemo_rl.environments.math.verification import Verification, VerifierPool, died
-from nemo_rl.environments.rewards import response_text
+from nemo_rl.environments.math.verification import INTEGER, Verification, VerifierPool, died
+from nemo_rl.environments.rewards import as_boxed, find_answers, format_reward, response_text
 from nemo_rl.types import LLMMessageLogType
 
 
@@ -80,3 +80,24 @@ class MathEnvironment(EnvironmentInterface[MathMetadata]):
     def shutdown(self) -> None:
         """End the verifier processes."""
         self.pool.close()
+
+
+class MathMultiRewardEnvironment(MathEnvironment):
+    """Three rewards of 0 or 1, for `grpo.adv_estimator.name: gdpo`: the answer between `<answer>` and `</answer>` is
+    correct, it is an integer, and the response is `<think>...</think>` and then `<answer>...</answer>`.
+
+    Metrics of a conversation are `correct`, `integer` and `format`.
+    """
+
+    def step(
+        self, message_log_batch: list[LLMMessageLogType], metadata: list[MathMetadata]
+    ) -> EnvironmentReturn[MathMetadata]:
+        """As in mathematics, with rewards [B, 3]."""
+        answers = [find_answers(response_text(log)) for log in message_log_batch]
+        judged = [[{"role": "assistant", "content": as_boxed(found[-1]) if found else ""}] for found in answers]
+        result = super().step(judged, metadata)
+        integer = [float(bool(found) and INTEGER.fullmatch(found[-1].strip()) is not None) for found in answers]
+        form = [format_reward(log, {}) for log in message_log_batch]
+        rewards = torch.stack([result.rewards, torch.tensor(integer), torch.tensor(form)], dim=1)
+        metrics = [dict(zip(("correct", "integer", "format"), row, strict=True)) for row in rewards.tolist()]
+        return result._replace(rewards=rewards, metrics=metrics)

@@ -74,6 +74,49 @@ def test_leave_one_out_and_dr_grpo_by_hand():
     assert leave_one_out.advantages[0] == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
 
 
+@pytest.mark.parametrize("rewards", [[1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.7], [3.0, 1.0, 2.0]])
+def test_the_deviation_of_the_others(rewards):
+    settings = AdvEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=True, std="leave_one_out")
+    found = compute_advantages([group(rewards)], settings).advantages[0]
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        std = 0.0 if len(set(others)) == 1 else float(np.std(others, ddof=1))
+        assert found[i] == pytest.approx((reward - np.mean(others)) / (std + 1e-6 if std else 1.0))
+
+
+def test_two_samples_have_no_deviation_of_the_others():
+    settings = AdvEstimatorConfig(normalize_rewards=True, use_leave_one_out_baseline=True, std="leave_one_out")
+    assert compute_advantages([group([0.0, 1.0])], settings).advantages[0] == [-1.0, 1.0]
+
+
+def parted(*parts: list[float], valid: list[bool] | None = None) -> GroupRewards:
+    valid = valid or [True] * len(parts)
+    rewards = [sum(values) for values in parts]
+    return GroupRewards(rewards=rewards, valid=valid, num_loss_tokens=[10] * len(parts), parts=parts)
+
+
+def test_gdpo_normalises_each_reward_and_then_the_batch():
+    groups = [parted([0.0, 10.0], [1.0, 0.0], [0.0, 0.0]), parted([1.0, 1.0], [1.0, 0.0], [0.0, 0.0])]
+    found = compute_advantages(groups, cfg("gdpo")).advantages
+    want = []
+    for one in groups:
+        columns = np.array(one.parts).T
+        want.append(sum((c - c.mean()) / (c.std(ddof=1) + 1e-6) for c in columns))
+    flat = np.concatenate(want)
+    np.testing.assert_allclose(np.concatenate(found), (flat - flat.mean()) / (flat.std(ddof=1) + 1e-6), atol=1e-12)
+    assert found[0][0] == pytest.approx(found[0][1], rel=1e-5), "10 of one reward is worth 1 of another"
+
+
+def test_gdpo_leaves_failed_samples_out_and_needs_several_rewards():
+    whole = compute_advantages([parted([0.0, 1.0], [1.0, 0.0], [1.0, 1.0])], cfg("gdpo")).advantages[0]
+    failed = parted([0.0, 1.0], [], [1.0, 0.0], [1.0, 1.0], valid=[True, False, True, True])
+    assert compute_advantages([failed], cfg("gdpo")).advantages[0] == [whole[0], 0.0, *whole[1:]]
+    with pytest.raises(ValueError, match=r"found 1\); return rewards \[B, n\], as math_multi_reward does"):
+        compute_advantages([parted([1.0], [0.0])], cfg("gdpo"))
+    with pytest.raises(ValueError, match=r"found 0\)"):
+        compute_advantages([parted([], [])], cfg("gdpo"))
+
+
 def test_failed_samples_get_zero_and_stay_out_of_the_statistics():
     result = compute_advantages([group([1.0, 0.0, 3.0], [True, False, True])], cfg())
     std = math.sqrt(2.0)

@@ -216,7 +216,7 @@ def test_a_config_of_nemo_rl_v0_6_loads(caplog: pytest.LogCaptureFixture) -> Non
         "policy.draft.enabled=true (draft models that train with the policy)",
         "policy.generation.backend=sglang (engines other than vLLM)",
         "policy.precision=float16 (training in float16)",
-        "grpo.adv_estimator.name=gdpo (other estimators of advantages)",
+        "grpo.adv_estimator.name=raw_reward (other estimators of advantages)",
         "data.use_multiple_dataloader=true (several data loaders)",
     ],
 )

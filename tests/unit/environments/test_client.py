@@ -238,9 +238,10 @@ def test_a_dead_actor_is_asked_once_more_and_no_more():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], got \[3\]"),
+        ({"rewards": torch.zeros(3)}, r"'e': rewards must have shape \[1\], or \[1, n\], got \[3\]"),
         ({"rewards": torch.tensor([float("nan")])}, "rewards must be finite"),
-        ({"rewards": torch.zeros(1, 3)}, r"rewards must have shape \[1\], got \[1, 3\].*type: composite"),
+        ({"rewards": torch.zeros(1, 3, 2)}, r"rewards must have shape \[1\], or \[1, n\], got \[1, 3, 2\]"),
+        ({"rewards": torch.zeros(1, 0)}, r"rewards must have shape \[1\], or \[1, n\], got \[1, 0\]"),
         ({"rewards": "high"}, "rewards must be a tensor"),
         ({"terminateds": torch.zeros(1, 2)}, r"terminateds must have shape \[1\]"),
         ({"observations": []}, "observations must be a list of 1, got a list of 0"),
@@ -254,6 +255,12 @@ def test_a_wrong_return_names_environment_and_field(change, message):
     (failure,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
     assert isinstance(failure, EnvironmentFailure)
     assert re.search(message, str(failure))
+
+
+def test_several_rewards_are_kept_and_added_up():
+    actor = FakeActor(lambda logs, metadata: echo(logs, metadata)._replace(rewards=torch.tensor([[0.5, 0.0, 1.0]])))
+    (step,) = asyncio.run(gathered(EnvironmentClient("e", actor, 5), ["a"]))
+    assert (step.reward, step.reward_parts) == (1.5, [0.5, 0.0, 1.0])
 
 
 def test_returns_without_answers_or_with_one_reward_column_are_fine():

@@ -1,0 +1,319 @@
+"""Calls as NeMo RL's users write them, on ours; what ours means differently is refused with a TypeError that names it.
+
+`names.py` says under which module of NeMo RL each of these stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from nemo_rl.algorithms.config.grpo import AdvEstimatorConfig, ClippedPGLossConfig
+from nemo_rl.algorithms.losses.aggregate import divide_by_count
+from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
+from nemo_rl.algorithms.losses.nll import NLLLoss
+from nemo_rl.algorithms.plan.advantages import GroupRewards, centred, compute_advantages, deviation
+from nemo_rl.config.loader import register_omegaconf_resolvers
+from nemo_rl.config.sources import load_tree
+from nemo_rl.data.config import DatasetConfig, PreferenceDatasetConfig
+from nemo_rl.data.datasets.registry import load_rows
+from nemo_rl.data.interfaces import Rows, TaskDataSpec
+from nemo_rl.data.tiny_model import resolve_model
+from nemo_rl.models.policy.config import TokenizerConfig
+from nemo_rl.types import DatumSpec, LLMMessageLogType, LossInputs, LossMetrics, PolicyGradientInputs, ProcessorFn
+from nemo_rl.utils import tokenizer as tokenizers
+
+# Configuration and tokenizer
+
+
+class OverridesError(ValueError):
+    """An override of the command line that cannot be applied."""
+
+
+def load_config(config_path: str | Path) -> DictConfig:
+    """A YAML file with its `defaults`, interpolations unresolved. Our scripts check it: `nemo_rl.config.loader`."""
+    register_omegaconf_resolvers()
+    return OmegaConf.create(load_tree(config_path).values)
+
+
+def parse_hydra_overrides(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """`cfg` with `a.b=1`, `+a.b=1`, `++a.b=1`, `~a.b` applied. OverridesError for a wrong one."""
+    OmegaConf.set_struct(cfg, True)
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config(OverridesParser.create().parse_overrides(overrides), cfg)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise OverridesError(str(error)) from error
+    return cfg
+
+
+def get_tokenizer(tokenizer_config: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """The tokenizer of a section `policy.tokenizer`."""
+    cfg = TokenizerConfig.model_validate(dict(tokenizer_config))
+    return tokenizers.get_tokenizer(cfg.model_copy(update={"name": resolve_model(cfg.name)}))
+
+
+class PY_EXECUTABLES:
+    """Pythons of actors, for Ray's `runtime_env`: the driver's, or one with an extra of this project."""
+
+    SYSTEM = BASE = sys.executable
+    VLLM = f"uv run --extra vllm --directory {Path(__file__).parents[2]}"
+    MCORE = f"uv run --extra mcore --directory {Path(__file__).parents[2]}"
+
+
+# Data
+
+
+class LoadedDataset(NamedTuple):
+    """Rows of a dataset. `val_dataset` are those that `split_validation_size` sets aside."""
+
+    dataset: Rows
+    val_dataset: Rows | None
+    task_name: str
+
+
+def load_response_dataset(data_config: Mapping[str, Any]) -> LoadedDataset:
+    """The rows of a section such as `data.train`."""
+    return _load(DatasetConfig, {"env_name": "", **data_config})
+
+
+def load_preference_dataset(data_config: Mapping[str, Any]) -> LoadedDataset:
+    """The rows of a section such as `data.train` of DPO."""
+    return _load(PreferenceDatasetConfig, data_config)
+
+
+def _load(kind: type[DatasetConfig | PreferenceDatasetConfig], settings: Mapping[str, Any]) -> LoadedDataset:
+    cfg = kind.model_validate({"processor": "default", **settings})
+    return LoadedDataset(*load_rows(cfg), task_name=str(cfg.dataset_name or cfg.data_path))
+
+
+class AllTaskProcessedDataset:
+    """Rows with their processor: `dataset[i]` is a DatumSpec.
+
+    `task_data_processors` is a processor, or for each `task_name` of the rows a pair of specification and processor.
+    """
+
+    def __init__(
+        self,
+        dataset: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        default_task_data_spec: TaskDataSpec,
+        task_data_processors: ProcessorFn | Mapping[str, tuple[TaskDataSpec, ProcessorFn]],
+        max_seq_length: int | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.tokenizer = tokenizer
+        self.spec = default_task_data_spec
+        self.processors = task_data_processors
+        self.max_seq_length = max_seq_length
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, idx: int) -> DatumSpec:
+        row = self.dataset[idx]
+        spec, process = self.spec, self.processors
+        if isinstance(process, Mapping):
+            spec, process = process[row["task_name"]]
+        return process(row, spec, self.tokenizer, self.max_seq_length, idx)
+
+
+def get_keys_from_message_log(message_log: LLMMessageLogType, keys: list[str]) -> LLMMessageLogType:
+    """The messages with those of `keys` that they have."""
+    return [{key: message[key] for key in keys if key in message} for message in message_log]
+
+
+def chunk_list_to_workers(to_chunk: list[Any], num_workers: int) -> list[list[Any]]:
+    """Consecutive parts, one for each worker; the last ones are shorter, or missing, if the list does not divide."""
+    size = -(-len(to_chunk) // num_workers)
+    return [to_chunk[start : start + size] for start in range(0, len(to_chunk), max(1, size))]
+
+
+# Rewards and advantages
+
+
+def calculate_baseline_and_std_per_prompt(
+    prompts: Tensor, rewards: Tensor, valid_mask: Tensor, leave_one_out_baseline: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Baseline and standard deviation of each sample, [B]; a group is the samples with the same row of `prompts`.
+
+    With `leave_one_out_baseline` both are of the other samples. A group of one valid sample has its reward as baseline.
+    """
+    baseline, std = rewards.double().clone(), torch.zeros_like(rewards, dtype=torch.float64)
+    for rows in _groups(prompts):
+        rows = rows[valid_mask[rows] > 0]
+        if len(rows) > 1:
+            group = rewards[rows].double().numpy()
+            baseline[rows] -= torch.from_numpy(centred(group, leave_one_out=leave_one_out_baseline))
+            std[rows] = torch.from_numpy(deviation(group, leave_one_out=leave_one_out_baseline).copy())
+    return baseline.to(rewards.dtype), std.to(rewards.dtype)
+
+
+def _groups(prompts: Tensor) -> list[Tensor]:
+    """Rows of equal prompts, int64 [n] each."""
+    _, group = torch.unique(prompts, dim=0, return_inverse=True)
+    return [torch.nonzero(group == number).flatten() for number in range(int(group.max()) + 1)]
+
+
+def masked_mean(
+    values: Tensor, mask: Tensor, dim: int | None = None, global_normalization_factor: Tensor | float | None = None
+) -> Tensor:
+    """Sum over the mask / its count, or the factor; 0 for an empty mask."""
+    total, count = (values * mask).sum(dim), mask.sum(dim)
+    return divide_by_count(total, count if global_normalization_factor is None else global_normalization_factor)
+
+
+class _Estimator:
+    """An advantage estimator of `grpo.adv_estimator`. `compute_advantage` gives [B, S]."""
+
+    name = ""
+
+    def __init__(self, estimator_config: Mapping[str, Any], loss_config: Mapping[str, Any] | None = None) -> None:
+        given = {"normalize_rewards": True, "use_leave_one_out_baseline": True, **estimator_config, "name": self.name}
+        is_relative = self.name != "reinforce_plus_plus" and given["use_leave_one_out_baseline"]
+        self.cfg = AdvEstimatorConfig.model_validate({"std": "leave_one_out" if is_relative else "group", **given})
+        if loss_config is not None and loss_config.get("use_kl_in_reward"):
+            raise TypeError("the KL in the reward is applied on the workers; see algorithms.plan.advantages.KLInReward")
+
+    def compute_advantage(
+        self,
+        prompt_ids: Tensor,
+        rewards: Tensor,
+        mask: Tensor,
+        repeated_batch: Mapping[str, Tensor] | None = None,
+        **unused: Any,
+    ) -> Tensor:
+        """`prompt_ids` [B, P], equal in a group; `rewards` [B]; `mask` [B, S]; `repeated_batch` has `reward1`, ..."""
+        parts = sorted(key for key in repeated_batch or {} if key.removeprefix("reward").isdigit())
+        groups = [
+            GroupRewards(
+                rewards=rewards[rows].tolist(),
+                valid=[True] * len(rows),
+                num_loss_tokens=mask[rows].sum(-1).int().tolist(),
+                parts=list(zip(*((repeated_batch or {})[key][rows].tolist() for key in parts), strict=True)),
+            )
+            for rows in _groups(prompt_ids)
+        ]
+        found = compute_advantages(groups, self.cfg).advantages
+        result = torch.zeros(len(rewards), dtype=torch.float32)
+        for rows, values in zip(_groups(prompt_ids), found, strict=True):
+            result[rows] = torch.tensor(values, dtype=torch.float32)
+        return result[:, None].expand(mask.shape)
+
+
+class GRPOAdvantageEstimator(_Estimator):
+    name = "grpo"
+
+
+class GDPOAdvantageEstimator(_Estimator):
+    name = "gdpo"
+
+
+class ReinforcePlusPlusAdvantageEstimator(_Estimator):
+    name = "reinforce_plus_plus"
+
+
+Batch = Mapping[str, Tensor]
+
+# Losses: theirs take whole rows and drop the first position, which no token predicts
+
+
+class ClippedPGLossFn:
+    """`ClippedPGLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self.loss = ClippedPGLoss(ClippedPGLossConfig.model_validate(dict(cfg)))
+
+    def __call__(
+        self,
+        data: Batch,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+    ) -> tuple[Tensor, LossMetrics]:
+        inputs = PolicyGradientInputs(
+            **_tokens(data),
+            advantages=data["advantages"][:, 1:],
+            prev_logprobs=data["prev_logprobs"][:, 1:],
+            generation_logprobs=data["generation_logprobs"][:, 1:],
+            reference_policy_logprobs=data["reference_policy_logprobs"][:, 1:],
+        )
+        return self.loss(next_token_logprobs, inputs, global_valid_seqs, global_valid_toks)
+
+
+class NLLLossFn:
+    """`NLLLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
+
+    def __call__(
+        self,
+        data: Batch,
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        next_token_logprobs: Tensor,
+    ) -> tuple[Tensor, LossMetrics]:
+        return NLLLoss()(next_token_logprobs, LossInputs(**_tokens(data)), global_valid_seqs, global_valid_toks)
+
+
+def _tokens(data: Batch) -> dict[str, Tensor]:
+    return {
+        "input_ids": data["input_ids"][:, 1:],
+        "token_mask": data["token_mask"][:, 1:].float(),
+        "sample_mask": data["sample_mask"].float(),
+    }
+
+
+# What ours means differently
+
+
+def _refused(theirs: str, ours: str) -> Callable[..., NoReturn]:
+    def call(*args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(f"{theirs}: {ours}")
+
+    return call
+
+
+def _of_a_run(algorithm: str, module: str) -> Sequence[Callable[..., NoReturn]]:
+    """`setup` and `<algorithm>_train` of an algorithm."""
+    ours = (
+        f"a run is built from its configuration alone; call nemo_rl.algorithms.setup.{module}.run_{algorithm}(config), "
+        "and name your own datasets, processors and environments in it by import path"
+    )
+    return _refused("setup", ours), _refused(f"{algorithm}_train", ours)
+
+
+setup_grpo, grpo_train = _of_a_run("grpo", "grpo")
+setup_ppo, ppo_train = _of_a_run("ppo", "ppo")
+setup_distillation, distillation_train = _of_a_run("distillation", "distillation")
+setup_sft, sft_train = _of_a_run("sft", "supervised")
+setup_dpo, dpo_train = _of_a_run("dpo", "supervised")
+setup_rm, rm_train = _of_a_run("rm", "supervised")
+
+_PAIRS = "compares sums of a column that the policy keeps; use nemo_rl.algorithms.losses.preference"
+DPOLossFn = _refused("DPOLossFn", f"{_PAIRS}.DPOLoss")
+PreferenceLossFn = _refused("PreferenceLossFn", f"{_PAIRS}.PreferenceLoss")
+DistillationLossFn = _refused(
+    "DistillationLossFn", "reads the student's head; use nemo_rl.algorithms.losses.distillation.DistillationLoss"
+)
+setup_response_data = _refused(
+    "setup_response_data",
+    "use nemo_rl.data.rows.setup.setup_data(config.data, config.env)",
+)
+setup_preference_data = _refused("setup_preference_data", "use nemo_rl.data.rows.setup.setup_examples(config.data)")
+configure_generation_config = _refused(
+    "configure_generation_config", "nothing has to be filled in; a run reads policy.generation as it stands"
+)
+run_multi_turn_rollout = _refused(
+    "run_multi_turn_rollout",
+    "use examples/collect_rollouts.py, or nemo_rl.rollouts.episode.run_episode for a sample",
+)
+refit_policy_generation = _refused("refit_policy_generation", "use nemo_rl.refit.sync")

@@ -1,0 +1,162 @@
+"""Names that NeMo RL has elsewhere: `from nemo_rl.environments.utils import register_env` works here too.
+
+One table, and a finder of modules that makes it true: a module of the table that does not exist here consists of the
+table's names, one that exists has them beside its own. A name is imported when it is asked for. New code uses the names
+on the right; editors know only them. `docs/coming-from-nemo-rl.md` shows the table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+_CALLS = "compat.calls"  # short functions around ours, and refusals that name ours
+_LOSSES = {
+    _CALLS: "ClippedPGLossFn NLLLossFn DPOLossFn PreferenceLossFn DistillationLossFn",
+    "algorithms.config.grpo": "ClippedPGLossConfig",
+    "algorithms.config.supervised": "DPOLossConfig",
+    "algorithms.losses.divergence": "calculate_kl",
+    "types": "LossFunction",
+}
+_PACKERS = "ConcatenativePacker FirstFitDecreasingPacker FirstFitShufflePacker ModifiedFirstFitDecreasingPacker"
+
+TABLE: dict[str, dict[str, str]] = {
+    "algorithms.advantage_estimator": {
+        _CALLS: "GRPOAdvantageEstimator ReinforcePlusPlusAdvantageEstimator GDPOAdvantageEstimator"
+    },
+    "algorithms.distillation": {
+        _CALLS: "setup=setup_distillation distillation_train",
+        "algorithms.config.distillation": "MasterConfig=DistillationMasterConfig",
+    },
+    "algorithms.dpo": {
+        _CALLS: "setup=setup_dpo dpo_train",
+        "algorithms.config.supervised": "MasterConfig=DPOMasterConfig",
+    },
+    "algorithms.grpo": {
+        _CALLS: "setup=setup_grpo grpo_train async_grpo_train=grpo_train refit_policy_generation",
+        "algorithms.config.grpo": "MasterConfig=GRPOMasterConfig GRPOConfig",
+    },
+    "algorithms.interfaces": {"types": "LossFunction"},
+    "algorithms.loss": _LOSSES,
+    "algorithms.loss.interfaces": {"types": "LossFunction"},
+    "algorithms.loss.loss_functions": _LOSSES,
+    "algorithms.loss_functions": _LOSSES,
+    "algorithms.ppo": {
+        _CALLS: "setup=setup_ppo ppo_train",
+        "algorithms.config.ppo": "MasterConfig=PPOMasterConfig PPOConfig",
+    },
+    "algorithms.rm": {_CALLS: "setup=setup_rm rm_train", "algorithms.config.supervised": "MasterConfig=RMMasterConfig"},
+    "algorithms.sft": {
+        _CALLS: "setup=setup_sft sft_train",
+        "algorithms.config.supervised": "MasterConfig=SFTMasterConfig",
+    },
+    "algorithms.utils": {
+        _CALLS: "get_tokenizer calculate_baseline_and_std_per_prompt masked_mean",
+        "algorithms.losses.divergence": "calculate_kl",
+        "utils.seeds": "set_seed=seed_everything",
+    },
+    "data.datasets": {
+        _CALLS: "load_response_dataset load_preference_dataset AllTaskProcessedDataset",
+        "data.datasets.registry": "DATASET_REGISTRY",
+    },
+    "data.interfaces": {"types": "DatumSpec LLMMessageLogType TaskDataProcessFnCallable=ProcessorFn"},
+    "data.llm_message_utils": {
+        _CALLS: "get_keys_from_message_log",
+        "data.chat.messages": "add_loss_mask_to_message_log batched_message_log_to_flat_message "
+        "get_formatted_message_log message_log_to_flat_messages",
+    },
+    "data.packing.algorithms": {
+        "data.packing": f"PackingAlgorithm PackingMetrics SequencePacker get_packer {_PACKERS}",
+    },
+    "data.processors": {
+        "data.rows.processors": "PROCESSOR_REGISTRY register_processor math_data_processor math_hf_data_processor "
+        "math_gdpo_data_processor multichoice_qa_processor",
+        "data.rows.example_processors": "sft_processor helpsteer3_data_processor=preference_processor",
+    },
+    "data.utils": {_CALLS: "setup_response_data setup_preference_data"},
+    "distributed.virtual_cluster": {_CALLS: "PY_EXECUTABLES", "utils.config": "ClusterConfig"},
+    "environments.code_environment": {
+        "environments.code.environment": "CodeEnvironment",
+        "environments.config": "CodeEnvConfig=CodeEnvironmentConfig",
+    },
+    "environments.math_environment": {
+        "environments.math.environment": "MathEnvironment MathEnvironmentMetadata=MathMetadata "
+        "MathMultiRewardEnvironment",
+        "environments.config": "MathEnvConfig=MathEnvironmentConfig",
+    },
+    "environments.reward_model_environment": {
+        "environments.reward_model": "RewardModelEnvironment",
+        "environments.config": "RewardModelEnvironmentConfig",
+    },
+    "environments.games.sliding_puzzle": {"environments.sliding_puzzle": "SlidingPuzzleEnv SlidingPuzzleMetadata"},
+    "environments.utils": {
+        _CALLS: "chunk_list_to_workers",
+        "environments.config": "ENV_REGISTRY",
+        "environments.registry": "create_env register_env",
+    },
+    "experience.rollouts": {_CALLS: "run_multi_turn_rollout run_async_multi_turn_rollout=run_multi_turn_rollout"},
+    "models.generation": {_CALLS: "configure_generation_config"},
+    "utils.checkpoint": {"utils.checkpoint.manager": "CheckpointManager"},
+    "utils.config": {
+        _CALLS: "OverridesError load_config load_config_with_inheritance=load_config parse_hydra_overrides",
+        "config.loader": "register_omegaconf_resolvers",
+    },
+}
+"""Module of NeMo RL -> our modules -> names there; `theirs=ours` where the two differ."""
+
+
+def targets(module: str) -> dict[str, str]:
+    """The names of one module of NeMo RL -> `module:name` of ours. All without the leading `nemo_rl.`."""
+    pairs = [(ours, *name.split("=")) for ours, names in TABLE[module].items() for name in names.split()]
+    return {theirs: f"{ours}:{(*same, theirs)[0]}" for ours, theirs, *same in pairs}
+
+
+def install() -> None:
+    """Let `import` know the modules and names of the table."""
+    sys.meta_path.insert(0, _Finder())
+
+
+_ROOT = f"{__name__.partition('.')[0]}."
+# Their packages above modules of the table, such as `experience`.
+_PACKAGES = {name[:i] for name in TABLE for i, letter in enumerate(name) if letter == "."}
+
+
+class _Finder:
+    """A `importlib.abc.MetaPathFinder` for the modules of the table and the packages above them."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        name = fullname.removeprefix(_ROOT)
+        if name == fullname or (name not in TABLE and name not in _PACKAGES):
+            return None
+        found = PathFinder.find_spec(fullname, path)
+        if found is None:
+            return ModuleSpec(fullname, _Loader(fullname, ""), is_package=name in _PACKAGES)
+        if isinstance(found.loader, SourceFileLoader):
+            found.loader = _Loader(fullname, found.loader.path)
+        return found
+
+
+class _Loader(SourceFileLoader):
+    """Executes the file, if there is one, and adds the names of the table."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.path:
+            super().exec_module(module)
+        name = module.__name__.removeprefix(_ROOT)
+        if name in _PACKAGES and "__path__" not in vars(module):
+            vars(module)["__path__"] = []  # a module of ours that is a package of theirs
+        known = targets(name) if name in TABLE else {}
+
+        def find(asked: str) -> Any:
+            if asked not in known:
+                raise AttributeError(f"module {module.__name__!r} has no attribute {asked!r}")
+            ours, _, attribute = known[asked].partition(":")
+            return vars(importlib.import_module(_ROOT + ours))[attribute]
+
+        vars(module)["__getattr__"] = find
