@@ -1,5 +1,5 @@
-"""Module paths and names of NeMo RL lead to ours; see `nemo_rl/compat/names.py`."""
+"""Module paths and names of NeMo RL lead to ours; see `nemo_rl/compat.py`."""
 
-from nemo_rl.compat.names import install
+from nemo_rl.compat import install
 
 install()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl.compat.names import TABLE, targets
+from nemo_rl.compat import TABLE, targets
 from nemo_rl.data.interfaces import TaskDataSpec
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
@@ -39,7 +39,7 @@ from nemo_rl.data.packing.algorithms import get_packer
 from nemo_rl.data.datasets import load_response_dataset, registry
 from nemo_rl.experience.rollouts import run_multi_turn_rollout
 assert nemo_rl.environments.utils.chunk_list_to_workers([1, 2, 3], 2) == [[1, 2], [3]]
-assert functions.NLLLossFn.__module__ == "nemo_rl.compat.calls"
+assert functions.NLLLossFn.__module__ == "nemo_rl.compat_calls"
 assert get_packer("first_fit_decreasing", 10).pack([6, 5, 4]) == [[0, 2], [1]]
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -1,6 +1,6 @@
 """Calls as NeMo RL's users write them, on ours; what ours means differently is refused with a TypeError that names it.
 
-`names.py` says under which module of NeMo RL each of these stands.
+`compat.py` says under which module of NeMo RL each of these stands.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
-_CALLS = "compat.calls"  # short functions around ours, and refusals that name ours
+_CALLS = "compat_calls"  # short functions around ours, and refusals that name ours
 _LOSSES = {
     _CALLS: "ClippedPGLossFn NLLLossFn DPOLossFn PreferenceLossFn DistillationLossFn",
     "algorithms.config.grpo": "ClippedPGLossConfig",
