@@ -239,6 +239,7 @@ WITHOUT_MEANING = (
     *_keys("enabled", "logprob_batch_size", "max_grad_norm", "generation", under="env.reward_model"),
     *_keys("dynamic_batching", "sequence_packing", "reward_model_cfg", under="env.reward_model"),
     *_keys("make_sequence_length_divisible_by", under="env.reward_model"),
+    *_keys("num_workers", under="env.code_jaccard"),
 )
 """Keys that ask for nothing by themselves, whatever they say."""
 

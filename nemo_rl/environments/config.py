@@ -465,8 +465,6 @@ class CodeJaccardEnvironmentConfig(ActorsConfig):
     type: Literal["code_jaccard"] = "code_jaccard"
     """Registry name of the environment."""
 
-    not_yet: ClassVar = (NotYet("num_workers", anything), NotYet("terminate_on_evaluation", one_of(True, None)))
-
 
 class MathEnvironmentConfig(StrictModel):
     """Answers checked by math-verify or as multiple choice, in processes with a time limit."""
