@@ -38,7 +38,9 @@ ROOT = Path(__file__).parents[1]
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """None of its own for named files or tests, whose start would take longer than they do."""
+    """None of its own for named files or tests, whose start would take longer than they do, nor for those on a GPU."""
+    if config.option.markexpr == "gpu":
+        return 0
     named = [argument.split("::")[0].endswith(".py") for argument in config.args]
     return 0 if all(named) else NUM_PROCESSES
 
@@ -47,7 +49,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def kind_of(file: str) -> Literal["runs", "ray", "others"]:
     """Of a file of tests: whole runs, tests of one Ray cluster, or others."""
     text = (ROOT / file).read_text()
-    if "/functional/" in file and ("mark.slow" in text or "mark.over_20s" in text):
+    if ("/functional/" in file or "/gpu/" in file) and ("mark.slow" in text or "mark.over_20s" in text):
         return "runs"
     return "ray" if "ray_local" in text else "others"
 

@@ -1,0 +1,113 @@
+"""Whole runs at tiny size, and what must hold of each: the same on a GPU and, where the run allows it, on a CPU.
+
+A run is the real command line on the configuration of a CPU example; `on("cuda")` adds what puts it on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tests.functional.cli import ROOT, SMALL, Finished
+
+Device = Literal["cpu", "cuda"]
+
+CONFIGS = ROOT / "examples" / "configs"
+BARE = (
+    "grpo.val_period=0",
+    "grpo.val_at_end=false",
+    "checkpointing.enabled=false",
+)
+GRPO = (*SMALL, *BARE, "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8")
+GRPO = (*GRPO, "policy.train_global_batch_size=128", "policy.train_micro_batch_size=32")
+
+ON_A_GPU = ("cluster.gpus_per_node=1",)
+ENGINE_ON_A_GPU = (
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.3",
+    "policy.generation.vllm_cfg.enforce_eager=false",  # compiled, with CUDA graphs that must follow every refit
+)
+LARGEST_ERROR = {"float32": 1.0001, "bfloat16": 1.02}
+"""`train/token_mult_prob_error` of a sound run; on a CPU, float32 is 1.00001."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A run of `examples/run_<script>.py`."""
+
+    script: str = "grpo_math"
+    config: str = "grpo_math_cpu"
+    precision: Literal["float32", "bfloat16"] = "bfloat16"
+    overrides: tuple[str, ...] = ()
+    samples: bool = True
+
+    @property
+    def script_path(self) -> Path:
+        return ROOT / "examples" / f"run_{self.script}.py"
+
+    @property
+    def config_path(self) -> Path:
+        return CONFIGS / f"{self.config}.yaml"
+
+    def on(self, device: Device) -> tuple[str, ...]:
+        """All overrides."""
+        common = (*(GRPO if self.samples else ()), f"policy.precision={self.precision}")
+        if device == "cpu":
+            return (*common, *self.overrides)
+        return (*common, *ON_A_GPU, *(ENGINE_ON_A_GPU if self.samples else ()), *self.overrides)
+
+
+MEGATRON = ("policy.megatron_cfg.transformer_impl={}", "policy.sequence_packing.enabled=true")
+LORA = ("+policy.dtensor_cfg.lora_cfg={enabled: true, dim: 8, refit: adapter}",)
+DRAFTS = (
+    "+policy.generation.vllm_kwargs.speculative_config="
+    "{method: draft_model, model: tiny:arithmetic, num_speculative_tokens: 3}",
+)
+SPLIT = (
+    "policy.generation.colocated={enabled: false, resources: {gpus_per_node: 1}}",
+    "cluster.gpus_per_node=2",
+)
+SFT = ("sft.max_num_steps=30", "sft.val_period=15", "checkpointing.enabled=false", "checkpointing.metric_name=null")
+DPO = ("dpo.max_num_steps=4", "dpo.val_period=2", "checkpointing.enabled=false", "checkpointing.metric_name=null")
+
+# In the order in which they prove most.
+SCENARIOS: dict[str, Scenario] = {
+    "bfloat16": Scenario(overrides=("grpo.max_num_steps=8",)),
+    "float32": Scenario(precision="float32"),
+    "killed engine": Scenario(overrides=("grpo.max_num_steps=12",)),
+    "drafts": Scenario(overrides=DRAFTS),
+    "adapters": Scenario(overrides=LORA),
+    "fp8": Scenario(overrides=("policy.generation.vllm_cfg.precision=fp8",)),
+    "resumed": Scenario(overrides=("checkpointing.enabled=true", "checkpointing.metric_name=null")),
+    "megatron": Scenario(config="grpo_math_megatron_cpu", overrides=(MEGATRON[0].format("local"), MEGATRON[1])),
+    "transformer engine": Scenario(
+        config="grpo_math_megatron_cpu", overrides=(MEGATRON[0].format("transformer_engine"), MEGATRON[1])
+    ),
+    "own workers": Scenario(overrides=("policy.generation.backend=hf",)),
+    "split": Scenario(overrides=SPLIT),
+    "sft": Scenario(script="sft", config="sft_cpu", overrides=SFT, samples=False),
+    "dpo": Scenario(script="dpo", config="dpo_cpu", overrides=DPO, samples=False),
+}
+
+
+def values(finished: Finished, name: str) -> list[float]:
+    """A metric of every step that has it. The run must have ended well."""
+    assert finished.status == 0, finished.output[-6000:]
+    found = [row[name] for row in finished.metrics if name in row]
+    assert found, f"no step has {name}"
+    return found
+
+
+def agrees_at_every_step(finished: Finished, largest: float, *, num_steps: int) -> None:
+    """Trainer and engine gave the same probabilities after every refit, and no token passed the controller."""
+    errors = values(finished, "train/token_mult_prob_error")
+    assert len(errors) == num_steps and max(errors) <= largest, errors
+    assert max(values(finished, "performance/controller_token_bytes")) == 0
+    gradients = values(finished, "train/grad_norm")
+    assert min(gradients) > 0, "the weights moved, so a refit that did nothing would show"
+
+
+def falls(curve: Sequence[float], to: float) -> None:
+    """The last value is at most `to` of the first."""
+    assert curve[-1] <= to * curve[0], curve

@@ -1,0 +1,158 @@
+"""Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
+
+The device "cpu" runs the same functions; one of them by default, the others with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig
+from nemo_rl.config.loader import load_config
+from tests.functional.cli import Finished, end, run, run_until
+from tests.functional.test_faults import processes_below
+from tests.gpu.scenarios import LARGEST_ERROR, SCENARIOS, Device, agrees_at_every_step, falls, values
+
+pytestmark = pytest.mark.timeout(600)
+
+ON_A_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
+LONG = pytest.mark.over_20s("the functions of this file on a whole run, without a GPU")
+ON_BOTH = [*ON_A_GPU, pytest.param("cpu", marks=pytest.mark.slow)]
+needs_fp8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8 before Ada and Hopper"
+)
+
+
+def finished(folder: Path, name: str, device: Device, *more: str) -> Finished:
+    scenario = SCENARIOS[name]
+    return run(folder, *scenario.on(device), *more, script=scenario.script_path, config=scenario.config_path)
+
+
+# -- what a colocated run rests on
+
+
+@pytest.mark.parametrize("device", [*ON_A_GPU, pytest.param("cpu", marks=LONG)])
+def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> None:
+    """In bfloat16, compiled and with CUDA graphs: a graph that read old weights would sample with old probabilities."""
+    num_steps = 8 if device == "cuda" else 2
+    done = finished(tmp_path, "bfloat16", device, f"grpo.max_num_steps={num_steps}")
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=num_steps)
+    assert f"refit over packed_{'ipc' if device == 'cuda' else 'shm'}" in done.output
+    rewards = values(done, "train/reward")
+    assert device == "cpu" or sum(rewards[-3:]) > sum(rewards[:3]), rewards
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, device: Device) -> None:
+    first, second = (finished(tmp_path / name, "float32", device) for name in ("first", "second"))
+    agrees_at_every_step(first, LARGEST_ERROR["float32"], num_steps=4)
+    for name in ("train/reward", "train/mean_gen_tokens_per_sample", "train/total_num_tokens"):
+        assert values(first, name)[0] == values(second, name)[0], name
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) -> None:
+    scenario = SCENARIOS["killed engine"]
+    process = run_until(
+        tmp_path, "step 3/12", *scenario.on(device), script=scenario.script_path, config=scenario.config_path
+    )
+    below = processes_below(process.pid)
+    os.kill(next(pid for pid, (_, command) in below.items() if "EngineCore" in command), signal.SIGKILL)
+    done = end(process, tmp_path)
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=12)
+    assert "restarting generation-" in done.output
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
+    """The drafts of the policy's first weights are mostly accepted; those of random weights hardly ever."""
+    done = finished(tmp_path, "drafts", device)
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
+    assert values(done, "train/generation/spec_acceptance_rate")[0] > 0.5
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_adapters_travel_alone_after_the_first_sync(tmp_path: Path, device: Device) -> None:
+    done = finished(tmp_path, "adapters", device)
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
+    assert "after the first sync the adapters alone" in done.output
+
+
+@needs_fp8
+@pytest.mark.gpu
+def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
+    agrees_at_every_step(finished(tmp_path, "fp8", "cuda"), 1.1, num_steps=4)
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
+    scenario = SCENARIOS["resumed"]
+    overrides, place = scenario.on(device), {"script": scenario.script_path, "config": scenario.config_path}
+    process = run_until(tmp_path, "step 3/4", *overrides, **place)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    again = run(tmp_path, *overrides, **place)
+    agrees_at_every_step(again, LARGEST_ERROR["bfloat16"], num_steps=2)
+    assert "step_2 after step 2" in again.output and [row["step"] for row in again.metrics] == [3, 4]
+
+
+# -- the other backends
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_megatron_without_transformer_engine(tmp_path: Path, device: Device) -> None:
+    agrees_at_every_step(finished(tmp_path, "megatron", device), LARGEST_ERROR["bfloat16"], num_steps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="Transformer Engine is needed")
+def test_megatron_with_transformer_engine(tmp_path: Path) -> None:
+    agrees_at_every_step(finished(tmp_path, "transformer engine", "cuda"), LARGEST_ERROR["bfloat16"], num_steps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+def test_generation_on_a_gpu_of_its_own(tmp_path: Path) -> None:
+    done = finished(tmp_path, "split", "cuda")
+    agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
+    assert "refit over packed_collective" in done.output
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_the_policys_own_workers_sample(tmp_path: Path, device: Device) -> None:
+    agrees_at_every_step(finished(tmp_path, "own workers", device), LARGEST_ERROR["bfloat16"], num_steps=4)
+
+
+# -- training from rows
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_sft_learns(tmp_path: Path, device: Device) -> None:
+    falls(values(finished(tmp_path, "sft", device), "train/loss"), 0.8)
+
+
+@pytest.mark.parametrize("device", ON_BOTH)
+def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
+    """Policy and reference are the same weights in the same kernels, so bfloat16 changes nothing here."""
+    losses = values(finished(tmp_path, "dpo", device), "train/preference_loss")
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3) and losses[-1] < losses[0] - 0.01, losses
+
+
+# -- without a GPU
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_is_a_configuration_that_loads(name: str) -> None:
+    scenario = SCENARIOS[name]
+    models = {"grpo_math": GRPOMasterConfig, "sft": SFTMasterConfig, "dpo": DPOMasterConfig}
+    config = load_config(models[scenario.script], scenario.config_path, scenario.on("cuda"))
+    assert config.cluster.use_gpus and config.policy.precision == scenario.precision
+    assert not getattr(config.policy, "generation", None) or not config.policy.generation.vllm_cfg.enforce_eager
