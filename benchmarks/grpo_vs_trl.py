@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_WARMUP_STEPS = 2
+ENGINE_MEMORY = 0.4  # of a GPU, on both sides
 
 
 def parse() -> argparse.Namespace:
@@ -36,8 +37,9 @@ def parse() -> argparse.Namespace:
         action="store_true",
         help="the tiny model before its warm-up: it hardly ever stops, so completions reach the limit",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: vLLM on both sides, bfloat16")
     parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help="a folder; default: the tiny model")
     return parser.parse_args()
 
 
@@ -45,6 +47,8 @@ def model_directory(args: argparse.Namespace, folder: Path) -> str:
     """The model both sides load."""
     from nemo_rl.data.tiny_model import RECIPES, build_tiny_tokenizer, build_untrained_model, resolve_model
 
+    if args.model is not None:
+        return args.model
     if not args.untrained:
         return str(resolve_model("tiny:arithmetic"))
     tokenizer = build_tiny_tokenizer()
@@ -52,6 +56,23 @@ def model_directory(args: argparse.Namespace, folder: Path) -> str:
     build_untrained_model(RECIPES["arithmetic"], tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def devices_of(args: argparse.Namespace) -> list[str]:
+    """Our keys for the devices, and for micro-batches on them."""
+    if args.device == "cpu":
+        return [
+            f"cluster.cpu_workers_per_node={args.workers}",
+            f"policy.train_micro_batch_size={args.micro_batch // args.workers}",
+        ]
+    return [
+        "cluster.gpus_per_node=1",
+        "policy.precision=bfloat16",
+        f"policy.train_micro_batch_size={args.micro_batch}",
+        "+policy.sequence_packing={enabled: true, train_mb_tokens: 8192}",
+        f"policy.generation.vllm_cfg.gpu_memory_utilization={ENGINE_MEMORY}",
+        "policy.generation.vllm_cfg.enforce_eager=false",
+    ]
 
 
 def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[float, float]]:
@@ -62,7 +83,7 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
         "--config",
         str(ROOT / "examples" / "configs" / "grpo_math_cpu.yaml"),
         f"policy.model_name={model}",
-        f"cluster.cpu_workers_per_node={args.workers}",
+        *devices_of(args),
         f"grpo.num_prompts_per_step={args.prompts}",
         f"grpo.num_generations_per_prompt={args.generations}",
         f"grpo.max_num_steps={args.steps + NUM_WARMUP_STEPS}",
@@ -70,7 +91,6 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
         "grpo.val_at_start=false",
         "grpo.val_at_end=false",
         f"policy.train_global_batch_size={args.prompts * args.generations}",
-        f"policy.train_micro_batch_size={args.micro_batch // args.workers}",
         f"policy.generation.max_new_tokens={args.max_new_tokens}",
         f"policy.max_total_sequence_length={args.max_new_tokens + 48}",
         "checkpointing.enabled=false",
@@ -132,8 +152,13 @@ def trl_main(args: argparse.Namespace) -> None:
 
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
-        bf16=False,
+        use_cpu=args.device == "cpu",
+        bf16=args.device == "cuda",
+        use_vllm=args.device == "cuda",
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=ENGINE_MEMORY,
+        vllm_enable_sleep_mode=args.device == "cuda",
+        vllm_max_model_length=args.max_new_tokens + 48,
         gradient_checkpointing=False,
         per_device_train_batch_size=args.micro_batch,
         gradient_accumulation_steps=samples // args.micro_batch,
