@@ -294,6 +294,19 @@ def test_poll_does_nothing_while_an_engine_is_replaced():
     assert group.generations == [["engine, started again"]]
 
 
+def test_an_engine_that_does_not_start_is_tried_once():
+    collector, starts = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")})), []
+
+    def restart() -> list[str]:
+        starts.append("engine")
+        raise error(WorkerError, "generation-0-0", "RuntimeError")
+
+    collector.restart_generation = restart
+    with pytest.raises(WorkerError, match="generation-0-0 failed"):
+        played(collector, 5, 2)
+    assert starts == ["engine"]
+
+
 def test_the_device_is_free_while_an_engine_is_replaced():
     collector = OverFakes(FakeGroup(failures={2: error(WorkerError, "rollout-0", "EngineDied")}))
     moves: list[str] = []
