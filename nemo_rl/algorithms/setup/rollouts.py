@@ -34,7 +34,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.environments.config import AnyEnvironmentConfig, LLMJudgeEnvironmentConfig, named_sections, sections_of
 from nemo_rl.environments.registry import create_envs, wait_for_envs
-from nemo_rl.models.generation.hf import HfGeneration, SharedWeights
+from nemo_rl.models.generation.hf import HfGeneration
 from nemo_rl.models.generation.interfaces import GENERATION
 from nemo_rl.models.generation.vllm.generation import VllmGeneration
 from nemo_rl.models.policy.lm_policy import Policy, SelfGeneratingPolicy
@@ -323,8 +323,8 @@ def start_self_generation(
     start_own_policy: Callable[[], Policy],
     training: Devices,
     devices: Devices,
-) -> tuple[Policy, HfGeneration, SharedWeights]:
-    """Start a policy that generates with its own workers. Weights need no transfer."""
+) -> tuple[Policy, HfGeneration, HfGeneration]:
+    """Start a policy that generates with its own workers. Its weights need no transfer: generation is its own sync."""
     policy = start_own_policy()
     assert isinstance(policy, SelfGeneratingPolicy) and devices is training
     generation = HfGeneration(
@@ -335,9 +335,8 @@ def start_self_generation(
     )
     stack.callback(generation.shutdown)
     training.accelerator.register_alias(GENERATION, policy.name_prefix, on_release=generation.rest)
-    weights = SharedWeights(generation)
-    weights.prepare()
-    return policy, generation, weights
+    generation.prepare()
+    return policy, generation, generation
 
 
 def sections_to_start(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[str]) -> dict[str, AnyEnvironmentConfig]:

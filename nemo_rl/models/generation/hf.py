@@ -37,7 +37,10 @@ class GeneratingPolicy(Protocol):
 
 
 class HfGeneration(GenerationInterface):
-    """Generation by the workers of `policy`, through one `HfWorker` actor."""
+    """Generation by the workers of `policy`, through one `HfWorker` actor.
+
+    It replaces `Refit` too: the weights are the policy's, so a sync only sets their version.
+    """
 
     def __init__(
         self,
@@ -56,10 +59,20 @@ class HfGeneration(GenerationInterface):
 
         super().__init__(1, start, name_prefix)
 
-    def connect_policy(self) -> None:
+    def prepare(self) -> None:
         """Prepare the policy's current workers and send requests to them from now on."""
         self._policy.prepare_generation()
         self._send_ranks()
+
+    def announce(self) -> None: ...
+
+    def sync(self, version: int) -> dict[str, float]:
+        """Stamp later samples with `version`. Returns `sync_s`, and zeros for the other metrics of a refit."""
+        started = time.perf_counter()
+        self.rest()
+        self.finish_weight_update(version)
+        no_transfer = dict.fromkeys(("gather_s", "pack_s", "bytes", "num_buckets"), 0.0)
+        return {"sync_s": time.perf_counter() - started} | no_transfer
 
     def _send_ranks(self) -> None:
         self._call_all("use", self._policy.generating_workers, self._policy.data_coordinates)
@@ -80,27 +93,6 @@ class HfGeneration(GenerationInterface):
     def restart_worker(self, index: int) -> None:
         super().restart_worker(index)
         self._send_ranks()
-
-
-class SharedWeights:
-    """Replaces `Refit` if policy and generation are the same workers: a sync only sets the weight version."""
-
-    def __init__(self, generation: HfGeneration) -> None:
-        self.generation = generation
-
-    def prepare(self) -> None:
-        """Connect to the policy's workers. Call again after workers were replaced."""
-        self.generation.connect_policy()
-
-    def announce(self) -> None: ...
-
-    def sync(self, version: int) -> dict[str, float]:
-        """Stamp later samples with `version`. Returns `sync_s`, and zeros for the other metrics of a refit."""
-        started = time.perf_counter()
-        self.generation.rest()
-        self.generation.finish_weight_update(version)
-        no_transfer = dict.fromkeys(("gather_s", "pack_s", "bytes", "num_buckets"), 0.0)
-        return {"sync_s": time.perf_counter() - started} | no_transfer
 
 
 class HfWorker:
