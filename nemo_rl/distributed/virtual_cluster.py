@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -39,6 +40,9 @@ def init_ray(log_dir: str | None = None) -> None:
     A local cluster has no dashboard and a bounded object store, and ends with this process. `log_dir` gets a link `ray`
     to the logs of Ray and of every worker. Workers do not inherit the driver's environment: a worker group passes the
     variables that it is given.
+
+    Raises:
+        ValueError: if the cluster cannot be joined, with the remedy.
     """
     if ray.is_initialized():
         return
@@ -48,10 +52,25 @@ def init_ray(log_dir: str | None = None) -> None:
         address = find_bootstrap_address(None)  # from the file that `ray start` writes
         if address not in find_gcs_addresses():
             address = None  # that cluster is gone
-    if address is None:
+    if address in (None, "local"):
         start_local_ray()
     else:
-        dashboard = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING).dashboard_url
+        host, _, port = address.rpartition(":")
+        try:
+            if port.isdigit():  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), timeout=10).close()
+            dashboard = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING).dashboard_url
+        except OSError as error:
+            reason = f"it does not answer ({error})"
+            if "InvalidAuthToken" in str(error.__cause__):
+                reason = (
+                    "this process does not have its token. Set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the "
+                    "cluster's token file (~/.ray/auth_token on the node that started it)"
+                )
+            raise ValueError(
+                f"cannot join the Ray cluster at {address}: {reason}. RAY_ADDRESS=local starts a cluster of this "
+                "machine alone"
+            ) from error
         url = f"http://{dashboard}" if dashboard else "none (start Ray with --include-dashboard=true)"
         logger.info("joined the Ray cluster at %s; dashboard: %s", address, url)
     if log_dir is not None:

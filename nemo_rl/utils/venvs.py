@@ -16,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from nemo_rl.utils.files import file_lock
 logger = logging.getLogger(__name__)
 
 _STAMP = ".nemo_rl_stamp.json"
-_NUM_LINES_KEPT = 60
+_NUM_LINES_SHOWN = 40
 _NODE_BUILD_TIMEOUT_S = 3600.0
 _NETWORK_WORDS = ("error sending request", "dns error", "timed out", "connection", "network", "failed to fetch")
 
@@ -179,7 +178,7 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
     command = [uv, "sync", "--extra", extra, "--no-default-groups", "--compile-bytecode", "--python", sys.executable]
     env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     env["UV_PROJECT_ENVIRONMENT"] = str(path)
-    lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
+    lines: list[str] = []
     process = subprocess.Popen(
         command,
         cwd=project_root,
@@ -192,8 +191,8 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
     assert process.stderr is not None
     try:
         for line in process.stderr:
-            lines.append(line.rstrip())
             if not line.startswith(" +"):  # about two hundred lines, one per package
+                lines.append(line.rstrip())
                 logger.info("uv: %s", line.rstrip())
         returncode = process.wait()
     except BaseException:
@@ -201,13 +200,15 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
         process.wait()
         raise
     if returncode != 0:
-        raise VenvBuildError(_failure_message(extra, project_root, path, list(lines), returncode))
+        raise VenvBuildError(_failure_message(extra, project_root, path, lines, returncode))
 
 
 def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str], returncode: int) -> str:
     starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("error", "\N{MULTIPLICATION SIGN}"))]
     words = lines[starts[0] :] if starts else lines[-15:]
     text = "\n".join(words).lower()
+    if len(words) > _NUM_LINES_SHOWN:  # the first lines name the package, the last ones the error of its build
+        words = [*words[:10], "...", *words[10 - _NUM_LINES_SHOWN :]]
     advice = "see uv's message above"
     if "wheel" in text and "platform" in text:
         advice = "the package has no wheel for this platform: use a machine it is built for, or another extra"

@@ -110,8 +110,8 @@ def scored_sequences(
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     """Right-pad tensors [T, ...] with zeros to [B, length, ...]."""
     out = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)
-    for row, tensor in zip(out, tensors, strict=True):
-        row[: len(tensor)] = tensor
+    for row, tensor in enumerate(tensors):
+        out[row, : len(tensor)] = tensor
     return out
 
 
