@@ -57,6 +57,8 @@ def dump_config(config: BaseModel) -> str:
 def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
     problems: list[Problem] = []
     translator = Translator(tree)
+    if of_another := translator.other_algorithm(model.model_fields):
+        raise ConfigError(of_another)
     translator.old_forms()
     fill_defaults(model, tree.values)
     if overrides:

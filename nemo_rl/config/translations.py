@@ -84,6 +84,7 @@ class Value:
     value: Any
     reason: str
     only_theirs: bool = False  # in a file that has other keys of NeMo RL; elsewhere it is a mistake
+    is_default: bool = False  # where the file does not state the key, which NeMo RL does not have
 
 
 _DDP, _PEFT = "megatron_cfg.distributed_data_parallel_config", "dtensor_cfg.lora_cfg"
@@ -126,6 +127,13 @@ VALUES = (
         "false: it comes with overlap_grad_reduce, and changes no result",
         only_theirs=True,
     ),
+    Value(
+        "model.megatron_cfg.recompute_granularity",
+        "megatron_cfg.recompute_granularity and not megatron_cfg.activation_checkpointing",
+        None,
+        "null: nothing is recomputed without activation_checkpointing",
+        only_theirs=True,
+    ),
     Value("model.megatron_cfg.scheduler.lr_decay_style", _NO_DECAY, "constant", "constant, as min_lr is lr"),
     Value(
         "model.megatron_cfg.moe_token_dispatcher_type",
@@ -142,6 +150,22 @@ VALUES = (
     *(
         Value("model.sequence_packing.algorithm", f"sequence_packing.algorithm={old}", new, f"{old} is {new} today")
         for old, new in _PACKING.items()
+    ),
+    Value(
+        "model.scheduler_step_per",
+        "scheduler_step_per=optimizer_step",
+        "train_call",
+        "train_call: NeMo RL's scheduler steps once in each training step",
+        only_theirs=True,
+        is_default=True,
+    ),
+    Value(
+        "grpo.adv_estimator.std",
+        "grpo.adv_estimator.normalize_rewards and grpo.adv_estimator.use_leave_one_out_baseline",
+        "leave_one_out",
+        "leave_one_out: NeMo RL divides by the standard deviation of the other samples",
+        only_theirs=True,
+        is_default=True,
     ),
     Value(
         "grpo.batch_multiplier",
@@ -174,6 +198,23 @@ VALUES = (
         only_theirs=True,
     ),
 )
+
+DIFFERENCES = {
+    "grpo.reward_shaping.enabled and not grpo.reward_shaping.stop_properly_penalty_coef": (
+        "grpo.reward_shaping",
+        "the overlong penalty of NeMo RL grows beyond max_response_length, and here it stays at its largest there",
+    ),
+    "eval.metric=cons@k": ("eval.metric", "NeMo RL gives a tied vote to the first answer, and here each has its share"),
+}
+"""Condition -> (key, what differs from NeMo RL at equal keys): remarks about its files."""
+
+MULTIPLE_CHOICE = {
+    "gpqa": "english_multichoice",
+    "mmlu_pro": "english_multichoice",
+    "mmlu_": "multilingual_multichoice",
+    "mmlu": "english_multichoice",
+}
+"""Beginning of the name of an evaluation set -> `verifier_type` that judges its answers; the first that fits."""
 
 # -- Keys that this library does not have.
 

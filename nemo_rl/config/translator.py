@@ -19,10 +19,12 @@ from nemo_rl.config.sources import SourcedTree
 from nemo_rl.config.translations import (
     ALIASES,
     DATASET_NAMES,
+    DIFFERENCES,
     FEATURES,
     IGNORED,
     LOOPS,
     MOVED,
+    MULTIPLE_CHOICE,
     NULL_IS_THE_DEFAULT,
     OF_ALL_DATASETS,
     OF_ONE_DATASET,
@@ -91,6 +93,14 @@ class Translator:
         if dotted(path) not in keys:
             keys.append(dotted(path))
 
+    def other_algorithm(self, sections: Collection[str]) -> list[Problem]:
+        """A problem if the file is for another algorithm than the one whose configuration has `sections`."""
+        others = [name for name in (*LOOPS, "eval") if name in self.tree.values and name not in sections]
+        if not others or any(name in self.tree.values for name in (*LOOPS, "eval") if name in sections):
+            return []
+        text = f"this file is for another script: examples/run_{others[0]}.py"
+        return [Problem((others[0],), text, self.tree.location((others[0],)))]
+
     # Old forms
 
     def old_forms(self) -> None:
@@ -106,9 +116,11 @@ class Translator:
                     self.remark(path, "null means the default")
         loop = next((name for name in LOOPS if name in values), None)
         for _, path in places("model.megatron_cfg.scheduler.lr_decay_iters", values):
-            if self.tree.get(path) is None and loop is not None:
+            if self.tree.get(path) is None and loop is not None and values[loop].get("max_num_steps") != -1:
                 self._put(path, f"${{{loop}.max_num_steps}}")
                 self.remark(path, f"null means the steps of the run ({loop}.max_num_steps)")
+            elif self.tree.get(path) is None:
+                self.tree.delete(path)
         for _, path in places("checkpointing.metric_name", values):
             parts = re.fullmatch(r"(val|train)_(\w+)", str(self.tree.get(path)))
             if parts is not None:
@@ -150,8 +162,8 @@ class Translator:
             self.remark(("env", "sliding_puzzle_game"), "its boards are data.train and data.validation today")
         for key in OF_ALL_DATASETS:
             if key in data:
-                self._move(("data", key), ("data", "default", key), f"data.default.{key} today")
-        whole = "one dataset for all is data.train and data.validation today"
+                self._move(("data", key), ("data", "default", key), "a key of data.default today")
+        whole = "a key of data.train today, beside data.validation"
         flat = [key for key in (*OF_ONE_DATASET, "train_data_path", "val_data_path") if key in data]
         if "dataset_name" in flat:
             name = DATASET_NAMES.get(data["dataset_name"], data["dataset_name"])
@@ -223,17 +235,55 @@ class Translator:
         lacking = [feature for feature in FEATURES if feature.name in asking]
         problems = [self._lacking(feature.name, asking[feature.name]) for feature in lacking]
         self.decided = [section for feature in lacking for section in feature.decides]
-        theirs = bool(self.remarks) or any(path in self.tree.locations for path in dropped)
+        theirs = bool(self.remarks or dropped)
         for row in VALUES:
             for section, path in places(row.key, values):
-                if (theirs or not row.only_theirs) and self._holds(row.when, section):
+                applies = (theirs or not row.only_theirs) and not (row.is_default and path in self.tree.locations)
+                if applies and self._holds(row.when, section):
                     self._put(path, row.value)
                     if not any(path[: len(at)] == at for at in off):
                         self.remark(path, row.reason)
+        if theirs or self.remarks:
+            self._saves()
+            self._verifier()
+            for condition, (key, text) in DIFFERENCES.items():
+                if self._holds(condition, ()):
+                    self.remark(tuple(key.split(".")), text)
         for path in dropped:
             if path in self.tree:  # and not gone with the section around it
                 self.tree.delete(path)
         return problems
+
+    def _saves(self) -> None:
+        """NeMo RL saves at any step and ranks checkpoints by any metric, those without a validation, too."""
+        saves = self.tree.values.get("checkpointing")
+        loop = next((self.tree.values[name] for name in LOOPS if name in self.tree.values), None)
+        if not isinstance(saves, dict) or not isinstance(loop, dict) or not saves.get("enabled"):
+            return
+        ranks = str(saves["metric_name"]).startswith("val:")
+        save_period, val_period = saves["save_period"], loop.get("val_period")
+        if not ranks or not isinstance(save_period, int) or not isinstance(val_period, int):
+            return
+        if val_period == 0:
+            self._put(("checkpointing", "metric_name"), None)
+            self.remark(("checkpointing", "metric_name"), "null: without validation checkpoints are ranked by age")
+        elif save_period % val_period and saves["keep_top_k"] is not None:
+            period = -(-save_period // val_period) * val_period
+            self._put(("checkpointing", "save_period"), period)
+            text = f"{period} in place of {save_period}: a checkpoint is ranked by the validation of its step"
+            self.remark(("checkpointing", "save_period"), text)
+
+    def _verifier(self) -> None:
+        """An evaluation has one math environment, which judges the dataset, whatever its `verifier_type`."""
+        values = self.tree.values
+        if "eval" not in values:
+            return
+        name = str(values["data"].get("dataset_name"))
+        kind = next((kind for start, kind in MULTIPLE_CHOICE.items() if name.startswith(start)), "math")
+        judges = [path for _, path in places("environment.verifier_type", values)]
+        if len(judges) == 1 and self.tree.get(judges[0]) != kind:
+            self._put(judges[0], kind)
+            self.remark(judges[0], f"{kind}: the answers of {name}")
 
     def _foreign(self, row: Foreign, keys: Collection[str]) -> Iterator[KeyPath]:
         for _, path in places(row.key, self.tree.values):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.supervised import DPOMasterConfig, SFTMasterConfig, SupervisedMasterConfig
 from nemo_rl.config.errors import ConfigError
-from nemo_rl.config.loader import load_config
+from nemo_rl.config.loader import build_config, load_config
+from nemo_rl.config.rules import _CLAUSE
+from nemo_rl.config.translations import DIFFERENCES, USED, VALUES
+from nemo_rl.evals.config import EvalMasterConfig
+from tests.unit.config.run_configs import MINIMAL, problems_of
 
 V0_5 = """\
 grpo: {num_prompts_per_step: 32, num_generations_per_prompt: 16, max_val_samples: null, val_period: 10}
@@ -110,6 +117,220 @@ def test_a_file_that_trains_with_megatron(tmp_path: Path, caplog: pytest.LogCapt
     assert config.data.train[0].dataset_name == "OpenMathInstruct-2"
     assert config.data.max_input_seq_length == policy.max_total_sequence_length
     assert "policy.generation.vllm_cfg.distributed_executor_backend: has no effect" in remarks_of(caplog)
+
+
+THEIRS = {"policy": {"generation_batch_size": 32}}
+"""A key that only NeMo RL has."""
+MEGATRON = {"megatron_cfg": {"enabled": True}, "dtensor_cfg": {"enabled": False}}
+DDP = {"distributed_data_parallel_config": {"overlap_param_gather": True, "overlap_grad_reduce": False}}
+
+
+def merged(tree: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    result = copy.deepcopy(tree)
+    for change in changes:
+        for key, value in change.items():
+            both = isinstance(value, dict) and isinstance(result.get(key), dict)
+            result[key] = merged(result[key], value) if both else value
+    return result
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "value"),
+    [
+        ({"grpo": {"val_period": -1}}, "grpo.val_period", 0),
+        ({"grpo": {"val_period": -1}}, "checkpointing.metric_name", None),
+        ({"grpo": {"num_val_generations_per_prompt": 4}}, "grpo.val_num_generations_per_prompt", 4),
+        ({"grpo": {"val_period": 15}}, "checkpointing.save_period", 15),
+        ({"grpo": {"batch_multiplier": 2}}, "grpo.batch_multiplier", 1.0),
+        ({"checkpointing": {"metric_name": "val_reward"}}, "checkpointing.metric_name", "val:reward"),
+        ({"checkpointing": {"is_async": True}}, "checkpointing.async_save", True),
+        ({"data_plane": {"enabled": True}}, "policy.scheduler_step_per", "train_call"),
+        ({"policy": {"max_grad_norm": 0}}, "policy.max_grad_norm", None),
+        ({"policy": {"hf_config_overrides": None}}, "policy.hf_config_overrides", {}),
+        (
+            {"policy": {"dtensor_cfg": {"automodel_kwargs": {"backend": {"attn": "te"}}, "sequence_parallel": True}}},
+            "policy.dtensor_cfg.sequence_parallel",
+            False,
+        ),
+        (
+            {"policy": {"dtensor_cfg": {"lora_cfg": {"match_all_linear": False, "exclude_modules": ["*.out_proj"]}}}},
+            "policy.dtensor_cfg.lora_cfg.match_all_linear",
+            True,
+        ),
+        (
+            {"policy": merged(MEGATRON, {"megatron_cfg": {"optimizer": {"clip_grad": 0.0}}})},
+            "policy.max_grad_norm",
+            None,
+        ),
+        (
+            {"policy": merged(MEGATRON, {"megatron_cfg": DDP})},
+            "policy.megatron_cfg.distributed_data_parallel_config.overlap_param_gather",
+            False,
+        ),
+        (
+            {"policy": merged(MEGATRON, {"megatron_cfg": {"recompute_granularity": "full"}})},
+            "policy.megatron_cfg.recompute_granularity",
+            None,
+        ),
+        (
+            {"policy": merged(MEGATRON, {"megatron_cfg": {"optimizer": {"lr": 1e-6, "min_lr": 1e-6}}})},
+            "policy.megatron_cfg.scheduler.lr_decay_style",
+            "constant",
+        ),
+        (
+            {"policy": MEGATRON, "checkpointing": {"model_save_format": "safetensors"}},
+            "checkpointing.model_save_format",
+            "torch_save",
+        ),
+        (
+            {"policy": {"sequence_packing": {"enabled": True, "fuse_loss": True, "algorithm": "modified_ffd"}}},
+            "policy.sequence_packing.algorithm",
+            "modified_first_fit_decreasing",
+        ),
+        ({"env": {"math": {"verifier_type": "multichoice"}}}, "env.math.verifier_type", "english_multichoice"),
+    ],
+)
+def test_each_value_of_the_table(change: dict[str, Any], key: str, value: Any) -> None:
+    config = build_config(GRPOMasterConfig, merged(MINIMAL, THEIRS, change))
+    found: Any = config
+    for part in key.split("."):
+        found = found[part] if isinstance(found, dict) else getattr(found, part)
+    assert found == value
+
+
+def test_what_is_a_mistake_in_our_own_files_stays_one() -> None:
+    assert "there is one" not in problems_of("policy.dtensor_cfg.sequence_parallel=true")
+    assert "is no multiple" in problems_of("grpo.val_period=15")
+
+
+@pytest.mark.parametrize(
+    ("model", "section", "data", "train", "validation"),
+    [
+        (
+            SFTMasterConfig,
+            "sft",
+            {"dataset_name": "squad", "add_generation_prompt": False},
+            {"dataset_name": "squad"},
+            [{"dataset_name": "squad", "split": "validation"}],
+        ),
+        (
+            SFTMasterConfig,
+            "sft",
+            {
+                "dataset_name": "openai_format",
+                "train_data_path": "a.jsonl",
+                "val_data_path": "b.jsonl",
+                "chat_key": "c",
+            },
+            {"dataset_name": "openai_format", "data_path": "a.jsonl", "chat_key": "c"},
+            [{"dataset_name": "openai_format", "data_path": "b.jsonl", "chat_key": "c"}],
+        ),
+        (
+            SFTMasterConfig,
+            "sft",
+            {"dataset_name": "openmathinstruct2", "output_key": "generated_solution", "prompt_file": "p.txt"},
+            {"dataset_name": "OpenMathInstruct-2", "output_key": "generated_solution", "split_validation_size": 0.05},
+            None,
+        ),
+        (
+            DPOMasterConfig,
+            "dpo",
+            {"dataset_name": "HelpSteer3", "env_name": None},
+            {"dataset_name": "HelpSteer3"},
+            [{"dataset_name": "HelpSteer3", "split": "validation"}],
+        ),
+    ],
+)
+def test_rows_to_learn_from_in_the_old_form(
+    model: type[SupervisedMasterConfig],
+    section: str,
+    data: dict[str, Any],
+    train: dict[str, Any],
+    validation: list[dict[str, Any]] | None,
+) -> None:
+    policy, checkpointing = {"model_name": "m", "train_global_batch_size": 8}, {"metric_name": "val_loss"}
+    config = build_config(model, {section: {}, "policy": policy, "data": data, "checkpointing": checkpointing})
+    (found,) = config.examples.train
+    assert train.items() <= found.model_dump().items()
+    sets = (
+        None
+        if config.examples.validation is None
+        else [rows.model_dump() for _, rows in config.examples.validation_sets]
+    )
+    assert (sets is None) == (validation is None)
+    for wanted, rows in zip(validation or [], sets or [], strict=True):
+        assert wanted.items() <= rows.items()
+    assert config.checkpointing.metric_name == "val:val_loss"
+
+
+def test_a_sliding_puzzle_has_its_boards() -> None:
+    puzzle = {"sliding_puzzle_game": {"cfg": {"game_config": {"size": 4, "shuffle_moves": 6}, "max_moves": 30}}}
+    tree = merged(MINIMAL, {"grpo": {"max_rollout_turns": 50}, "data": {"add_system_prompt": False}})
+    config = build_config(GRPOMasterConfig, {**tree, "env": puzzle})
+    assert [rows.dataset_name for rows in config.data.train] == ["sliding_puzzle"]
+    assert config.data.train[0].kwargs == {"size": 4, "shuffle_moves": 6}
+    assert config.data.train[0].env_name == "sliding_puzzle_game"
+
+
+def test_an_evaluation_judges_as_its_dataset_asks() -> None:
+    tree = {
+        "eval": {"pass_k_value": 1},
+        "generation": {"model_name": "m", "vllm_cfg": {"async_engine": False}},
+        "tokenizer": {},
+        "data": {"dataset_name": "gpqa"},
+        "env": {"math": {"num_workers": 8}},
+    }
+    config = build_config(EvalMasterConfig, tree)
+    assert config.environment_of(config.data) == "math"
+    assert config.eval.k_value == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "lines"),
+    [
+        (
+            {
+                "env": {"should_use_nemo_gym": True, "nemo_gym": {"uv_venv_dir": "${oc.env:NOT_SET}/gym"}},
+                "data": {"train": {"data_path": "${oc.env:NOT_SET}/a"}, "default": {"dataset_name": "NemoGymDataset"}},
+            },
+            ["(NeMo-Gym)"],
+        ),
+        (
+            {"policy": {"quant_cfg": "a", "quant_batch_size": 1, "generation": {"quant_cfg": "a"}}},
+            ["(quantisation-aware training)"],
+        ),
+        ({"env": {"geometry3k": {"num_workers": 1}}}, ["(models of pictures, video and sound)"]),
+        (
+            {
+                "policy": {
+                    "draft": {"enabled": True},
+                    "generation": {"vllm_kwargs": {"speculative_config": {"method": "eagle3"}}},
+                },
+                "grpo": {"advantage_clip_low": -1, "advantage_clip_high": 1},
+            },
+            ["(draft models that train with the policy)", "(bounds on advantages)"],
+        ),
+    ],
+)
+def test_one_line_for_each_missing_feature(change: dict[str, Any], lines: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_config(GRPOMasterConfig, merged(MINIMAL, change))
+    messages = [problem.message for problem in error.value.problems]
+    assert len(messages) == len(lines)
+    for line in lines:
+        assert sum(message.startswith("not supported yet: ") and message.endswith(line) for message in messages) == 1
+
+
+def test_a_file_of_another_algorithm_names_its_script() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^distillation: this file is for another script: examples/run_distillation.py$"
+    ):
+        build_config(GRPOMasterConfig, {"distillation": {}, "teacher": {}, "loss_fn": {"gold_loss": True}})
+
+
+def test_every_condition_of_the_table_can_be_read() -> None:
+    conditions = [row.when for row in VALUES] + [*USED.values(), *DIFFERENCES]
+    assert all(_CLAUSE.fullmatch(clause) for condition in conditions for clause in condition.split(" and "))
 
 
 def test_a_typo_in_what_is_switched_off_is_an_error(tmp_path: Path) -> None:
