@@ -86,7 +86,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             if isinstance(report, pytest.TestReport):
                 folders[report.nodeid.split("::")[0].rpartition("/")[0]] += report.duration
                 tests[report.nodeid] += report.duration
-                why[report.nodeid] = dict(report.user_properties).get("over_20s", why.get(report.nodeid, ""))
+                told = {"over_20s": "slow"} if "slow" in report.keywords else dict(report.user_properties)
+                why[report.nodeid] = told.get("over_20s", why.get(report.nodeid, ""))
     if not tests:
         return
     terminalreporter.section("seconds per folder")
