@@ -67,7 +67,7 @@ def _build(model: type[M], tree: SourcedTree, overrides: Sequence[str]) -> M:
         fill_defaults(model, tree.values)
     keys = known_keys(model, tree.values)
     unresolved = SourcedTree(tree.values)
-    tree.values = _resolve(tree, problems)
+    tree.values = resolve(tree, problems)
     lacking = translator.settle(set(keys))
     problems += lacking
     try:
@@ -102,7 +102,7 @@ def register_omegaconf_resolvers() -> None:
         OmegaConf.register_new_resolver(name, lambda a, b, function=function: function(a, b), replace=True)
 
 
-def _resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
+def resolve(tree: SourcedTree, problems: list[Problem]) -> dict[str, Any]:
     """The values with every `${...}` replaced; what cannot be resolved becomes a problem."""
     register_omegaconf_resolvers()
     _refuse_malformed(tree, tree.values, (), problems)

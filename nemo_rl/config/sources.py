@@ -123,6 +123,13 @@ def load_tree(path: str | Path, children: tuple[Path, ...] = ()) -> SourcedTree:
 
     `children`: the files that inherit from this one.
     """
+    tree, own = load_parents(path, children)
+    tree.merge(own)
+    return tree
+
+
+def load_parents(path: str | Path, children: tuple[Path, ...] = ()) -> tuple[SourcedTree, SourcedTree]:
+    """(the parents of a YAML file, merged; what the file itself says). Errors as in `load_tree`."""
     path = Path(path)
     if path.resolve() in children:
         chain = " -> ".join(str(child) for child in (*children, path.resolve()))
@@ -140,8 +147,7 @@ def load_tree(path: str | Path, children: tuple[Path, ...] = ()) -> SourcedTree:
         if not parent_path.is_file():
             raise ConfigError([Problem((PARENTS_KEY,), f"no such file: {parent_path}", line)])
         tree.merge(load_tree(parent_path, (*children, path.resolve())))
-    tree.merge(own)
-    return tree
+    return tree, own
 
 
 def _read(path: Path) -> SourcedTree:

@@ -133,14 +133,18 @@ class Translator:
             else:
                 self._datasets()
 
+    def place(self, path: KeyPath) -> Location:
+        """Where the key, or a section around it, was written."""
+        return self.tree.location(path) or _TRANSLATED
+
     def _put(self, path: KeyPath, value: Any) -> None:
-        self.tree.put(path, value, self.tree.location(path) or _TRANSLATED)
+        self.tree.put(path, value, self.place(path))
 
     def _move(self, old: KeyPath, new: KeyPath, text: str) -> None:
         """Move a key, unless its new place is taken by a key that was written after it."""
-        location = self.tree.location(old) or _TRANSLATED
-        if new not in self.tree.locations or location.line is None:
-            self.tree.put(new, self.tree.get(old), location)
+        written = {path: number for number, path in enumerate(self.tree.locations)}
+        if new not in self.tree or written.get(new, -1) < written.get(old, -1):
+            self.tree.put(new, self.tree.get(old), self.place(old))
             self.moves[old] = new
         self.tree.delete(old)
         self.remark(old, text)
@@ -180,7 +184,10 @@ class Translator:
     def _validation_set(self, name: str, columns: dict[str, Any]) -> None:
         """The rows that validate, beside the training dataset `name`: as NeMo RL chose them."""
         data = self.tree.values["data"]
-        if "validation" in data or "train" in data or "val_data_paths" in data:
+        train = data.get("train", {})
+        if not isinstance(train, dict) or not {"dataset_name", "split_validation_size"}.isdisjoint(train):
+            return
+        if data.get("validation") is not None or "val_data_paths" in data:
             return
         if "val_data_path" in data:
             self._put(("data", "validation"), {"dataset_name": name, **columns})
