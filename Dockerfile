@@ -12,9 +12,10 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m pip install --no-cache-dir --break-system-packages uv
 
-# Ubuntu's images have a user 1000 already. A login shell, which KubeRay starts, finds `ray` in /usr/local/bin.
+# Ubuntu's images have a user 1000 already. /tmp/uv is a cache below and must still be writable when it is not. A login
+# shell, which KubeRay starts, finds `ray` in /usr/local/bin.
 RUN id -nu 1000 || useradd --create-home --uid 1000 nemo \
-    && install -d -o 1000 -g 1000 /opt/nemo-rl /opt/python \
+    && install -d -o 1000 -g 1000 /opt/nemo-rl /opt/python /tmp/uv \
     && ln -s /opt/nemo-rl/.venv/bin/ray /usr/local/bin/ray
 USER 1000
 WORKDIR /opt/nemo-rl
