@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, PretrainedConfig
+from transformers import DeepseekV3Config, PretrainedConfig, Qwen3MoeConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
@@ -27,6 +27,7 @@ CONFIGS = {
     "grpo_math_70B_megatron": 26,
     "grpo_math_qwen30ba3b_megatron": 38,
     "recipes/llm/grpo-deepseek-v3-32n8g": 35,
+    "recipes/llm/grpo-qwen3-235ba22b-24n8g": 34,
 }
 """GB on each GPU while it trains, as the files say."""
 
@@ -53,10 +54,25 @@ DEEPSEEK = DeepseekV3Config(
     max_position_embeddings=163840,
     tie_word_embeddings=False,
 )
+QWEN3_235B = Qwen3MoeConfig(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    moe_intermediate_size=1536,
+    num_hidden_layers=94,
+    num_attention_heads=64,
+    num_key_value_heads=4,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    norm_topk_prob=True,
+    max_position_embeddings=40960,
+)
 
 
 def model_of(config: GRPOMasterConfig) -> PretrainedConfig:
-    return {**MODELS, "unsloth/DeepSeek-V3-bf16": DEEPSEEK}[config.policy.model_name]
+    more = {"unsloth/DeepSeek-V3-bf16": DEEPSEEK, "Qwen/Qwen3-235B-A22B": QWEN3_235B}
+    return {**MODELS, **more}[config.policy.model_name]
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
@@ -173,6 +189,11 @@ def size_of(weights: WeightMap) -> int:
     """Parameters of the whole model."""
     sources = [source for entry in weights.entries for source in entry.sources if not entry.is_buffer]
     return sum(math.prod(source.shape) for source in sources)
+
+
+def test_qwen3_235b_has_the_published_size() -> None:
+    path = ROOT / "examples" / "configs" / "recipes" / "llm" / "grpo-qwen3-235ba22b-24n8g.yaml"
+    assert size_of(weights_of(path)) == pytest.approx(235e9, rel=0.002)
 
 
 def test_deepseek_v3_has_the_published_size() -> None:

@@ -1,6 +1,6 @@
 """Every recipe: its placement by the command's own --dry-run, and its layout against the model's published sizes.
 
-Those that train with Megatron are in test_megatron_configs.py.
+Those that train with Megatron are in test_megatron_configs.py, those of methods in test_methods.py.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nemo_rl.models.policy.layout import ParallelSizes
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "run_grpo_math.py"
-WITH_MEGATRON = {"grpo-deepseek-v3-32n8g"}
+WITH_MEGATRON = {"grpo-deepseek-v3-32n8g", "grpo-qwen3-235ba22b-24n8g"}
 RECIPES = [
     path
-    for path in sorted((ROOT / "examples" / "configs" / "recipes").rglob("*.yaml"))
+    for path in sorted((ROOT / "examples" / "configs" / "recipes" / "llm").glob("*.yaml"))
     if path.stem not in WITH_MEGATRON
 ]
 

@@ -1,0 +1,133 @@
+"""Recipes of methods: each dry-runs, has the numbers of its paper, and a twin that a machine without a GPU can run."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.config.supervised import SFTMasterConfig
+from nemo_rl.algorithms.plan.batch import token_budgets
+from nemo_rl.config.loader import load_config
+from nemo_rl.config.sources import load_tree
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "examples" / "configs"
+RECIPES = sorted((CONFIGS / "recipes" / "methods").glob("*.yaml"))
+# What is not a run of run_grpo_math.py: script, configuration and the twin that is there already.
+OTHERS: dict[str, tuple[str, type, str]] = {
+    "sft-megatron-llama3.1-8b-1n8g": ("run_sft", SFTMasterConfig, "sft_megatron_cpu.yaml"),
+    "distillation-megatron-qwen3-1.7b-1n8g": (
+        "run_distillation",
+        DistillationMasterConfig,
+        "distillation_math_megatron_cpu.yaml",
+    ),
+}
+GRPO = [path for path in RECIPES if path.stem not in OTHERS]
+
+# The rest of a recipe is about models, machines and lengths, which a twin has from grpo_math_cpu.yaml.
+METHOD_KEYS = (
+    *("normalize_rewards", "use_leave_one_out_baseline", "adv_estimator", "use_dynamic_sampling", "batch_multiplier"),
+    *("overlong_filtering", "reward_shaping", "reward_scaling"),
+)
+
+
+def twin(recipe: Path) -> dict[str, Any]:
+    """The method of a GRPO recipe on the tiny model: sections that go on top of grpo_math_cpu.yaml."""
+    values = load_tree(recipe).values
+    grpo = {key: value for key, value in values["grpo"].items() if key in METHOD_KEYS}
+    sections: dict[str, Any] = {"defaults": str(CONFIGS / "grpo_math_cpu.yaml"), "grpo": grpo}
+    sections["loss_fn"] = dict(values["loss_fn"])
+    needs_reference = sections["loss_fn"]["reference_policy_kl_penalty"] > 0
+    grpo["skip_reference_policy_logprobs_calculation"] = not needs_reference
+    if "reward_shaping" in grpo:
+        grpo["reward_shaping"] |= {"max_response_length": 16, "overlong_buffer_length": 4}
+    if "length_normalizer" in sections["loss_fn"]:
+        sections["loss_fn"]["length_normalizer"] = 16
+    return sections
+
+
+def test_the_promised_methods_have_recipes() -> None:
+    names = " ".join(path.stem for path in RECIPES)
+    promised = (
+        "deepscaler-1.5b-8k deepscaler-1.5b-16k deepscaler-1.5b-24k dapo gspo prorlv2 reinforce-plus-plus dr-grpo"
+    )
+    promised += " fp8-rollouts long-context-64k reward-model sft-megatron distillation-megatron"
+    assert [name for name in promised.split() if name not in names] == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_dry_runs(recipe, capsys, monkeypatch) -> None:
+    script = ROOT / "examples" / f"{OTHERS.get(recipe.stem, ('run_grpo_math',))[0]}.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--config", str(recipe), "--dry-run"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(script), run_name="__main__")
+    assert exit_.value.code == 0
+    assert "layout on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", GRPO, ids=lambda path: path.stem)
+def test_lengths_and_budgets_leave_room(recipe) -> None:
+    config = load_config(GRPOMasterConfig, recipe)
+    train, logprobs = token_budgets(config.policy)
+    assert config.policy.max_total_sequence_length <= train <= logprobs
+    assert config.data.max_input_seq_length <= config.policy.max_total_sequence_length // 2
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    assert samples % config.policy.train_global_batch_size == 0
+    assert config.checkpointing.checkpoint_dir == f"results/{recipe.stem}"
+
+
+@pytest.mark.parametrize("recipe", GRPO, ids=lambda path: path.stem)
+def test_a_twin_loads_with_the_method_of_its_recipe(recipe, tmp_path) -> None:
+    (tmp_path / "twin.yaml").write_text(yaml.safe_dump(twin(recipe)))
+    small, large = load_config(GRPOMasterConfig, tmp_path / "twin.yaml"), load_config(GRPOMasterConfig, recipe)
+    assert small.policy.model_name == "tiny:arithmetic"
+    assert small.loss_fn.model_copy(update={"length_normalizer": None}) == large.loss_fn.model_copy(
+        update={"length_normalizer": None}
+    )
+    assert small.grpo.adv_estimator == large.grpo.adv_estimator
+    assert small.grpo.use_dynamic_sampling == large.grpo.use_dynamic_sampling
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_twins_load(name) -> None:
+    _, model, twin_file = OTHERS[name]
+    assert load_config(model, CONFIGS / twin_file).cluster.gpus_per_node == 0
+
+
+def grpo(name: str) -> GRPOMasterConfig:
+    (path,) = [path for path in RECIPES if path.stem.startswith(name)]
+    return load_config(GRPOMasterConfig, path)
+
+
+def test_deepscaler_has_the_published_stages() -> None:
+    stages = [grpo(f"deepscaler-1.5b-{length}k") for length in (8, 16, 24)]
+    assert [stage.grpo.max_num_steps for stage in stages] == [1040, 480, 230]
+    assert [stage.policy.train_global_batch_size for stage in stages] == [128 * 8, 128 * 16, 128 * 16]
+    assert [stage.policy.max_total_sequence_length for stage in stages] == [8192, 16384, 24576]
+    for before, after in pairwise(stages):
+        steps = before.grpo.max_num_steps
+        assert before.checkpointing.save_consolidated
+        assert after.policy.model_name.startswith(f"{before.checkpointing.checkpoint_dir}/step_{steps}/")
+
+
+def test_methods_have_the_numbers_of_their_papers() -> None:
+    dapo = grpo("dapo")
+    assert (dapo.loss_fn.ratio_clip_min, dapo.loss_fn.ratio_clip_max) == (0.2, 0.28)
+    assert dapo.grpo.num_prompts_per_step * 16 == 16 * dapo.policy.train_global_batch_size, "16 optimizer steps"
+    assert dapo.grpo.reward_shaping.max_response_length == 16384 + dapo.grpo.reward_shaping.overlong_buffer_length
+    gspo = grpo("gspo")
+    assert (gspo.loss_fn.ratio_clip_min, gspo.loss_fn.ratio_clip_max) == (3e-4, 4e-4)
+    assert gspo.loss_fn.sequence_level_importance_ratios and not gspo.loss_fn.token_level_loss
+    dr_grpo = grpo("dr-grpo")
+    assert dr_grpo.loss_fn.length_normalizer == dr_grpo.policy.generation.max_new_tokens
+    assert not dr_grpo.grpo.normalize_rewards
+    assert grpo("reinforce").loss_fn.use_kl_in_reward
+    assert grpo("prorlv2").grpo.reward_shaping.stop_properly_penalty_coef == 0.0
