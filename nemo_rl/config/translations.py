@@ -440,7 +440,7 @@ FEATURES = (
     ),
     Feature(
         "several data loaders",
-        _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader", "data.custom_dataloader"),
+        _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
         decides=("data",),
     ),
     Feature("teachers inside GRPO", _keys("on_policy_distillation", neutral=switched_off)),

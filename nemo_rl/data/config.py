@@ -129,6 +129,9 @@ class DataSection(StrictModel):
     shuffle: bool = True
     """Shuffle the training rows, anew in each epoch."""
 
+    custom_dataloader: str | None = None
+    """Import path (`pkg.module:name`) of what orders the training rows in place of `PromptDataLoader`; null: that."""
+
 
 MAX_PERIOD = 100_000  # prompts; a schedule of that length is made in a quarter of a second
 
@@ -341,6 +344,8 @@ class ExampleSection(DataSection, Generic[D]):
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if len({dataset.streaming for dataset in self.train}) > 1:
             yield "train", "mixes streamed datasets with others: set streaming to the same value in all of them"
+        if self.custom_dataloader is not None and any(dataset.streaming for dataset in self.train):
+            yield "custom_dataloader", "streamed rows have an order of their own; set it to null, or streaming to false"
         names = [name for name, _ in self.validation_sets]
         if any(dataset.split_validation_size > 0 for dataset in self.train):
             names.append(DEFAULT_VALIDATION_SET)

@@ -27,7 +27,7 @@ from nemo_rl.algorithms.setup.rollout_parts import sampling_params, worker_setti
 from nemo_rl.algorithms.trainers.rollout_recorder import check_record, check_record_folder, record_identity
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, prompt_loader
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.distributed.accelerator import Accelerator
@@ -78,7 +78,8 @@ def prepare_rollouts(config: RolloutMasterConfig, own_identity: Mapping[str, Any
     model = prepare_model(config.policy, config.checkpointing)
     data = setup_data(config.data, config.env)
     check_environments(config.env, data.task_to_env.values(), starts=rollout.replay_from is None)
-    prompts = PromptDataLoader(
+    prompts = prompt_loader(
+        config.data.custom_dataloader,
         data.train,
         rollout.num_prompts_per_batch,
         shuffle=config.data.shuffle,

@@ -25,7 +25,7 @@ from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
 from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, prepare_model
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource
+from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource, prompt_loader
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
 from nemo_rl.data.rows.setup import ExampleSetup, setup_examples
 from nemo_rl.data.rows.streaming import StreamedPrompts
@@ -86,7 +86,7 @@ def prepare(config: SupervisedMasterConfig) -> SupervisedInputs:
     order = {"shuffle": data.shuffle, "seed": loop.seed, "size_key": "policy.train_global_batch_size"}
     prompts: PromptSource
     if isinstance(setup.train, PromptDataset):
-        prompts = PromptDataLoader(setup.train, batch_size, **order)
+        prompts = prompt_loader(data.custom_dataloader, setup.train, batch_size, **order)
     else:
         prompts = StreamedPrompts(setup.train, batch_size, **order)
     identity = {

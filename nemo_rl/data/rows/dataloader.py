@@ -21,6 +21,7 @@ import xxhash
 from nemo_rl.data.config import whole_weights
 from nemo_rl.data.interfaces import Row, Rows
 from nemo_rl.types import Prompt
+from nemo_rl.utils.registry import import_object
 
 MAX_HASHED_ROWS = 10_000
 
@@ -195,9 +196,7 @@ class PromptDataLoader(PromptSource):
         size, per_epoch = self.num_prompts_per_step, len(self.dataset)
         if self.drop_last:
             per_epoch -= per_epoch % size
-        order = np.arange(len(self.dataset))
-        if self.shuffle and self.mixed is None:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        order = self.order()
         while self.batches_done < len(self):
             positions = range(self.batches_done * size, min((self.batches_done + 1) * size, per_epoch))
             if self.mixed is None:
@@ -213,8 +212,34 @@ class PromptDataLoader(PromptSource):
             if is_last:
                 return
 
+    def order(self) -> np.ndarray:
+        """Numbers of the prompts in the order of this epoch, int64 [len(dataset)]; unused where parts have weights.
+
+        A subclass may choose another one, from `dataset`, `seed` and `epoch` alone, so that a resumed run continues it.
+        """
+        if self.shuffle:
+            return np.random.default_rng([self.seed, self.epoch]).permutation(len(self.dataset))
+        return np.arange(len(self.dataset))
+
     def fingerprint(self) -> dict[str, Any]:
         return self.dataset.fingerprint()
+
+
+def prompt_loader(path: str | None, dataset: PromptDataset, num_prompts: int, **options: Any) -> PromptDataLoader:
+    """`PromptDataLoader`, or what `path`, the value of `data.custom_dataloader`, makes of the same arguments.
+
+    Raises:
+        ValueError: it cannot be imported, or does not make a `PromptDataLoader`.
+    """
+    if path is None:
+        return PromptDataLoader(dataset, num_prompts, **options)
+    loader = import_object(path, "data.custom_dataloader")(dataset, num_prompts, **options)
+    if not isinstance(loader, PromptDataLoader):
+        raise ValueError(
+            f"data.custom_dataloader={path!r} made a {type(loader).__name__}; it must make a subclass of "
+            "nemo_rl.data.rows.dataloader.PromptDataLoader, whose position a checkpoint keeps"
+        )
+    return loader
 
 
 def schedule(weights: Sequence[int]) -> np.ndarray:

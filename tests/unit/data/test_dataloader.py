@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from nemo_rl.data.config import DataConfig, DatasetConfig, prompt_tasks, whole_weights
-from nemo_rl.data.rows.dataloader import MixedOrder, NamedRows, PromptDataLoader, PromptDataset
+from nemo_rl.data.rows.dataloader import MixedOrder, NamedRows, PromptDataLoader, PromptDataset, prompt_loader
 from nemo_rl.data.rows.setup import setup_data
 
 
@@ -55,6 +55,35 @@ def test_the_order_depends_on_the_seed_and_not_on_global_state():
     assert take(PromptDataLoader(make_dataset(), 4, seed=1), 3) == take(PromptDataLoader(make_dataset(), 4, seed=1), 3)
     assert take(PromptDataLoader(make_dataset(), 4, seed=1), 3) != take(PromptDataLoader(make_dataset(), 4, seed=2), 3)
     assert take(PromptDataLoader(make_dataset(), 4, shuffle=False), 1) == [["d:0", "d:1", "d:2", "d:3"]]
+
+
+def test_a_loader_of_your_own_decides_the_order_and_resumes():
+    """examples/custom_dataloader.py: prompts of one to three digits, short ones first."""
+    options = {"shuffle": True, "seed": 1, "size_key": "grpo.num_prompts_per_step"}
+    path = "examples.custom_dataloader:ShortFirst"
+    loader = prompt_loader(path, make_dataset(240), 8, **options)
+    whole = take(loader, 30)
+    lengths = [sum(len(prompt) for prompt in batch) for batch in whole]
+    assert lengths[0] < lengths[10] < lengths[29]
+    assert sorted(prompt for batch in whole for prompt in batch) == sorted(f"d:{i}" for i in range(240))
+    assert whole[:3] != take(prompt_loader(path, make_dataset(240), 8, **{**options, "seed": 2}), 3)
+    resumed, first = (prompt_loader(path, make_dataset(240), 8, **options) for _ in range(2))
+    take(first, 7)
+    resumed.load_state_dict(first.state_dict())
+    assert take(resumed, 23) == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere.order:Loader", "no module 'nowhere' can be imported from here"),
+        ("builtins:slice", "made a slice; it must make a subclass of"),
+        ("examples.custom_dataloader:LongFirst", "has no 'LongFirst'"),
+    ],
+)
+def test_what_is_no_loader_is_refused(path, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_loader(path, make_dataset(), 4)
 
 
 def test_a_state_of_other_data_is_refused_with_the_differences():

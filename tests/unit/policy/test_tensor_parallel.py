@@ -34,7 +34,7 @@ from nemo_rl.models.policy.dtensor.lora import apply_lora
 from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
 from nemo_rl.models.policy.dtensor.model import materialize
 from nemo_rl.models.policy.dtensor.optimizer import clip_grad_norm
-from nemo_rl.models.policy.dtensor.tensor_parallel import apply_tensor_parallel, check_tensor_parallel
+from nemo_rl.models.policy.dtensor.tensor_parallel import apply_tensor_parallel, check_tensor_parallel, user_plan
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.pretrained import build_on_meta
 from nemo_rl.models.policy.weight_loading import local_index
@@ -352,6 +352,14 @@ CONFIGS = {
 def check(family: str, size: int = 2, *, split: bool = False, plan: str | None = None, **changes: Any) -> None:
     settings = DTensorConfig(tensor_parallel_size=size, sequence_parallel=split, custom_parallel_plan=plan)
     check_tensor_parallel(config_of(family, **changes), settings)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_the_plan_in_the_examples_is_the_one_of_transformers(family):
+    hf = build_on_meta(config_of(family), torch.float32)
+    own = user_plan(hf, "examples.custom_parallel:plan", "custom_parallel_plan")
+    theirs = {name: word for name, word in dict(hf.tp_plan).items() if ".layers." in name}
+    assert dict(own) == theirs
 
 
 def test_a_model_that_can_be_cut_is_let_through():
