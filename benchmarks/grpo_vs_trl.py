@@ -1,22 +1,31 @@
 """Completion tokens per second of a whole GRPO step, against TRL's GRPOTrainer, in one run.
 
-Both sides have the same tiny model, prompts, samples per step, micro-batch, completion limit, optimizer and threads,
-verify answers and update the weights. Start-up and the first steps are not counted. Prints the ratio on the last line.
+Both sides have the same model, prompts, samples per step, micro-batch, completion limit, optimizer and threads, verify
+answers and update the weights. They run in turn `--repeats` times; start-up and the first steps are not counted. Prints
+the rates of each pair, and the median of the paired ratios on the last line.
 
-    uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py --prompts 32 --generations 8 --steps 10
+    uv run --extra cpu --group bench benchmarks/grpo_vs_trl.py [OPTIONS]
+
+    (none)                                                                          trained, 4 tokens
+    --untrained --max-new-tokens 64                                                 0.36M parameters, 64 tokens
+    --hidden 512 --layers 8 --prompts 8 --max-new-tokens 192                        18M parameters, 192 tokens
+    --hidden 512 --layers 8 --prompts 8 --max-new-tokens 1024 --mean-tokens 128     a long tail
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_WARMUP_STEPS = 2
@@ -32,12 +41,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="counted steps, after the first two")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--workers", type=int, default=2, help="our training ranks and engines, one thread each")
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="small, so that lengths stay the same")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each side, in turn")
     parser.add_argument(
         "--untrained",
         action="store_true",
         help="the tiny model before its warm-up: it hardly ever stops, so completions reach the limit",
     )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: vLLM on both sides, bfloat16")
+    parser.add_argument("--hidden", type=int, help="an untrained model of this width")
+    parser.add_argument("--layers", type=int, default=2, help="layers of an untrained model")
+    parser.add_argument(
+        "--mean-tokens", type=int, help="an untrained model that ends with probability 1 / MEAN_TOKENS at each token"
+    )
     parser.add_argument("--side", choices=["both", "trl"], default="both", help=argparse.SUPPRESS)
     parser.add_argument("--model", help="a folder; default: the tiny model")
     return parser.parse_args()
@@ -49,11 +65,15 @@ def model_directory(args: argparse.Namespace, folder: Path) -> str:
 
     if args.model is not None:
         return args.model
-    if not args.untrained:
+    if not args.untrained and args.hidden is None and args.mean_tokens is None:
         return str(resolve_model("tiny:arithmetic"))
     tokenizer = build_tiny_tokenizer()
+    recipe = replace(RECIPES["arithmetic"], hidden_size=args.hidden or 128, num_layers=args.layers)
+    model = build_untrained_model(recipe, tokenizer)
+    if args.mean_tokens is not None:
+        model = with_end_bias(model, args.mean_tokens)
     path = folder / "untrained"
-    build_untrained_model(RECIPES["arithmetic"], tokenizer).save_pretrained(path)
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
 
@@ -75,6 +95,31 @@ def devices_of(args: argparse.Namespace) -> list[str]:
     ]
 
 
+def with_end_bias(model: Any, mean_tokens: int) -> Any:
+    """The untrained `model` with another head, in which the end token has probability 1 / `mean_tokens` everywhere.
+
+    The head has no bias. The first hidden dimension takes its place: the embedding writes the same number for each
+    token, no layer writes to it, and only the end token's row of the head reads it.
+    """
+    import torch
+
+    config, embedding = model.config, model.model.embed_tokens.weight
+    config.tie_word_embeddings = False
+    head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    with torch.no_grad():
+        embedding[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0.0
+            layer.mlp.down_proj.weight[0] = 0.0
+        head.weight.normal_(std=0.1 / config.hidden_size**0.5)
+        head.weight[:, 0] = 0.0
+        hidden = model.model(torch.arange(config.vocab_size)[None]).last_hidden_state[0, :, 0].mean()
+        head.weight[config.eos_token_id] = 0.0
+        head.weight[config.eos_token_id, 0] = math.log((config.vocab_size - 1) / (mean_tokens - 1)) / hidden
+    model.lm_head = head
+    return model
+
+
 def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[float, float]]:
     """(completion tokens, seconds) of each counted step, from the run's own metrics.jsonl."""
     command = [
@@ -93,6 +138,7 @@ def run_ours(args: argparse.Namespace, folder: Path, model: str) -> list[tuple[f
         f"policy.train_global_batch_size={args.prompts * args.generations}",
         f"policy.generation.max_new_tokens={args.max_new_tokens}",
         f"policy.max_total_sequence_length={args.max_new_tokens + 48}",
+        f"policy.optimizer.kwargs.lr={args.learning_rate}",
         "checkpointing.enabled=false",
         f"logger.log_dir={folder}",
     ]
@@ -165,7 +211,7 @@ def trl_main(args: argparse.Namespace) -> None:
         num_generations=args.generations,
         max_completion_length=args.max_new_tokens,
         max_steps=args.steps + NUM_WARMUP_STEPS,
-        learning_rate=1e-3,
+        learning_rate=args.learning_rate,
         beta=0.0,
         logging_steps=1,
         save_strategy="no",
@@ -185,14 +231,11 @@ def trl_main(args: argparse.Namespace) -> None:
     sys.stdout.write("\n" + json.dumps(pairs) + "\n")
 
 
-def report(name: str, pairs: list[tuple[float, float]]) -> float:
-    rates = [count / duration for count, duration in pairs]
-    median = statistics.median(rates)
-    step = statistics.median(duration for _, duration in pairs)
-    sys.stdout.write(
-        f"{name:<6} median {median:9,.0f} completion tokens/s (min {min(rates):,.0f}, max {max(rates):,.0f}), "
-        f"step {step:.3f} s, {len(pairs)} steps\n"
-    )
+def rate(name: str, pairs: list[tuple[float, float]]) -> float:
+    median = statistics.median(count / duration for count, duration in pairs)
+    step, count = (statistics.median(values) for values in zip(*[pair[::-1] for pair in pairs], strict=True))
+    sys.stdout.write(f"{name:<5} {median:9,.0f} completion tokens/s, step {step:6.3f} s of {count:,.0f} tokens\n")
+    sys.stdout.flush()
     return median
 
 
@@ -201,11 +244,14 @@ def main() -> None:
     if args.side == "trl":
         trl_main(args)
         return
+    ratios = []
     with tempfile.TemporaryDirectory() as folder:
         model = model_directory(args, Path(folder))
-        ours = report("ours", run_ours(args, Path(folder), model))
-        trl = report("TRL", run_trl(args, model))
-    sys.stdout.write(f"ratio ours / TRL: {ours / trl:.2f}\n")
+        for number in range(args.repeats):
+            ours = rate("ours", run_ours(args, Path(folder) / f"{number}", model))
+            ratios.append(ours / rate("TRL", run_trl(args, model)))
+            sys.stdout.write(f"ratio {ratios[-1]:.2f}\n")
+    sys.stdout.write(f"ratio ours / TRL, median of {len(ratios)}: {statistics.median(ratios):.2f}\n")
 
 
 if __name__ == "__main__":

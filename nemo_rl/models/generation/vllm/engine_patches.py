@@ -50,6 +50,7 @@ def enable() -> None:
     from vllm.model_executor.model_loader.utils import get_draft_load_config
     from vllm.platforms import current_platform
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.ops import topk_topp_sampler
     from vllm.v1.spec_decode.draft_model import DraftModelProposer
     from vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator import StandaloneARSpeculator
 
@@ -81,6 +82,28 @@ def enable() -> None:
 
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
+    topk_topp_sampler.TopKTopPSampler.forward_cpu = sample_tokens
+
+
+def sample_tokens(
+    self: Any,
+    logits: torch.Tensor,
+    generators: dict[int, torch.Generator],
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample one token per row of `logits` [B, V]: tokens [B], and logprobs [B, V] after the filters.
+
+    vLLM's own method gives the same numbers. It reads the seed of each row through a tensor of its own.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    logits = apply_top_k_top_p(logits, top_k, top_p)
+    seeds = torch.zeros(len(logits), dtype=torch.int64)  # greedy requests have no generator
+    places = seeds.split(1)
+    for row, generator in generators.items():
+        places[row].random_(0, 2**31, generator=generator)
+    return torch.ops._C.fused_gumbel_argmax(logits, seeds), logits.log_softmax(dim=-1)
 
 
 def with_draft_loader(load_draft_model: Callable[..., Any]) -> Callable[..., Any]:

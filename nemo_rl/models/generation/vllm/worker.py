@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SCHEDULER = "nemo_rl.models.generation.vllm.scheduler.WholeAnswerScheduler"
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
 _MAX_NUM_SEQS_CPU = 256
@@ -413,6 +414,7 @@ def engine_args(settings: EngineSettings, nodes: Mapping[str, Any]) -> AsyncEngi
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_seqs": _MAX_NUM_SEQS_CPU,
+            "scheduler_cls": SCHEDULER,
             "max_num_batched_tokens": max(vllm_cfg.max_model_len, _MIN_BATCHED_TOKENS_CPU),
             "kv_cache_memory_bytes": vllm_cfg.cpu_kv_cache_space_gb * _GIB,
         }
