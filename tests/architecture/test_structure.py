@@ -29,8 +29,6 @@ SHORT_FILES = {
     "algorithms/setup/grpo.py": "the way in to GRPO",
     "algorithms/setup/ppo.py": "the way in to PPO",
     "evals/placement.py": "import boundary: runs before torch is loaded",
-    "models/generation/vllm/executors.py": "import boundary: subclasses of vLLM",
-    "models/generation/vllm/scheduler.py": "import boundary: a subclass of vLLM",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",
     "utils/registry.py": "names and import paths, used by every registry",
 }

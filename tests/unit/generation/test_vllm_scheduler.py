@@ -8,7 +8,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from nemo_rl.models.generation.vllm.scheduler import WholeAnswerScheduler
+from nemo_rl.models.generation.vllm.executors import WholeAnswerScheduler
 
 
 def scheduler(**stop_strings: list[str]) -> WholeAnswerScheduler:

@@ -1,8 +1,13 @@
-"""vLLM's executors, with a lifetime bound to the process that started the engine.
+"""Subclasses of vLLM's executors and scheduler, which vLLM makes inside the engine's process.
 
-vLLM starts the engine as a child process and stops it on an orderly shutdown only. If the parent is killed, the engine
-stays and keeps its memory. These executors are created inside the engine's process and ask the kernel to kill it with
-its parent. The other ranks of an engine watch the engine's process themselves.
+**Executors.** vLLM starts the engine as a child process and stops it on an orderly shutdown only. If the parent is
+killed, the engine stays and keeps its memory. These executors ask the kernel to kill the process with its parent. The
+other ranks of an engine watch the engine's process themselves.
+
+**Scheduler.** vLLM sends each sampled token, with its logprob in three arrays, to the process of `AsyncLLM`, which
+decodes and joins them. With a small model on a CPU, messages take more time than the forward passes. Nothing here reads
+a completion before it ends, so its tokens stay in the engine's process until then. Requests with stop strings are an
+exception: `AsyncLLM` looks for the strings and aborts the request.
 """
 
 from __future__ import annotations
@@ -11,12 +16,17 @@ import ctypes
 import multiprocessing
 import os
 import signal
+from typing import Any
 
+import numpy as np
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.executor import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.outputs import LogprobsLists
 
 _PR_SET_PDEATHSIG = 1
 
@@ -54,3 +64,42 @@ def end_with_parent() -> None:
     assert parent is not None, "the engine runs in a process of its own"
     if os.getppid() != parent.pid:
         os._exit(1)
+
+
+class WholeAnswerScheduler(Scheduler):
+    """Sends each completion when it ends. For CPUs, where vLLM does not schedule a step during the one before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._parts: dict[str, list[EngineCoreOutput]] = {}  # by request id, one per engine step
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> dict[int, EngineCoreOutputs]:
+        """vLLM's own method, without the outputs that are kept back."""
+        messages = super().update_from_output(*args, **kwargs)
+        for message in messages.values():
+            message.outputs = [output for output in message.outputs if self._completes(output)]
+        return messages
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """vLLM's own method, for requests that are aborted: nobody waits for their tokens."""
+        aborted = super().finish_requests(*args, **kwargs)
+        for request in aborted:
+            self._parts.pop(request.request_id, None)
+        return aborted
+
+    def _completes(self, output: EngineCoreOutput) -> bool:
+        """Whether to send `output`, which then has all tokens of its request that were not sent."""
+        name = output.request_id
+        if output.finish_reason is None:
+            if self.requests[name].sampling_params.stop:
+                return True
+            self._parts.setdefault(name, []).append(output)
+            return False
+        parts = [*self._parts.pop(name, ()), output]
+        output.prefill_stats = parts[0].prefill_stats
+        output.new_token_ids = [token for part in parts for token in part.new_token_ids]
+        if output.new_logprobs is not None:
+            logprobs = [part.new_logprobs for part in parts]
+            joined = (np.concatenate(arrays) for arrays in list(zip(*logprobs, strict=True))[:3])
+            output.new_logprobs = LogprobsLists(*joined)
+        return True

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-SCHEDULER = "nemo_rl.models.generation.vllm.scheduler.WholeAnswerScheduler"
+SCHEDULER = "nemo_rl.models.generation.vllm.executors.WholeAnswerScheduler"
 WORKER_EXTENSION = "nemo_rl.models.generation.vllm.weight_loader.WorkerExtension"
 _GIB = 1024**3
 _MAX_NUM_SEQS_CPU = 256
