@@ -45,6 +45,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if all(named) else NUM_PROCESSES
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Only `-m gpu` sees the GPUs: Megatron's stand-in for CUDA, for example, is for machines without one."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @functools.cache
 def kind_of(file: str) -> Literal["runs", "ray", "others"]:
     """Of a file of tests: whole runs, tests of one Ray cluster, or others."""
@@ -66,7 +72,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return Scheduler(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.markexpr != "gpu":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="sees no GPU: `pytest -m gpu` does"))
     items.sort(key=lambda item: ["runs", "ray", "others"].index(kind_of(item.nodeid.split("::")[0])))
     for item in items:
         for marker in item.iter_markers("over_20s"):

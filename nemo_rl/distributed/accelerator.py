@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 class _Group:
     wake: Callable[[], None]
     sleep: Callable[[], None]
+    wake_after: Mapping[str, Callable[[], None]]
 
 
 class Accelerator:
@@ -38,16 +39,25 @@ class Accelerator:
         return self._awake
 
     def register(
-        self, name: str, wake: Callable[[], None], sleep: Callable[[], None], *, is_awake: bool = False
+        self,
+        name: str,
+        wake: Callable[[], None],
+        sleep: Callable[[], None],
+        *,
+        is_awake: bool = False,
+        wake_after: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
-        """Add a group. `is_awake`: it was built on the devices and is there now, which at most one group can be."""
+        """Add a group. `is_awake`: it was built on the devices and is there now, which at most one group can be.
+
+        `wake_after`: by the name of another group that is awake, what takes its place in one move, without its `sleep`.
+        """
         if name in self._groups:
             raise ValueError(f"{name!r} is registered already")
         if is_awake and self.exclusive:
             if self._awake is not None:
                 raise ValueError(f"{name!r} cannot be on the device: {self._awake!r} is")
             self._awake = name
-        self._groups[name] = _Group(wake, sleep)
+        self._groups[name] = _Group(wake, sleep, wake_after or {})
 
     def register_alias(self, name: str, group: str, on_release: Callable[[], None] = lambda: None) -> None:
         """Add another name for `group`, whose state it uses.
@@ -76,9 +86,13 @@ class Accelerator:
         if others:
             raise RuntimeError(f"{name!r} wants the device while {others[-1]!r} holds it")
         previous, self._awake = self._awake, None
-        if previous is not None:
-            self._groups[previous].sleep()
-        self._groups[name].wake()
+        group = self._groups[name]
+        if previous is not None and previous in group.wake_after:
+            group.wake_after[previous]()
+        else:
+            if previous is not None:
+                self._groups[previous].sleep()
+            group.wake()
         self._awake = name
 
     def release(self, name: str) -> None:

@@ -295,8 +295,12 @@ def _make_refit(
         policy.onload_weights()
         generation.onload(["weights"])
 
+    def keep_weights() -> None:  # after training they are where the refit reads them
+        policy.offload_optimizer()
+        generation.onload(["weights"])
+
     if settings.colocated.enabled:
-        accelerator.register(REFIT, wake_both, policy.offload)
+        accelerator.register(REFIT, wake_both, policy.offload, wake_after={policy.name_prefix: keep_weights})
     else:
         accelerator.register_alias(REFIT, policy.name_prefix)
         rendezvous = Rendezvous(

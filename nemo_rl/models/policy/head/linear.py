@@ -17,7 +17,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from nemo_rl.models.policy.head.logit_tiles import TILE_BYTES, Gradients, OutputHead, Sums, TileOptions, Tiles
+from nemo_rl.models.policy.head.logit_tiles import Gradients, OutputHead, Sums, TileOptions, Tiles
 
 
 def linear_logprobs(
@@ -28,7 +28,7 @@ def linear_logprobs(
     top_k: int | None = None,
     top_p: float = 1.0,
     chunk_tokens: int | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> torch.Tensor:
     """log p(target) of every row under temperature, top-k and top-p. Float32 [N], equal on all ranks of `head.group`.
 
@@ -40,7 +40,7 @@ def linear_logprobs(
         states: [N, H] of the weight's dtype, equal on all ranks of the group.
         targets: int64 [N], token ids in the whole vocabulary, equal on all ranks of the group.
         chunk_tokens: the most rows whose logits are in memory at a time; None: by `tile_bytes` alone.
-        tile_bytes: memory of one tile of logits; with top-k or top-p four times as much.
+        tile_bytes: memory of one tile of logits, None: by the device; with top-k or top-p four times as much.
     """
     options = TileOptions.of(head, chunk_tokens, tile_bytes, top_k, top_p)
     assert states.dtype == head.weight.dtype and len(head.weight) > 0
@@ -57,7 +57,7 @@ def topk_logits(
     *,
     vocab_size: int | None = None,
     chunk_tokens: int | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest logits of every row, descending: values float32 [N, k] and token ids int64 [N, k].
 
@@ -103,7 +103,7 @@ def linear_topk_logprobs(
     indices: torch.Tensor,
     *,
     chunk_tokens: int | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """log p of K token ids per row, float32 [N, K], and the entropy of p in nats, float32 [N].
 
@@ -125,7 +125,7 @@ def linear_kl(
     *,
     vocab_size: int,
     chunk_tokens: int | None = None,
-    tile_bytes: int = TILE_BYTES,
+    tile_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """KL(teacher || student) and KL(student || teacher) in nats of every row, float32 [N] each.
 

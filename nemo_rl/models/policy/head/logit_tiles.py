@@ -18,8 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 TILE_BYTES = 32 << 20
-"""Memory of one tile of logits: larger tiles leave the caches, smaller ones slow down the matrix products."""
+"""Memory of one tile of logits on a CPU: larger tiles leave the caches, smaller ones slow down the matrix products."""
 
+GPU_TILE_BYTES = 128 << 20, 512 << 20
+"""The least and the most on a GPU, where a product needs many columns to fill the device."""
+
+_FREE_SHARE = 1 / 64  # of a GPU's free memory, for one tile; a backward pass has two or three
 _MAX_ROWS = 8192
 _COLUMN_MULTIPLE = 64
 _WHOLE_ROWS_TILES = 4  # tiles of whole rows are larger: with few rows at a time, reading the head would dominate
@@ -54,6 +58,21 @@ class OutputHead:
     vocab_size: int
 
 
+def tile_bytes_on(device: torch.device, *, is_equal: bool) -> int:
+    """Memory of one tile of logits. `is_equal`: ranks must choose the same, so free memory has no say.
+
+    Nor has it in deterministic runs: the tiles decide the order of sums.
+    """
+    if device.type != "cuda":
+        return TILE_BYTES
+    least, most = GPU_TILE_BYTES
+    if is_equal or torch.are_deterministic_algorithms_enabled():
+        return least
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    return min(max(least, int(free * _FREE_SHARE)), most)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TileOptions:
     """How the logits of `head` are computed. Only the first `vocab_size` token ids count."""
@@ -70,15 +89,18 @@ class TileOptions:
         cls,
         head: OutputHead,
         chunk_tokens: int | None,
-        tile_bytes: int,
+        tile_bytes: int | None,
         top_k: int | None = None,
         top_p: float = 1.0,
         *,
         vocab_size: int | None = None,
     ) -> TileOptions:
-        """`vocab_size` None: the whole vocabulary counts."""
+        """`vocab_size` None: the whole vocabulary counts; `tile_bytes` None: by the device."""
         assert 0.0 < top_p <= 1.0 and (top_k is None or top_k > 0)
         assert vocab_size is None or 0 < vocab_size <= head.vocab_size
+        if tile_bytes is None:
+            is_filtered = top_k is not None or top_p < 1.0
+            tile_bytes = tile_bytes_on(head.weight.device, is_equal=is_filtered and head.group is not None)
         return cls(
             head=head,
             vocab_size=head.vocab_size if vocab_size is None else vocab_size,
@@ -184,7 +206,7 @@ class Tiles:
 
 def whole_logits(states: torch.Tensor, head: OutputHead) -> torch.Tensor:
     """Logits [N, V_local] of `states` [N, H] after transform and temperature, computed as in training."""
-    tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, TILE_BYTES))
+    tiles = Tiles(states, head.weight, head.bias, TileOptions.of(head, None, None))
     logits = tiles.buffer.new_empty(len(states), tiles.num_columns)
     for rows, columns, _, tile in tiles:
         logits[rows, columns] = tile

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from nemo_rl.models.policy.batch.row_layout import RowLayout
 from nemo_rl.models.policy.checkpoint import save_config, save_consolidated_tensors
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.generate import Decoder, GeneratingWorker
-from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.scalar import scalar_config
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.megatron import cpu_shim  # silences warnings, so it comes before all that imports Megatron
@@ -46,15 +44,15 @@ from nemo_rl.models.policy.megatron.runner import MegatronRunner
 from nemo_rl.models.policy.megatron.transformer_config import transformer_config, width_multiple
 from nemo_rl.models.policy.megatron.weights import export_weights, load_weights, local_shards
 from nemo_rl.models.policy.pretrained import load_config
-from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings, SwappedReference
+from nemo_rl.models.policy.residency import Residency, SwappedReference
+from nemo_rl.models.policy.worker import PolicyWorker, PolicyWorkerSettings
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.shard_sender import ExportedShard, ShardSender
 from nemo_rl.types import LossFunction, TrainResult
 from nemo_rl.utils.seeds import seed_everything
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.optimizer import MegatronOptimizer
+    pass
 
 
 class MegatronPolicyWorker(PolicyWorker):
@@ -106,10 +104,14 @@ class MegatronPolicyWorker(PolicyWorker):
         self.runner = MegatronRunner(self.chunks, self.transformer, self.megatron, self.mesh, self.device)
         self.optimizer = build_optimizer(config, self.chunks) if settings.init_optimizer else None
         self.scheduler = build_scheduler(config, self.optimizer) if settings.init_optimizer else None
-        self.residency = Residency(self.chunks, self.optimizer, self.device)
+        self.residency = Residency(
+            self.device, weights=self._weights, state=self._optimizer_state, scratch=self._gradients
+        )
         self.reference = None
         if settings.init_reference_model:
-            self.reference = (self.adapters or SwappedReference(self._changing_weights)).active
+            waiting = self.residency.weights.memory
+            swapped = SwappedReference(self._changing_weights, waiting, dtype=None)
+            self.reference = (self.adapters or swapped).active
 
     def _load_weights(self) -> None:
         ranks, reward = self.mesh.parallel_ranks(), self.config.reward_model_cfg
@@ -217,16 +219,22 @@ class MegatronPolicyWorker(PolicyWorker):
         tensors = [(tensor.name, tensor.shape) for tensor in self.weight_map.hf_tensors]
         return ShardSender(tensors, self._shards(), **settings)
 
-    def offload(self) -> None:
-        """Move weights and optimizer state to host memory, which frees the device for generation."""
-        drop_stored_heads()
-        if self.settings.use_gpu:  # otherwise all of it is in host memory
-            self.residency.offload()
-            torch.cuda.empty_cache()
+    def _weights(self) -> list[torch.Tensor]:
+        return [t for chunk in self.chunks for t in (*chunk.module.parameters(), *chunk.module.buffers())]
 
-    def onload(self, *, with_optimizer: bool) -> None:
-        """Move the weights and, if it will be used, the optimizer state back to the device."""
-        self.residency.onload(with_optimizer=with_optimizer)
+    def _gradients(self) -> list[torch.Tensor]:
+        chunks: list[Any] = self.chunks  # their attribute `buffers` hides the modules' method
+        buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        return [buffer.grad_data for buffer in buffers]
+
+    def _optimizer_state(self) -> list[torch.Tensor]:
+        """Moments and main parameters; the latter are the weights if these are float32."""
+        tensors: list[torch.Tensor] = []
+        for leaf in [] if self.optimizer is None else leaf_optimizers(self.optimizer):
+            tensors += [parameter for group in leaf.optimizer.param_groups for parameter in group["params"]]
+            states = [value for state in leaf.optimizer.state.values() for value in state.values()]
+            tensors += [value for value in states if isinstance(value, torch.Tensor)]
+        return tensors
 
     def shutdown(self) -> None:
         """Free transfer buffers and leave the process groups."""
@@ -255,66 +263,3 @@ def uses_transformer_engine(settings: MegatronConfig, *, use_gpu: bool) -> bool:
             f"{settings.key('transformer_impl')}=transformer_engine: Transformer Engine {lacking}; set it to local"
         )
     return settings.transformer_impl != "local" and is_installed and use_gpu
-
-
-# -- weights, gradients and optimizer state between device and host memory
-#
-# Megatron's parameters, gradients and, in float32, main parameters are views of a few large buffers. So storages are
-# moved, not tensors: a storage frees its memory and allocates as much again later, and all its views stay valid.
-
-
-class MovedStorages:
-    """Storages whose device memory was freed, with host copies of their contents (none for scratch memory)."""
-
-    def __init__(self) -> None:
-        self._moved: list[tuple[torch.Tensor, int, torch.Tensor | None]] = []
-
-    def take(self, tensors: Iterable[torch.Tensor], device: torch.device, *, keep: bool) -> None:
-        """Free the memory of those `tensors` that are on `device`; `keep` the contents."""
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            if tensor.device != device or storage.nbytes() == 0:  # freed with another view of it
-                continue
-            whole = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self._moved.append((whole, storage.nbytes(), whole.to("cpu", copy=True) if keep else None))
-            storage.resize_(0)
-
-    def put_back(self) -> None:
-        """Inverse of `take`. Contents that were not kept are undefined."""
-        for whole, nbytes, host in self._moved:
-            whole.untyped_storage().resize_(nbytes)
-            if host is not None:
-                whole.copy_(host)
-        self._moved = []
-
-
-class Residency:
-    """Moves a rank's model and optimizer between `device` and the host."""
-
-    def __init__(
-        self, chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer | None, device: torch.device
-    ) -> None:
-        self.chunks = chunks
-        self.optimizer = optimizer
-        self.device = device
-        self._weights, self._training = MovedStorages(), MovedStorages()
-
-    def offload(self) -> None:
-        """Move weights and optimizer state to host memory; drop the gradients of the finished step."""
-        for chunk in self.chunks:
-            self._weights.take((*chunk.module.parameters(), *chunk.module.buffers()), self.device, keep=True)
-            buffers: Any = chunk.buffers  # of gradients: Megatron's attribute hides the module's method
-            gradients = [buffer.grad_data for buffer in (*buffers, *chunk.expert_parallel_buffers)]
-            self._training.take(gradients, self.device, keep=False)
-        # In float32 the main parameters are the weights, which are already gone.
-        for leaf in [] if self.optimizer is None else leaf_optimizers(self.optimizer):
-            main = [parameter for group in leaf.optimizer.param_groups for parameter in group["params"]]
-            states = [value for state in leaf.optimizer.state.values() for value in state.values()]
-            moments = [value for value in states if isinstance(value, torch.Tensor)]
-            self._training.take((*main, *moments), self.device, keep=True)
-
-    def onload(self, *, with_optimizer: bool) -> None:
-        """Move the weights, and what training needs besides, back to the device. A no-op for what is there already."""
-        self._weights.put_back()
-        if with_optimizer:
-            self._training.put_back()

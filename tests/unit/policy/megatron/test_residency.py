@@ -16,7 +16,8 @@ from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.models.policy.config import DTensorConfig
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.megatron.config import MegatronConfig, MegatronOptimizerConfig
-from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker, MovedStorages
+from nemo_rl.models.policy.megatron.worker import MegatronPolicyWorker
+from nemo_rl.models.policy.residency import MovedStorages
 from nemo_rl.types import SamplingParams
 from tests.unit.policy.steps import LOSS, load_step, policy_config, save_model, worker_settings
 from tests.worlds import run_world
@@ -27,9 +28,9 @@ HOST = torch.device("cpu")
 def test_views_of_a_storage_that_comes_back_are_views_still():
     whole = torch.arange(6.0)
     part, scratch = whole[2:4], torch.ones(3)
-    moved = MovedStorages()
-    moved.take([part, whole], HOST, keep=True)
-    moved.take([scratch], HOST, keep=False)
+    moved = MovedStorages(HOST)
+    moved.take([part, whole], keep=True)
+    moved.take([scratch], keep=False)
     assert whole.untyped_storage().nbytes() == scratch.untyped_storage().nbytes() == 0
     moved.put_back()
     assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and len(scratch.zero_()) == 3
@@ -38,8 +39,8 @@ def test_views_of_a_storage_that_comes_back_are_views_still():
 
 
 def test_what_is_elsewhere_stays_there():
-    moved, tensor = MovedStorages(), torch.ones(3)
-    moved.take([tensor], torch.device("cuda", 0), keep=True)
+    moved, tensor = MovedStorages(torch.device("cuda", 0)), torch.ones(3)
+    moved.take([tensor], keep=True)
     moved.put_back()
     assert tensor.tolist() == [1.0, 1.0, 1.0]
 
