@@ -23,10 +23,20 @@ import numpy as np
 from transformers import AutoConfig
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.plan.step_time import EXPECTED, GENERATION, IDEAL, SYNC, Layout, Work, predict
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.models.policy.flops import GPUS, ModelFlops, find_gpu
+from nemo_rl.models.policy.flops import (
+    EXPECTED,
+    GENERATION,
+    GPUS,
+    IDEAL,
+    SYNC,
+    Layout,
+    ModelFlops,
+    Work,
+    find_gpu,
+    predict,
+)
 
 SPREAD = 0.6
 """Standard deviation of the logarithm of a completion's length."""
@@ -92,7 +102,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = arguments.model_config or resolve_model(config.policy.model_name)
         model = ModelFlops.of(AutoConfig.from_pretrained(folder))
         work = work_of(config, arguments.prompt_tokens, arguments.completion_tokens)
-        layout = Layout.of(config, sum(work.lengths))
+        layout = Layout.of(
+            config.policy, config.training_cluster.num_workers, config.generation_cluster.num_workers, sum(work.lengths)
+        )
         columns = {
             name: predict(model, gpu, layout, work, a) for name, a in (("predicted", EXPECTED), ("ideal", IDEAL))
         }

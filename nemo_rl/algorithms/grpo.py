@@ -14,9 +14,9 @@ from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.plan.advantages import AdvantageResult, KLInReward, compute_advantages
 from nemo_rl.algorithms.plan.rewards import DynamicSampler, ScoredGroup, score_groups
-from nemo_rl.algorithms.plan.step_time import EXPECTED, IDEAL, Layout, Work, predict
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.models.policy.flops import EXPECTED, IDEAL, Layout, Work, predict
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.types import BatchPlan
 
@@ -117,7 +117,9 @@ class GRPOTrainer(RolloutTrainer):
             logprob_passes=self.needs_previous_logprobs + self.uses_reference,
             reference_passes=int(self.uses_reference),
         )
-        layout, timed = Layout.of(self.run, sum(lengths)), self.timer.get_timing_metrics("sum")
+        training, generation = self.run.training_cluster.num_workers, self.run.generation_cluster.num_workers
+        layout = Layout.of(self.run.policy, training, generation, sum(lengths))
+        timed = self.timer.get_timing_metrics("sum")
         for name, assumed in (("predicted_s", EXPECTED), ("ideal_s", IDEAL)):
             phases = predict(self.flops, self.policy.gpu, layout, work, assumed)
             self.record("performance", {f"{name}/{phase}": s for phase, s in phases.items() if phase in timed})

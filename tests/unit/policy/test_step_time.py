@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.plan.step_time import (
+from nemo_rl.config.loader import load_config
+from nemo_rl.models.policy.flops import (
     EXPECTED,
     GENERATION,
     IDEAL,
     LOGPROBS,
     SYNC,
     TRAINING,
+    Gpu,
     Layout,
+    ModelFlops,
     Work,
     predict,
 )
-from nemo_rl.config.loader import load_config
-from nemo_rl.models.policy.flops import Gpu, ModelFlops
 
 ROOT = Path(__file__).parents[3]
 # A million parameters, round rates: every time can be read off.
@@ -42,7 +43,7 @@ def test_every_phase_is_the_sum_by_hand():
     # 500 engine steps; each reads 2 MB of weights, and 100 sequences a replica read 200 bytes of cache for 750 tokens.
     assert phases[GENERATION] == pytest.approx(500 * (2e6 + 100 * 200 * 750) / 1e10)
     moved = (1e6 / 4) * (4 + 8)
-    swapped = (1e6 / 4) * (2 + 4)
+    swapped = (1e6 / 4) * (2 + 2 * 4)
     assert phases[LOGPROBS] == pytest.approx(2 * 400e3 * 2e6 / 4e12 + swapped / 1e8 + moved / 1e8)
     # Gathering 0.75e6 weights of 2 bytes twice for each of two micro-batches, and reducing their gradients once.
     assert phases[TRAINING] == pytest.approx(max(3 * 400e3 * 2e6 / 4e12, 0.75e6 * (8 + 4) / 1e9) + 0.25e6 * 28 / 1e10)
@@ -95,7 +96,7 @@ def test_nothing_is_faster_than_ideal():
 )
 def test_a_configuration_gives_the_layout(overrides, shards, optimizer_shards, master_bytes):
     recipe = ROOT / "examples/configs/recipes/llm/grpo-qwen2.5-7b-instruct-1n8g.yaml"
-    layout = Layout.of(load_config(GRPOMasterConfig, recipe, overrides), 8192 * 80)
+    layout = Layout.of(load_config(GRPOMasterConfig, recipe, overrides).policy, 8, 8, 8192 * 80)
     assert (layout.training_gpus, layout.generation_gpus, layout.colocated) == (8, 8, True)
     assert (layout.weight_shards, layout.optimizer_shards) == (shards, optimizer_shards)
     assert layout.master_bytes == master_bytes
