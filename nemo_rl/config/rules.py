@@ -131,6 +131,11 @@ class StrictModel(BaseModel):
                 for key, message in value.problems():
                     yield f"{name}.{key}", message.replace("{section}", f"{{section}}.{name}")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_any_mapping(cls, values: Any) -> Any:
+        return dict(values) if isinstance(values, Mapping) else values  # OmegaConf's too, which is no dict
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.at(self._path)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any, ClassVar, get_type_hints
 
 import pytest
+from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
@@ -69,6 +71,11 @@ def test_a_violated_rule_names_its_key_and_the_remedy(values: dict[str, Any], pr
     with pytest.raises(ConfigError) as raised:
         build_config(Machine, {"engine": values})
     assert str(raised.value) == problem
+
+
+def test_any_mapping_makes_a_section() -> None:
+    values = OmegaConf.create({"engine": {"size": 3, "kind": "large"}})
+    assert Machine.model_validate(values) == Machine.model_validate(MappingProxyType(OmegaConf.to_object(values)))
 
 
 def test_null_is_neither_above_nor_below() -> None:
