@@ -258,10 +258,16 @@ def _load_settings(
         raise CheckpointError(
             f"the checkpoint was saved by {settings['class']}, this run has {_class_name(optimizer)}: {_PUT_BACK}"
         )
+    groups = settings["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(groups)} groups of parameters, this run's "
+            f"{len(optimizer.param_groups)}: {_PUT_BACK}"
+        )
     if (settings["scheduler"] is None) != (scheduler is None):
         which = "without a scheduler, this run has one" if scheduler is not None else "with a scheduler, this has none"
         raise CheckpointError(f"the checkpoint was saved by a run {which}: put `scheduler` back")
-    for saved, group in zip(settings["param_groups"], optimizer.param_groups, strict=True):
+    for saved, group in zip(groups, optimizer.param_groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)

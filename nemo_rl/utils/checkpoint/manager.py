@@ -270,7 +270,8 @@ class CheckpointManager:
             return -math.inf
         assert info is not None
         # A training_info.json that the caller of `init_tmp_checkpoint` made, or NeMo RL, has no "metrics".
-        value = float(info.get("metrics", {}).get(self._logged_metric, info.get(self.metric_name, "NaN")))
+        found = info.get("metrics", {}).get(self._logged_metric, info.get(self.metric_name))
+        value = math.nan if found is None else float(found)
         if math.isnan(value):
             return -math.inf
         return value if self.higher_is_better else -value

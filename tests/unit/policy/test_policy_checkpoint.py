@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +200,20 @@ def test_another_optimizer_is_refused_with_what_each_keeps(tmp_path):
         CheckpointError, match=r"saved by torch\.optim\.adamw\.AdamW, this run has torch\.optim\.adam\.Adam:"
     ):
         run_world(resumes, 1, tmp_path, 1, ADAMW | {"cls": torch.optim.Adam})
+
+
+class SplitSGD(torch.optim.SGD):
+    """With a group of its own for every parameter, if `splits`."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float, *, splits: bool) -> None:
+        super().__init__([{"params": [one]} for one in parameters] if splits else parameters, lr=lr)
+
+
+def test_other_groups_of_parameters_are_refused_with_the_remedy(tmp_path):
+    options: dict[str, Any] = {"cls": SplitSGD, "lr": 0.1, "splits": True}
+    run_world(saves_and_goes_on, 1, tmp_path, "torch_save", 1, options)
+    with pytest.raises(CheckpointError, match=r"has 12 groups of parameters, this run's 1: put `optimizer` back"):
+        run_world(resumes, 1, tmp_path, 1, options | {"splits": False})
 
 
 # -- parts of a model on different ranks

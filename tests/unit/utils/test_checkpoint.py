@@ -104,7 +104,7 @@ def test_the_best_and_the_latest_are_kept(tmp_path, higher_is_better, kept):
 
 def test_checkpoints_that_others_made_are_ranked_and_said_to_be_foreign(tmp_path):
     manager = manager_in(tmp_path, metric_name="val:accuracy")
-    for step, info in [(10, {"step": 10}), (20, {"val:accuracy": 0.9}), (30, {"val:accuracy": 0.5})]:
+    for step, info in [(10, {"val:accuracy": None}), (20, {"val:accuracy": 0.9}), (30, {"val:accuracy": 0.5})]:
         (tmp_path / f"step_{step}").mkdir()
         (tmp_path / f"step_{step}" / "training_info.json").write_text(json.dumps(info))
     assert manager.get_best_checkpoint_path() == tmp_path / "step_20"
