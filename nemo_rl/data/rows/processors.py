@@ -54,7 +54,7 @@ def prompt_processor(parts_of: Callable[[Row, int], PromptParts]) -> ProcessorFn
         max_seq_length: int | None,
         idx: int,
     ) -> DatumSpec:
-        parts = parts_of(datum_dict, idx)
+        parts = parts_of(both_forms(datum_dict), idx)
         tools = row_tools(datum_dict, task_data_spec)
         log = get_formatted_message_log(
             parts.messages,
@@ -134,7 +134,6 @@ def conversation_processor(row: Row, idx: int) -> PromptParts:
     given = row["messages"] if "messages" in row else [{"role": "user", "content": row["problem"]}]
     messages = [{"role": str(message["role"]), "content": str(message["content"])} for message in given]
     metadata: dict[str, Any] = {"messages": messages}
-    row = both_forms(row)
     if "expected_answer" in row:
         metadata["ground_truth"] = str(row["expected_answer"])
     while messages and messages[-1]["role"] == "assistant":
