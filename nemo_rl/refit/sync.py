@@ -92,7 +92,11 @@ class Refit(WeightSync):
             raise RefitError(f"{self.transport}: the policy's ranks describe different tensors")
         offered = [offer for description in descriptions for offer in description.get("endpoints", {}).items()]
         endpoints = dict(offered)
-        assert len(endpoints) == len(offered), "two policy ranks send from the same place"
+        if len(endpoints) != len(offered):
+            raise RefitError(
+                f"{self.transport}: two policy ranks send from one place: several Ray nodes run on one machine; start "
+                "one node for each"
+            )
         self._hold_base = []
         try:
             self.generation.init_weight_transfer({"layout": layouts[0], "endpoints": endpoints})

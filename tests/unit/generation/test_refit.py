@@ -88,6 +88,16 @@ def synced(policy: Policy, generation: Generation) -> Refit:
     return refit
 
 
+def test_nodes_that_share_a_machine_are_refused_with_the_remedy():
+    class TwoNodes(Policy):
+        def prepare_refit(self, settings: dict[str, Any]) -> list[dict[str, Any]]:
+            other = {"rank": 1, "layout_digest": "", "endpoints": {"machine": {"pid": 2}}}
+            return [super().prepare_refit(settings)[0] | {"endpoints": {"machine": {"pid": 1}}}, other]
+
+    with pytest.raises(RefitError, match="several Ray nodes run on one machine; start one"):
+        synced(TwoNodes(), Generation())
+
+
 def test_generation_drops_weights_only_where_all_of_them_come_again():
     adapters = [TensorMeta(f"w.{part}", "float32", (2, 2), "w") for part in ("A", "B")]
     with_adapters = PackLayout.build([*LAYOUT.tensors, *adapters], 1 << 20)
