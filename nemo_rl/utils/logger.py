@@ -19,6 +19,7 @@ import yaml
 
 from nemo_rl.utils import files
 from nemo_rl.utils.config import LoggerConfig
+from nemo_rl.utils.files import flatten_dict
 from nemo_rl.utils.trackers import Tracker, start_trackers
 
 METRICS_NAME = "metrics.jsonl"
@@ -56,7 +57,7 @@ class Logger:
         """
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         self._step = step
-        for name, value in files.flatten_dict(metrics, "/").items():
+        for name, value in flatten_dict(metrics, "/").items():
             full_name = f"{prefix}/{name}" if prefix else name
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"metric {full_name} is {type(value).__name__} {value!r}, not a number")

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_rl.utils.config import LoggerConfig, WandbConfig
-from nemo_rl.utils.files import flatten_dict
-from nemo_rl.utils.logger import Logger, get_next_experiment_dir
+from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir
 
 
 def lines_of(run_dir: Path) -> list[dict]:
