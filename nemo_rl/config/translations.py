@@ -438,6 +438,8 @@ FEATURES = (
             *_keys("reward_penalties", neutral=one_of({}, None)),
         ),
     ),
+    Feature("environment variables of engines", _keys(f"{_VLLM}.env_vars", neutral=one_of({}, None))),
+    Feature("a limit of rows, but for split: train[:1000]", _keys("dataset.max_samples")),
     Feature(
         "several data loaders",
         _keys("data.use_multiple_dataloader", "data.num_prompts_per_dataloader"),
@@ -445,7 +447,7 @@ FEATURES = (
     ),
     Feature("teachers inside GRPO", _keys("on_policy_distillation", neutral=switched_off)),
     Feature(
-        "different lambdas of policy and value (VAPO)",
+        "different lambdas of policy and value",
         (
             *_keys("ppo.adv_estimator.length_adaptive_alpha", neutral=one_of(None, 0, 0.0)),
             *_keys("ppo.adv_estimator.gae_lambda_value", "ppo.adv_estimator.gae_lambda_policy"),
@@ -460,7 +462,7 @@ FEATURES = (
     Feature("masks by logprob error in PPO", _keys("ppo.seq_logprob_error_threshold")),
     Feature("validation from a later step on", _keys("loop.val_start_at", neutral=one_of(-1, None))),
     Feature(
-        "this form of early stopping (see early_stopping)",
+        "this form of early stopping",
         _keys("loop.stop_at_validation_metric", "loop.stop_at_validation_threshold"),
     ),
     Feature(
