@@ -174,15 +174,21 @@ def build_rollouts(
         # Created first, so that they start while the models load.
         environments = create_envs(sections_to_start(config.env, inputs.data.task_to_env.values()), cluster)
         start = start_self_generation if config.policy.generation.is_by_policy else start_vllm_generation
-        policy, generation, refit = start(config, stack, model, start_own_policy, training, generation_on)
+        for devices in (training, generation_on):
+            devices.cluster.bundles()  # booked once, before worker groups start in parallel
+        with ThreadPoolExecutor(max_workers=1) as threads:
+            starting = threads.submit(
+                RolloutCollector,
+                generation_on.cluster,
+                settings(environments),
+                [],
+                generation_on.accelerator,
+                timeout_s=timeout_s,
+            )
+            policy, generation, refit = start(config, stack, model, start_own_policy, training, generation_on)
         wait_for_envs(environments, timeout_s)
-        rollouts = RolloutCollector(
-            generation_on.cluster,
-            settings(environments),
-            generation.workers,
-            generation_on.accelerator,
-            timeout_s=timeout_s,
-        )
+        rollouts = starting.result()
+        rollouts.use_generation(generation.workers)
     stack.callback(rollouts.shutdown)
     sampled, validation = config.policy.generation, inputs.data.validation if rollout.validates else None
     parts = RolloutParts(
@@ -272,7 +278,7 @@ def start_vllm_generation(
         stack.callback(generation.shutdown)
         return generation
 
-    if devices is training:
+    if training.accelerator.exclusive and devices is training:
         # The engine first: it measures the free memory of a device that is not in use yet.
         generation = start_engines()
         training.accelerator.release(GENERATION)
