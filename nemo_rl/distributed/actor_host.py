@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.actor import ActorClass
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
@@ -181,7 +182,10 @@ class ActorHost:
         # ObjectRefs are resolved here, because Ray would delay the creation of the actor until they are available.
         args = [_resolve(value) for value in self._args]
         kwargs = {name: _resolve(value) for name, value in self._kwargs.items()}
-        self._worker = import_object(self._fqn, "worker class")(*args, **kwargs)
+        worker_class = import_object(self._fqn, "worker class")
+        if isinstance(worker_class, ActorClass):  # decorated with @ray.remote; this actor is its process
+            worker_class = vars(worker_class)["__ray_metadata__"].modified_class
+        self._worker = worker_class(*args, **kwargs)
         self._args, self._kwargs = (), {}
 
     async def _tracked(self, method: str, awaitable: Any) -> Any:

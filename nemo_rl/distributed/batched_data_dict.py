@@ -1,18 +1,39 @@
-"""A batch by name: tensors whose first dimension is the batch, and lists of the same length."""
+"""A batch by name: tensors whose first dimension is the batch, and lists of the same length.
+
+This library plans batches from lengths alone (`algorithms.plan.batch`) and moves no rows between ranks. Dividing rows
+over shards, as scripts written for NeMo RL do, is here, too.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections import UserDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.distributed as dist
+
+from nemo_rl.utils.registry import import_object
 
 DictT = TypeVar("DictT", bound=Mapping[str, Any])
 
 
+@dataclass
+class MicroBatches:
+    """The micro-batches of a shard, by global batch: row ranges [start, end) in it, padded lengths, number of rows."""
+
+    indices: list[list[list[int]]] = field(default_factory=list)
+    lengths: list[list[int]] = field(default_factory=list)
+    num_rows: list[int] = field(default_factory=list)
+
+
 class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
     """Tensors and lists that share their batch size."""
+
+    micro_batches: MicroBatches | None = None
+    """Of shards that `shard_by_batch_size` made with dynamic batching or packing."""
 
     @classmethod
     def from_batches(
@@ -70,6 +91,139 @@ class BatchedDataDict(UserDict[str, Any], Generic[DictT]):
                 )
         return type(self)(selected)
 
+    def reorder_data(self, indices: Sequence[int]) -> None:
+        """Move row i to position `indices[i]`, in place: undoes the order of `shard_by_batch_size`."""
+        self.data = self.select_indices(torch.as_tensor(indices).argsort()).data
+
+    def chunk(self, rank: int, chunks: int) -> Self:
+        """Part number `rank` of `chunks` equal parts. ValueError if they cannot be equal."""
+        size = _equal_parts(self.size, chunks, "rows in", "chunks")
+        return self.slice(rank * size, (rank + 1) * size)
+
+    def repeat_interleave(self, num_repeats: int) -> Self:
+        """Each row `num_repeats` times in a row; items of lists are copied deeply."""
+        return type(self)(
+            {
+                key: value.repeat_interleave(num_repeats, dim=0)
+                if isinstance(value, torch.Tensor)
+                else [copy.deepcopy(item) for item in value for _ in range(num_repeats)]
+                for key, value in self.data.items()
+            }
+        )
+
+    def truncate_tensors(self, dim: int, length: int) -> None:
+        """Keep the first `length` entries of dimension `dim` of the tensors that have it, in place."""
+        for key, value in self.data.items():
+            if isinstance(value, torch.Tensor) and value.ndim > dim:
+                self.data[key] = value.narrow(dim, 0, min(length, value.shape[dim]))
+
+    def all_gather(self, group: dist.ProcessGroup | None = None) -> Self:
+        """The rows of all ranks of `group`, in their order, on the devices of this rank's; batches are right-padded."""
+        devices = {key: value.device for key, value in self.data.items() if isinstance(value, torch.Tensor)}
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        own = {key: value.cpu() if key in devices else value for key, value in self.data.items()}
+        dist.all_gather_object(parts, own, group=group)
+        whole = self.from_batches(parts)
+        for key, device in devices.items():
+            whole[key] = whole[key].to(device)
+        return whole
+
+    def shard_by_batch_size(
+        self,
+        shards: int,
+        batch_size: int | None = None,
+        allow_uneven_shards: bool = False,
+        dynamic_batching_args: Mapping[str, Any] | None = None,
+        sequence_packing_args: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Global batches of `batch_size` rows (None: all), each divided over the shards; shard i has its part of each.
+
+        Plain parts are contiguous. Dynamic batching deals out rows sorted by length, and all shards have micro-batches
+        of the same rows and lengths; packing deals out bins. Both give (shards, row of this batch at each position of
+        the joined shards), and `micro_batches` of each shard.
+
+        Args:
+            dynamic_batching_args: `max_tokens_per_microbatch`, `sequence_length_round`, `input_key`,
+                `input_lengths_key`.
+            sequence_packing_args: `max_tokens_per_microbatch`, `algorithm`, `input_key`, `input_lengths_key`,
+                `sequence_length_pad_multiple`.
+
+        Raises:
+            ValueError: for sizes that do not divide, arguments that exclude each other, or a row longer than a
+                micro-batch.
+        """
+        if batch_size is not None and allow_uneven_shards:
+            raise ValueError("give batch_size or allow_uneven_shards=True, not both")
+        if dynamic_batching_args is not None and sequence_packing_args is not None:
+            raise ValueError("give dynamic_batching_args or sequence_packing_args, not both")
+        size = self.size if batch_size is None else batch_size
+        num_batches = _equal_parts(self.size, size, "rows in batches of", "rows") if size else 0
+        if not allow_uneven_shards and sequence_packing_args is None:
+            _equal_parts(size, shards, "rows of a batch on", "shards")
+        rows: list[list[int]] = [[] for _ in range(shards)]
+        micro = [MicroBatches() for _ in range(shards)]
+        for start in range(0, num_batches * size, max(1, size)):
+            batch = range(start, start + size)
+            if dynamic_batching_args is not None:
+                parts = _dynamic(self, batch, shards, micro, **dynamic_batching_args)
+            elif sequence_packing_args is not None:
+                parts = _packed(self, batch, shards, micro, **sequence_packing_args)
+            else:
+                longest = -(-size // shards)
+                parts = [list(batch[i * longest : (i + 1) * longest]) for i in range(shards)]
+            for own, part in zip(rows, parts, strict=True):
+                own += part
+        sharded = [SlicedDataDict(self.select_indices(own).data) for own in rows]
+        if dynamic_batching_args is None and sequence_packing_args is None:
+            return sharded
+        for shard, own in zip(sharded, micro, strict=True):
+            shard.micro_batches = own
+        return sharded, [row for own in rows for row in own]
+
+    def get_batch(self, batch_idx: int, batch_size: int | None = None) -> Self:
+        """Global batch number `batch_idx` of a shard: of `batch_size` rows, or of those of its `micro_batches`."""
+        micro = self.micro_batches
+        if micro is None:
+            size = self.size if batch_size is None else batch_size
+            return self.slice(batch_idx * size, (batch_idx + 1) * size)
+        start = sum(micro.num_rows[:batch_idx])
+        found = self.slice(start, start + micro.num_rows[batch_idx])
+        one = slice(batch_idx, batch_idx + 1)
+        found.micro_batches = MicroBatches(micro.indices[one], micro.lengths[one], micro.num_rows[one])
+        return found
+
+    def make_microbatch_iterator(self, microbatch_size: int) -> Iterator[Self]:
+        """Micro-batches of `microbatch_size` rows. ValueError if the rows do not divide."""
+        number = _equal_parts(self.size, microbatch_size, "rows in micro-batches of", "rows")
+        return (self.slice(i * microbatch_size, (i + 1) * microbatch_size) for i in range(number))
+
+    def make_microbatch_iterator_with_dynamic_shapes(self, sequence_dim: int = 1) -> Iterator[Self]:
+        """The micro-batches of a global batch, cut to their lengths on `sequence_dim`."""
+        for rows, [_, length] in self._of_one_batch():
+            rows.truncate_tensors(sequence_dim, length)
+            yield rows
+
+    def get_microbatch_iterator_dynamic_shapes_len(self) -> int:
+        """Number of these micro-batches."""
+        return len(self._of_one_batch())
+
+    def make_microbatch_iterator_for_packable_sequences(self) -> Iterator[Self]:
+        """The rows of each bin of a global batch, not packed yet."""
+        return (rows for rows, _ in self._of_one_batch())
+
+    def get_microbatch_iterator_for_packable_sequences_len(self) -> tuple[int, int]:
+        """Number of bins, and tokens of the fullest."""
+        found = self._of_one_batch()
+        return len(found), max(length for _, [_, length] in found)
+
+    def _of_one_batch(self) -> list[tuple[Self, tuple[int, int]]]:
+        """Each micro-batch with its (number, length)."""
+        micro = self.micro_batches
+        if micro is None or len(micro.indices) != 1:
+            raise ValueError("give one global batch of a shard: get_batch(i) of what shard_by_batch_size returned")
+        pairs = zip(micro.indices[0], enumerate(micro.lengths[0]), strict=True)
+        return [(self.slice(start, end), length) for (start, end), length in pairs]
+
     def to(self, device: str | torch.device) -> Self:
         """Move all tensors, in place."""
         for key, value in self.data.items():
@@ -100,3 +254,82 @@ def join(key: str, values: list[Any], pad: int | float = 0) -> Any:
     width = max(value.shape[1] for value in values)
     below = (0, 0) * (values[0].ndim - 2)
     return torch.cat([torch.nn.functional.pad(v, (*below, 0, width - v.shape[1]), value=pad) for v in values])
+
+
+class SlicedDataDict(BatchedDataDict[Any]):
+    """A shard of a batch."""
+
+
+def _equal_parts(number: int, parts: int, of: str, what: str) -> int:
+    if number % parts:
+        raise ValueError(f"{number} {of} {parts} {what}: {number} is no multiple of {parts}")
+    return number // parts
+
+
+def _lengths(batch: BatchedDataDict[Any], rows: Sequence[int], key: str, multiple: int, limit: int) -> list[int]:
+    """Lengths of `rows`, rounded up. ValueError for one above `limit`."""
+    lengths = [-(-int(batch[key][row]) // multiple) * multiple for row in rows]
+    if (longest := max(lengths, default=0)) > limit:
+        raise ValueError(f"a row of {longest} tokens does not fit: raise max_tokens_per_microbatch above {limit}")
+    return lengths
+
+
+def _dynamic(
+    batch: BatchedDataDict[Any],
+    rows: Sequence[int],
+    shards: int,
+    micro: list[MicroBatches],
+    *,
+    max_tokens_per_microbatch: int,
+    sequence_length_round: int,
+    input_key: str,
+    input_lengths_key: str,
+) -> list[list[int]]:
+    """The rows of each shard, and their micro-batches, of a global batch."""
+    width = batch[input_key].shape[1]
+    _lengths(batch, rows, input_lengths_key, 1, max_tokens_per_microbatch)
+    in_order = sorted(rows, key=lambda row: int(batch[input_lengths_key][row]))
+    parts = [in_order[i::shards] for i in range(shards)]
+    ranges: list[list[int]] = []
+    lengths: list[int] = []
+    for position, together in enumerate(zip(*parts, strict=True)):
+        longest = max(int(batch[input_lengths_key][row]) for row in together)
+        longest = min(width, -(-longest // sequence_length_round) * sequence_length_round)
+        if ranges and (position + 1 - ranges[-1][0]) * longest <= max_tokens_per_microbatch:
+            ranges[-1][1], lengths[-1] = position + 1, longest
+        else:
+            ranges.append([position, position + 1])
+            lengths.append(longest)
+    for own in micro:
+        own.indices.append(copy.deepcopy(ranges))
+        own.lengths.append(list(lengths))
+        own.num_rows.append(len(parts[0]))
+    return parts
+
+
+def _packed(
+    batch: BatchedDataDict[Any],
+    rows: Sequence[int],
+    shards: int,
+    micro: list[MicroBatches],
+    *,
+    max_tokens_per_microbatch: int,
+    algorithm: str,
+    input_key: str,
+    input_lengths_key: str,
+    sequence_length_pad_multiple: int,
+) -> list[list[int]]:
+    """The rows of each shard, bin after bin, and the bins, of a global batch."""
+    lengths = _lengths(batch, rows, input_lengths_key, sequence_length_pad_multiple, max_tokens_per_microbatch)
+    get_packer = import_object("nemo_rl.data.packing:get_packer", "packer")  # the package above this one
+    packer = get_packer(algorithm, max_tokens_per_microbatch, min_bin_count=shards, bin_count_multiple=shards)
+    bins = packer.pack(lengths)
+    parts = []
+    for shard, own in enumerate(micro):
+        mine = bins[shard::shards]
+        ends = [sum(map(len, mine[: i + 1])) for i in range(len(mine))]
+        own.indices.append([[end - len(bin_), end] for end, bin_ in zip(ends, mine, strict=True)])
+        own.lengths.append([sum(lengths[i] for i in bin_) for bin_ in mine])
+        own.num_rows.append(sum(map(len, mine)))
+        parts.append([rows[i] for bin_ in mine for i in bin_])
+    return parts

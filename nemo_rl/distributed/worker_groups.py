@@ -59,6 +59,20 @@ class RayWorkerBuilder:
         self.kwargs = kwargs
 
 
+@dataclass(frozen=True)
+class MultiWorkerFuture:
+    """The calls of `run_all_workers_sharded_data`: refs, the workers called, and whose results are wanted."""
+
+    futures: list[ray.ObjectRef]
+    called_workers: list[int]
+    return_from_workers: list[int]
+
+    def get_results(self, worker_group: RayWorkerGroup) -> list[Any]:
+        """Wait for all calls. The results of `return_from_workers`, by rank."""
+        results = dict(zip(self.called_workers, worker_group.wait(self.futures), strict=True))
+        return [results[rank] for rank in self.return_from_workers]
+
+
 @dataclass(kw_only=True)
 class Worker:
     """The controller's view of one worker."""
@@ -184,6 +198,94 @@ class RayWorkerGroup:
     def call_one(self, index: int, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """`start_one` and `wait`: the result."""
         return self.wait([self.start_one(index, method, *args, **kwargs)], timeout_s)[0]
+
+    # The same calls with keyword arguments alone and by named axes, as scripts written for NeMo RL make them.
+
+    def run_single_worker_single_data(self, method_name: str, worker_idx: int, **kwargs: Any) -> ray.ObjectRef:
+        """`start_one`."""
+        return self.start_one(worker_idx, method_name, **kwargs)
+
+    def run_all_workers_single_data(
+        self, method_name: str, *, run_rank_0_only_axes: Sequence[str] = (), **kwargs: Any
+    ) -> list[ray.ObjectRef]:
+        """`start_all`, of the workers at 0 on `run_rank_0_only_axes` alone."""
+        ranks = self._first_on(run_rank_0_only_axes)
+        return [self.start_one(rank, method_name, **kwargs) for rank in ranks]
+
+    def run_all_workers_multiple_data(
+        self,
+        method_name: str,
+        *,
+        run_rank_0_only_axes: Sequence[str] = (),
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Sequence[Any],
+    ) -> list[ray.ObjectRef]:
+        """Each worker gets its own item of every list in `kwargs`, and all of `common_kwargs`."""
+        ranks = self._first_on(run_rank_0_only_axes)
+        if wrong := {name: len(items) for name, items in kwargs.items() if len(items) != len(ranks)}:
+            raise ValueError(
+                f"{self.name_prefix}.{method_name}: items for {wrong}, and {len(ranks)} workers are called"
+            )
+        return [
+            self.start_one(
+                rank, method_name, **{name: items[i] for name, items in kwargs.items()}, **common_kwargs or {}
+            )
+            for i, rank in enumerate(ranks)
+        ]
+
+    def run_all_workers_sharded_data(
+        self,
+        method_name: str,
+        *,
+        in_sharded_axes: Sequence[str] = (),
+        replicate_on_axes: Sequence[str] = (),
+        output_is_replicated: Sequence[str] = (),
+        make_dummy_calls_to_free_axes: bool = False,
+        common_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> MultiWorkerFuture:
+        """Each worker gets the entry of nested lists at its coordinates on `in_sharded_axes`.
+
+        Those that differ only on `replicate_on_axes` get the same. On the other axes only the worker at 0 is called, or
+        all others with None (`make_dummy_calls_to_free_axes`). Results are of the workers at 0 on
+        `output_is_replicated`. Group with a `sharding` only.
+
+        Raises:
+            ValueError: for an axis that does not exist or is named twice.
+        """
+        sharding = self._sharding()
+        named = [*in_sharded_axes, *replicate_on_axes]
+        unknown = {*named, *output_is_replicated} - {*sharding.names}
+        if unknown or len(set(named)) < len(named):
+            raise ValueError(f"axes {[*sharding.names]}: unknown {sorted(unknown)}, or one named twice in {named}")
+        refs, called, wanted = [], [], []
+        for rank in range(self.world_size):
+            at = sharding.get_worker_coords(rank)
+            is_meant = all(at[axis] == 0 for axis in sharding.names if axis not in named)
+            if not is_meant and not make_dummy_calls_to_free_axes:
+                continue
+            given = dict.fromkeys(kwargs) if not is_meant else dict(kwargs)
+            for axis in in_sharded_axes if is_meant else ():
+                given = {name: entries[at[axis]] for name, entries in given.items()}
+            refs.append(self.start_one(rank, method_name, **given, **(common_kwargs or {})))
+            called.append(rank)
+            if is_meant and all(at[axis] == 0 for axis in output_is_replicated):
+                wanted.append(rank)
+        return MultiWorkerFuture(refs, called, wanted)
+
+    def get_all_worker_results(self, future: MultiWorkerFuture) -> list[Any]:
+        return future.get_results(self)
+
+    def _first_on(self, axes: Sequence[str]) -> list[int]:
+        """Ranks whose coordinates on `axes` are 0."""
+        if not axes:
+            return list(range(self.world_size))
+        return self._sharding().get_ranks_by_coord(**dict.fromkeys(axes, 0))
+
+    def _sharding(self) -> NamedSharding:
+        if self.sharding is None:
+            raise ValueError(f"{self.name_prefix} has no axes; give the group a sharding")
+        return self.sharding
 
     def wait(self, refs: Sequence[ray.ObjectRef], timeout_s: float | None = None) -> list[Any]:
         """Results of calls started on this group, in the order of `refs`. `timeout_s` None: the group's own limit.

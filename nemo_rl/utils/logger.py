@@ -32,13 +32,20 @@ class LogError(RuntimeError):
 
 
 class Logger:
-    """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`) and to the trackers of `cfg`.
+    """Writes the metrics of one run to `run_dir` (from `get_next_experiment_dir`; None: `cfg.log_dir` itself) and to
+    the trackers of `cfg`.
 
     `run_ids` are the trackers' runs that this one continues, from `run_ids` of the logger that wrote them.
     """
 
-    def __init__(self, cfg: LoggerConfig, run_dir: Path | str, run_ids: Mapping[str, str] | None = None) -> None:
-        self.run_dir = Path(run_dir)
+    def __init__(
+        self,
+        cfg: LoggerConfig | Mapping[str, Any],
+        run_dir: Path | str | None = None,
+        run_ids: Mapping[str, str] | None = None,
+    ) -> None:
+        cfg = LoggerConfig.model_validate(cfg)
+        self.run_dir = Path(cfg.log_dir if run_dir is None else run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._step: int | None = None  # of the metrics collected so far
         self._metrics: dict[str, float] = {}
@@ -50,20 +57,35 @@ class Logger:
         """The trackers' own names of this run, by tracker."""
         return {name: tracker.run_id for name, tracker in self._trackers.items() if tracker.run_id is not None}
 
-    def log_metrics(self, metrics: Mapping[str, Any], step: int, prefix: str = "") -> None:
-        """Add numbers, also in nested mappings, to step `step` as `<prefix>/<name>`.
+    def log_metrics(
+        self,
+        metrics: Mapping[str, Any],
+        step: int,
+        prefix: str = "",
+        step_metric: str | None = None,
+        step_finished: bool = False,
+    ) -> None:
+        """Add numbers and 0-d tensors, also in nested mappings, to step `step` as `<prefix>/<name>`.
 
-        Raises TypeError for a value that is not a number, and ValueError for a repeated name.
+        `step_metric` names a metric among them that counts their own steps; it is written like the others.
+        `step_finished` calls `finish_step`. Raises TypeError for a value that is not a number, and ValueError for a
+        repeated name or a `step_metric` that is not there.
         """
+        if step_metric is not None and step_metric not in metrics:
+            raise ValueError(f"step_metric {step_metric!r} is not among the metrics: {', '.join(metrics)}")
         assert self._step in (None, step), f"step {self._step} is not finished; finish_step() comes before step {step}"
         self._step = step
         for name, value in flatten_dict(metrics, "/").items():
             full_name = f"{prefix}/{name}" if prefix else name
+            if not isinstance(value, numbers.Real) and hasattr(value, "item") and value.ndim == 0:
+                value = value.item()
             if not isinstance(value, numbers.Real):
                 raise TypeError(f"metric {full_name} is {type(value).__name__} {value!r}, not a number")
             if full_name in self._metrics:
                 raise ValueError(f"metric {full_name} is logged twice in step {step}")
             self._metrics[full_name] = int(value) if isinstance(value, numbers.Integral) else float(value)
+        if step_finished:
+            self.finish_step(step)
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the metrics of `step` as one line, send them to the trackers, and return them.
@@ -107,6 +129,14 @@ class Logger:
         with path.open("w", encoding="utf-8") as file:
             file.writelines(files.dumps(record) + "\n" for record in records)
         return path
+
+    def log_batched_dict_as_jsonl(self, to_log: Mapping[str, Any], filename: str) -> Path:
+        """Write a batch by name, lists and tensors of B rows, as one JSON object per row."""
+        columns = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in to_log.items()}
+        rows = zip(*columns.values(), strict=True)
+        return self.log_records(
+            ({"idx": i, **dict(zip(columns, row, strict=True))} for i, row in enumerate(rows)), filename
+        )
 
     def close(self) -> None:
         """Close the trackers. Metrics of an unfinished step are dropped."""

@@ -54,6 +54,13 @@ def test_other_names_are_errors_as_always() -> None:
     assert pickle.loads(pickle.dumps(TaskDataSpec)) is TaskDataSpec
 
 
+def test_the_page_has_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from-nemo-rl.md").read_text()
+    for module in TABLE:
+        [row] = [line for line in page.splitlines() if line.startswith(f"| `{module}` |")]
+        assert all(f"`{name}`" in row for name in targets(module)), module
+
+
 # Calls
 
 

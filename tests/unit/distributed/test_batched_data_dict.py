@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from tests.worlds import run_world
 
 
 def test_batches_are_joined_and_right_padded():
@@ -35,3 +36,87 @@ def test_what_does_not_fit_is_refused():
         _ = BatchedDataDict({"a": [1], "b": [1, 2]}).size
     with pytest.raises(TypeError, match="'a'"):
         BatchedDataDict({"a": "text"}).select_indices([0])
+
+
+def numbered(lengths):
+    """Rows of these lengths, right-padded; each token is the number of its row."""
+    width = max(lengths)
+    ids = torch.tensor([[i] * n + [-1] * (width - n) for i, n in enumerate(lengths)])
+    names = [f"row {i}" for i in range(len(lengths))]
+    return BatchedDataDict({"input_ids": ids, "input_lengths": torch.tensor(lengths), "names": names})
+
+
+def rows_of(batch):
+    return batch["input_ids"][:, 0].tolist()
+
+
+def test_rows_are_divided_repeated_and_cut():
+    batch = numbered([1, 2, 3, 4])
+    assert [rows_of(batch.chunk(rank, 2)) for rank in (0, 1)] == [[0, 1], [2, 3]]
+    repeated = BatchedDataDict({"x": torch.arange(2), "log": [[1], [2]]}).repeat_interleave(2)
+    repeated["log"][0].append(9)
+    assert (repeated["x"].tolist(), repeated["log"]) == ([0, 0, 1, 1], [[1, 9], [1], [2], [2]])
+    batch.truncate_tensors(1, 2)
+    assert batch["input_ids"].shape == (4, 2) and batch["input_lengths"].shape == (4,)
+    assert [rows_of(part) for part in batch.make_microbatch_iterator(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="4 is no multiple of 3"):
+        batch.make_microbatch_iterator(3)
+
+
+def test_shards_have_their_part_of_each_global_batch():
+    batch = numbered([1] * 8)
+    shards = batch.shard_by_batch_size(2, batch_size=4)
+    assert [rows_of(shard) for shard in shards] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert rows_of(shards[0].get_batch(1, 2)) == [4, 5]
+    uneven = numbered([1] * 5).shard_by_batch_size(2, allow_uneven_shards=True)
+    assert [rows_of(shard) for shard in uneven] == [[0, 1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="5 is no multiple of 2"):
+        numbered([1] * 5).shard_by_batch_size(2)
+    with pytest.raises(ValueError, match="not both"):
+        batch.shard_by_batch_size(2, batch_size=4, allow_uneven_shards=True)
+
+
+KEYS = {"input_key": "input_ids", "input_lengths_key": "input_lengths"}
+DYNAMIC = {"max_tokens_per_microbatch": 16, "sequence_length_round": 4} | KEYS
+PACKING = {"max_tokens_per_microbatch": 16, "algorithm": "first_fit_decreasing", "sequence_length_pad_multiple": 4}
+
+
+@pytest.mark.parametrize("kind", ["dynamic_batching_args", "sequence_packing_args"])
+def test_micro_batches_fit_and_the_order_can_be_undone(kind):
+    lengths = [5, 1, 9, 16, 3, 2, 8, 7, 4, 4, 12, 6]
+    batch = numbered(lengths)
+    given = DYNAMIC if kind == "dynamic_batching_args" else PACKING | KEYS
+    shards, rows = batch.shard_by_batch_size(2, batch_size=6, **{kind: given})
+    assert sorted(rows) == list(range(12))
+    joined = BatchedDataDict.from_batches(shards)
+    joined.reorder_data(rows)
+    assert rows_of(joined) == list(range(12)) and joined["names"] == batch["names"]
+    for number in (0, 1):
+        parts = [shard.get_batch(number) for shard in shards]
+        assert sorted(row for part in parts for row in rows_of(part)) == list(range(6 * number, 6 * number + 6))
+        if kind == "dynamic_batching_args":
+            made = [list(part.make_microbatch_iterator_with_dynamic_shapes()) for part in parts]
+            assert len(made[0]) == len(made[1]) == parts[0].get_microbatch_iterator_dynamic_shapes_len()
+            for one, other in zip(*made, strict=True):
+                assert one["input_ids"].shape == other["input_ids"].shape and one["input_ids"].numel() <= 16
+                assert one["input_ids"].shape[1] >= one["input_lengths"].max()
+        else:
+            made = [list(part.make_microbatch_iterator_for_packable_sequences()) for part in parts]
+            assert len(made[0]) == len(made[1])
+            tokens = [[sum(-(-n // 4) * 4 for n in rows["input_lengths"].tolist()) for rows in one] for one in made]
+            assert all(used <= 16 for one in tokens for used in one)
+            for part, one in zip(parts, tokens, strict=True):
+                assert part.get_microbatch_iterator_for_packable_sequences_len() == (len(one), max(one))
+    with pytest.raises(ValueError, match="a row of 20 tokens does not fit"):
+        numbered([20, 1]).shard_by_batch_size(2, **{kind: given})
+    with pytest.raises(ValueError, match="give one global batch"):
+        shards[0].get_microbatch_iterator_dynamic_shapes_len()
+
+
+def test_all_ranks_get_the_rows_of_all():
+    def rank_main(rank: int, world: int) -> list:
+        batch = BatchedDataDict({"x": torch.full((1, rank + 1), rank), "name": [f"rank {rank}"]})
+        gathered = batch.all_gather()
+        return [gathered["x"].tolist(), gathered["name"]]
+
+    assert run_world(rank_main, 2) == [[[[0, 0], [1, 1]], ["rank 0", "rank 1"]]] * 2

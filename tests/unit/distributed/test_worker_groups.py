@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +79,60 @@ def test_calls_reach_the_workers_they_name(echo_pair: RayWorkerGroup) -> None:
     assert echo_pair.call_one(1, "echo") == ("hello", 1, (), {})
     refs = echo_pair.start_all("echo")
     assert [result[1] for result in echo_pair.wait(refs[::-1])] == [1, 0]
+
+
+class RecordedGroup(RayWorkerGroup):
+    """Keeps the calls of four workers; the result of one is its rank and arguments."""
+
+    def __init__(self) -> None:
+        self.name_prefix = "group"
+        self.sharding = NamedSharding([[0, 1], [2, 3]], ["data_parallel", "tensor_parallel"])
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    def start_one(self, index: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        return index, kwargs
+
+    def wait(self, refs: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        return list(refs)
+
+
+def test_workers_are_called_by_axis() -> None:
+    group = RecordedGroup()
+    leaders = group.run_all_workers_single_data("echo", run_rank_0_only_axes=["tensor_parallel"], k=2)
+    assert leaders == [(0, {"k": 2}), (2, {"k": 2})]
+    refs = group.run_all_workers_multiple_data("echo", k=[5, 6, 7, 8], common_kwargs={"c": 1})
+    assert refs == [(rank, {"k": k, "c": 1}) for rank, k in enumerate((5, 6, 7, 8))]
+    with pytest.raises(ValueError, match=r"items for \{'k': 2\}, and 4 workers are called"):
+        group.run_all_workers_multiple_data("echo", k=[5, 6])
+    future = group.run_all_workers_sharded_data(
+        "echo", data=["a", "b"], in_sharded_axes=["data_parallel"], replicate_on_axes=["tensor_parallel"],
+        output_is_replicated=["tensor_parallel"],
+    )  # fmt: skip
+    assert future.called_workers == [0, 1, 2, 3]
+    assert group.get_all_worker_results(future) == [(0, {"data": "a"}), (2, {"data": "b"})]
+    for dummies, called in ((False, [0, 2]), (True, [0, 1, 2, 3])):
+        future = group.run_all_workers_sharded_data(
+            "echo", data=["a", "b"], in_sharded_axes=["data_parallel"], make_dummy_calls_to_free_axes=dummies
+        )
+        assert future.called_workers == called
+        assert future.get_results(group) == [(0, {"data": "a"}), (2, {"data": "b"})]
+    assert group.wait(future.futures)[1] == (1, {"data": None})
+    nested = group.run_all_workers_sharded_data(
+        "echo", data=[["a", "b"], ["c", "d"]], in_sharded_axes=["data_parallel", "tensor_parallel"]
+    )
+    assert [kwargs["data"] for _, kwargs in nested.get_results(group)] == ["a", "b", "c", "d"]
+    for axes in (["pipeline"], ["data_parallel", "data_parallel"]):
+        with pytest.raises(ValueError, match="unknown"):
+            group.run_all_workers_sharded_data("echo", data=["a"], in_sharded_axes=axes)
+
+
+def test_a_worker_may_be_decorated(cluster: RayVirtualCluster) -> None:
+    builder = RayWorkerBuilder(f"{WORKERS}.DecoratedWorker", "hi")
+    with RayWorkerGroup(cluster, builder, name_prefix="decorated") as group:
+        assert ray.get(group.run_all_workers_single_data("echo", k=2))[1] == ("hi", 1, (), {"k": 2})
 
 
 def test_wrong_arguments_are_refused_before_the_call(echo_pair: RayWorkerGroup) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import time
 from typing import Any
 
+import ray
+
 
 class EchoWorker:
     def __init__(self, greeting: str = "hello", *, fail_on_rank: int | None = None) -> None:
@@ -57,6 +59,11 @@ class EchoWorker:
         import six
 
         return six.__version__
+
+
+@ray.remote
+class DecoratedWorker(EchoWorker):
+    """As scripts of NeMo RL write their workers."""
 
 
 class SlowStartWorker:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nemo_rl.utils.config import LoggerConfig, WandbConfig
 from nemo_rl.utils.logger import Logger, flatten_dict, get_next_experiment_dir
@@ -129,3 +130,23 @@ def test_two_runs_never_share_a_directory(tmp_path):
     for thread in threads:
         thread.join()
     assert len(directories) == len(set(directories)) == 80
+
+
+def test_a_script_logs_with_a_dictionary_as_configuration(tmp_path):
+    logger = Logger({"log_dir": str(tmp_path / "logs"), "wandb_enabled": False, "monitor_gpus": False})
+    logger.log_metrics({"loss": torch.tensor(0.5), "n": torch.tensor(3)}, 1, prefix="train")
+    logger.log_metrics({"util": 1.0, "ray_step": 7}, 1, prefix="ray", step_metric="ray_step", step_finished=True)
+    assert lines_of(tmp_path / "logs") == [
+        {"step": 1, "train/loss": 0.5, "train/n": 3, "ray/util": 1.0, "ray/ray_step": 7}
+    ]
+    with pytest.raises(ValueError, match="step_metric 'at' is not among the metrics: loss"):
+        logger.log_metrics({"loss": 1.0}, 2, step_metric="at")
+    with pytest.raises(TypeError, match="not a number"):
+        logger.log_metrics({"loss": torch.ones(2)}, 2)
+    batch = {"reward": torch.tensor([0.0, 1.0]), "text": ["a", "b"], "ids": torch.tensor([[1, 2], [3, 4]])}
+    path = logger.log_batched_dict_as_jsonl(batch, "train_data_step1.jsonl")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"idx": 0, "reward": 0.0, "text": "a", "ids": [1, 2]},
+        {"idx": 1, "reward": 1.0, "text": "b", "ids": [3, 4]},
+    ]
+    logger.close()
