@@ -58,7 +58,7 @@ def init_ray(log_dir: str | None = None) -> None:
         host, _, port = address.rpartition(":")
         try:
             if port.isdigit():  # Ray itself would try for minutes
-                socket.create_connection((host, int(port)), timeout=10).close()
+                socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
             dashboard = ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING).dashboard_url
         except OSError as error:
             reason = f"it does not answer ({error})"

@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from nemo_rl.distributed.virtual_cluster import init_ray
+
 ROOT = Path(__file__).parents[3]
 FIXED_PORTS = (6379, 8265, 10001, 44217, 52365)  # of Ray, for clusters that others join
 
@@ -35,6 +39,12 @@ for row in table("tcp") + table("tcp6"):
         print("LISTENS", row[1])
 ray.shutdown()
 """
+
+
+def test_an_ipv6_cluster_is_asked_at_its_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "[::1]:9")
+    with pytest.raises(ValueError, match=r"at \[::1\]:9: it does not answer \(\[Errno 1?\d\d\]"):
+        init_ray()
 
 
 def test_every_port_is_on_loopback_and_none_is_fixed():
