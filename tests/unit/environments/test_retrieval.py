@@ -105,6 +105,22 @@ def test_an_index_is_made_once_and_mapped_and_another_for_other_settings(tmp_pat
     assert len({index.folder, *others}) == 4
 
 
+def test_a_large_corpus_is_read_in_batches(tmp_path):
+    class OnDisk(list):
+        num_reads = 0
+
+        def __getitem__(self, key):
+            self.num_reads += 1
+            return super().__getitem__(key)
+
+        def __iter__(self):
+            raise AssertionError("row by row")
+
+    texts = OnDisk(f"fox{number}" for number in range(2500))
+    assert index_of(texts, tmp_path).search("fox2499", 1) == [2499]
+    assert texts.num_reads == 6  # for the digest, then for the index
+
+
 def test_common_words_are_left_out_on_request(tmp_path):
     texts = ["the fox", "the dog"]
     assert index_of(texts, tmp_path).search("the", 3) == [0, 1]
