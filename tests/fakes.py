@@ -128,6 +128,9 @@ class FakeRefit:
     calls: list[str]
     versions: list[int] = field(default_factory=list)
 
+    def announce(self) -> None:
+        """No engine has to make room."""
+
     def sync(self, version: int) -> dict[str, float]:
         self.calls.append("sync")
         self.versions.append(version)
