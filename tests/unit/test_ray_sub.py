@@ -26,6 +26,7 @@ touch "$FAKE_DIR/up-$FAKE_NODE"
 exec sleep 60
 """
 PYTHON = """#!/bin/bash
+if [[ $1 == examples/doctor.py ]]; then echo "examined $*"; exit "$FAKE_DOCTOR"; fi
 echo "noise"
 echo "RAY_HAS $(ls "$FAKE_DIR" | grep -c up-) $(( $(ls "$FAKE_DIR" | grep -c up-) * 4 ))"
 """
@@ -128,3 +129,13 @@ def test_a_failed_setup_ends_the_job(submit):
     assert done.returncode == 1
     assert "SETUP_COMMAND failed" in done.stderr
     assert not any(call.startswith("ray@") for call in calls)
+
+
+@pytest.mark.parametrize("status", ["0", "1"])
+def test_the_doctor_comes_first_and_may_end_the_job(submit, tmp_path, status):
+    done, _ = submit(COMMAND="echo trained", DOCTOR="1", FAKE_DOCTOR=status)
+    assert done.returncode == int(status)
+    assert "examined examples/doctor.py --num-nodes 3 --gpus-per-node 4" in done.stdout
+    assert ("trained" in done.stdout) == (status == "0")
+    assert ("the doctor found something bad" in done.stderr) == (status == "1")
+    assert "examined" in (tmp_path / "17-logs" / "doctor.log").read_text()

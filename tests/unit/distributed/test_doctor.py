@@ -1,0 +1,97 @@
+"""The doctor's findings: what is good, what is bad, and what to do."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl.distributed import doctor
+from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
+from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
+from tests.functional.cli import ROOT
+
+
+def test_a_folder_that_can_be_written_has_space_and_speed(tmp_path: Path) -> None:
+    finding = doctor.check_folder(tmp_path / "new")
+    assert "GB free" in finding.text and "MB/s written" in finding.text
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_folder_in_the_place_of_a_file_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finding = doctor.check_folder(tmp_path / "file" / "logs")
+    assert str(finding) == (
+        f"bad    folder {tmp_path}/file/logs: cannot be written: Not a directory; name another folder with --folder"
+    )
+
+
+def test_few_open_files_are_bad() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    try:
+        finding = doctor.check_open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert finding.level == "bad" and finding.text == "at most 1024"
+    assert finding.remedy == f"run `ulimit -n {before[1]}` before `ray start`"
+
+
+def fake_nvidia_smi(folder: Path, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+
+
+def test_gpus_that_torch_cannot_use_are_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if doctor.torch.cuda.is_available():
+        pytest.skip("torch can use the GPUs of this machine")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor.check_gpus(1).text == "there is no nvidia-smi"
+    fake_nvidia_smi(tmp_path, "echo 'NVIDIA H100, 470.10, 81559, 3'")
+    finding = doctor.check_gpus(1)
+    assert finding.level == "bad" and "1 x NVIDIA H100, driver 470.10" in finding.text and "driver" in finding.remedy
+    fake_nvidia_smi(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    assert "version mismatch" in doctor.check_gpus(1).text
+    assert doctor.check_gpus(0).level == "good"
+
+
+def test_a_hub_that_does_not_answer_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        assert doctor.check_hub().level == "remark"
+        taken.listen()
+        assert doctor.check_hub().level == "good"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert doctor.check_hub().level == "good"
+
+
+@pytest.mark.over_20s("starts Ray; two workers load torch")
+def test_two_ranks_measure_their_collective(ray_local: None) -> None:
+    with (
+        RayVirtualCluster([2], use_gpus=False) as cluster,
+        RayWorkerGroup(cluster, RayWorkerBuilder(doctor.WORKER), name_prefix="doctor") as group,
+    ):
+        *_, finding = doctor.check_cluster(group, use_gpu=False)
+    assert finding.subject == "collective" and finding.text.startswith("2 ranks over gloo: ")
+
+
+@pytest.mark.over_20s("starts Ray in a process of its own")
+def test_the_whole_examination_of_this_machine(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/doctor.py"), "--folder", str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    finished = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240)
+    lines = finished.stdout.splitlines()
+    for subject in ("machine", "GPUs", "versions", "/dev/shm", "open files", f"folder {tmp_path}", "Hugging Face hub"):
+        assert any(f"node 0 (127.0.0.1), {subject}: " in line for line in lines), finished.stdout + finished.stderr
+    for subject in ("Ray", "clocks"):
+        assert any(line.startswith((f"good   {subject}: ", f"remark {subject}: ")) for line in lines)
+    assert finished.returncode == int(any(line.startswith("bad") for line in lines))
