@@ -21,7 +21,7 @@ from ray.actor import ActorClass
 
 from nemo_rl.distributed import collectives
 from nemo_rl.distributed.errors import WorkerCallError
-from nemo_rl.distributed.host_meters import ThreadProfiler, traced, usage
+from nemo_rl.distributed.meters import ThreadProfiler, traced, usage
 from nemo_rl.utils.registry import import_object
 
 # The processes that a worker has started (of an engine, of a verifier's sandbox) would survive if the worker is killed,
@@ -144,7 +144,7 @@ class ActorHost:
 
     @ray.method(concurrency_group="inspect")
     async def usage(self, gpu_ids: Sequence[str]) -> dict[str, float]:
-        """Memory of the worker with its child processes, and the load of its GPUs: `host_meters.usage`."""
+        """Memory of the worker with its child processes, and the load of its GPUs: `meters.usage`."""
         return usage(gpu_ids)
 
     @ray.method(concurrency_group="inspect")

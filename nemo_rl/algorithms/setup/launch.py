@@ -19,6 +19,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
 from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
+from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
@@ -107,7 +108,7 @@ def usage_monitor(config: RunConfig) -> UsageMonitor | None:
     """The meters of `logger.monitor_gpus`, not started yet. Raises ValueError if NVML is not installed."""
     if not config.logger.monitor_gpus:
         return None
-    return UsageMonitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
+    return UsageMonitor(LIVE, config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
 
 
 def run_command(

@@ -20,8 +20,8 @@ from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.distributed.host_meters import traced
-from nemo_rl.distributed.meters import UsageMonitor, profiled_step
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step, traced
+from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
@@ -176,7 +176,8 @@ class Trainer(ABC):
         return ends
 
     def _profiled(self) -> AbstractContextManager[None]:
-        return profiled_step(self.tools.profile, self.tools.logger.run_dir / "profile", self.state.total_steps + 1)
+        folder = self.tools.logger.run_dir / "profile"
+        return profiled_step(self.tools.profile, folder, self.state.total_steps + 1, LIVE)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
