@@ -19,8 +19,9 @@ import torch
 from nemo_rl.algorithms.config.loop import LoopConfig
 from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.data.rows.examples import ExampleLoader
+from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.distributed.meters import UsageMonitor, profiled_step, traced
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.worker_groups import LIVE
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask

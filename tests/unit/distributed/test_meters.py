@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl.distributed.meters import UsageMonitor, group_memory_gb, profiled_step
+from nemo_rl.distributed.actor_host import group_memory_gb
+from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.utils.config import ProfileConfig
@@ -82,7 +83,7 @@ def test_a_worker_that_is_busy_holds_up_nothing(pair: RayWorkerGroup) -> None:
 def test_memory_counts_children() -> None:
     code = """
 import os, subprocess, sys
-from nemo_rl.distributed.meters import group_memory_gb
+from nemo_rl.distributed.actor_host import group_memory_gb
 os.setpgrp()
 before = group_memory_gb()
 program = "x = bytearray(300 << 20); print(1, flush=True); input()"
