@@ -1,4 +1,4 @@
-"""The Ray actor around a worker, and what it measures of itself. A worker is a plain class; Ray is applied here alone."""
+"""The Ray actor around a worker, and what it measures of itself. Ray is applied here and nowhere else."""
 
 from __future__ import annotations
 
