@@ -121,6 +121,46 @@ class MonitoringConfig(StrictModel):
     """Seconds between two readings."""
 
 
+class AlarmsConfig(StrictModel):
+    """Alarms on learning: warnings on the console. null switches one off."""
+
+    enabled: bool = True
+    """Watch the curves of the run."""
+
+    window: int = Field(default=5, ge=1)
+    """Steps whose median counts, at the start of the run and now."""
+
+    solved_reward: float = 0.9
+    """Mean training reward from which low entropy, short answers and equal groups are no fault."""
+
+    entropy_collapse: float | None = 0.05
+    """Share of the first entropy below which the policy has collapsed."""
+
+    length_explosion: float | None = 4.0
+    """Factor on the first length of answers."""
+
+    length_collapse: float | None = 0.2
+    """Share of the first length of answers."""
+
+    mixed_groups: float | None = 0.1
+    """Share of groups with different rewards below which there is hardly anything to learn from."""
+
+    kl_blowup: float | None = 1.0
+    """KL from the reference policy, per token."""
+
+    gradient_spike: float | None = 10.0
+    """Factor on the median gradient norm of the 20 steps before."""
+
+    clip_fraction: float | None = 0.5
+    """Share of clipped tokens."""
+
+    truncation: float | None = 0.5
+    """Share of answers that end at the length limit."""
+
+    reward_hacking: float | None = 0.1
+    """Fall of validation accuracy from its best while the training reward rises."""
+
+
 class LoggerConfig(StrictModel):
     """Logs: console, metrics.jsonl, and the trackers TensorBoard, Weights & Biases, MLflow, SwanLab and trackio."""
 
@@ -162,6 +202,9 @@ class LoggerConfig(StrictModel):
 
     gpu_monitoring: MonitoringConfig = MonitoringConfig()
     """Used when `monitor_gpus`."""
+
+    alarms: AlarmsConfig = AlarmsConfig()
+    """Warnings about the curves of the run."""
 
 
 class ProfileConfig(StrictModel):

@@ -17,14 +17,14 @@ from nemo_rl.algorithms.trainers.trainer import TRACKER_RUNS, NonFiniteLoss, Run
 from nemo_rl.config.loader import dump_config
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import ResourceInsufficientError, WorkerError
-from nemo_rl.distributed.meters import UsageMonitor
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster, init_ray
-from nemo_rl.distributed.worker_groups import LIVE
+from nemo_rl.distributed.worker_groups import UsageMonitor
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
 from nemo_rl.models.policy.lm_policy import Policy
 from nemo_rl.refit.layout import RefitError
 from nemo_rl.types import SamplingParams
+from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager, DiskFullError
 from nemo_rl.utils.config import ClusterConfig
 from nemo_rl.utils.console import RunConsole
@@ -77,6 +77,7 @@ def launch(
                 identity=prepared.identity,
                 profile=config.performance.profile,
                 monitor=monitor,
+                alarms=LearningAlarms(config.logger.alarms),
             )
             tools.logger.log_hyperparams(config.model_dump())
             stack.callback(tools.logger.close)
@@ -108,7 +109,7 @@ def usage_monitor(config: RunConfig) -> UsageMonitor | None:
     """The meters of `logger.monitor_gpus`, not started yet. Raises ValueError if NVML is not installed."""
     if not config.logger.monitor_gpus:
         return None
-    return UsageMonitor(LIVE, config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
+    return UsageMonitor(config.logger.gpu_monitoring.collection_interval, gpus=config.cluster.use_gpus)
 
 
 def run_command(

@@ -35,9 +35,9 @@ from nemo_rl.utils.checkpoint.manager import CheckpointError, CheckpointManager,
 from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.files import digest
+from nemo_rl.utils.logger import check_packages
 from nemo_rl.utils.registry import import_object
 from nemo_rl.utils.tokenizer import get_tokenizer
-from nemo_rl.utils.trackers import check_packages
 
 logger = logging.getLogger(__name__)
 

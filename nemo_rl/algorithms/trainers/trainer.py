@@ -21,15 +21,15 @@ from nemo_rl.data.rows.dataloader import PromptDataLoader
 from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
-from nemo_rl.distributed.meters import UsageMonitor, profiled_step
-from nemo_rl.distributed.worker_groups import LIVE
+from nemo_rl.distributed.worker_groups import UsageMonitor, profiled_step
 from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import LossFunction, TrainResult
+from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
-from nemo_rl.utils.config import CheckpointingConfig, ProfileConfig
+from nemo_rl.utils.config import AlarmsConfig, CheckpointingConfig, ProfileConfig
 from nemo_rl.utils.console import RunConsole
 from nemo_rl.utils.logger import Logger
 from nemo_rl.utils.seeds import load_rng_state, save_rng_state
@@ -72,6 +72,7 @@ class RunTools:
     identity: Mapping[str, Any]  # what a checkpoint must share with this run
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     monitor: UsageMonitor | None = None
+    alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
 
 class Trainer(ABC):
@@ -178,7 +179,7 @@ class Trainer(ABC):
 
     def _profiled(self) -> AbstractContextManager[None]:
         folder = self.tools.logger.run_dir / "profile"
-        return profiled_step(self.tools.profile, folder, self.state.total_steps + 1, LIVE)
+        return profiled_step(self.tools.profile, folder, self.state.total_steps + 1)
 
     def _end_with_the_data(self) -> None:
         """The last validation and checkpoint of a run whose data ended before its steps."""
@@ -233,7 +234,10 @@ class Trainer(ABC):
             self.record("system", self.tools.monitor.metrics())
         metrics, self.metrics = self.metrics, {}
         self.tools.logger.log_metrics(metrics, self.state.total_steps)
-        self.tools.console.finish_step(self.state.total_steps, self.tools.logger.finish_step(self.state.total_steps))
+        logged = self.tools.logger.finish_step(self.state.total_steps)
+        self.tools.console.finish_step(self.state.total_steps, logged)
+        for alarm in self.tools.alarms.note(logged):
+            self.tools.console.warn(alarm)
 
     def record(self, prefix: str, metrics: Mapping[str, float]) -> None:
         """Add metrics to the step in progress as `<prefix>/<name>`."""

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl.distributed.actor_host import group_memory_gb
-from nemo_rl.distributed.meters import UsageMonitor, profiled_step
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
-from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup
+from nemo_rl.distributed.worker_groups import LIVE, RayWorkerBuilder, RayWorkerGroup, UsageMonitor, profiled_step
 from nemo_rl.utils.config import ProfileConfig
 
 ECHO = RayWorkerBuilder("tests.unit.distributed.workers.EchoWorker")
@@ -33,7 +32,7 @@ def pair(ray_local: None) -> Iterator[RayWorkerGroup]:
 
 
 def step(group: RayWorkerGroup, number: int, cfg: ProfileConfig, folder: Path) -> None:
-    with profiled_step(cfg, folder, number, LIVE):
+    with profiled_step(cfg, folder, number):
         assert group.call_all("multiply", 64) == [64.0, 64.0]
 
 
@@ -51,7 +50,7 @@ def test_the_named_workers_are_profiled_in_the_named_steps(pair: RayWorkerGroup,
 
 def test_a_step_that_fails_leaves_a_profiler_that_can_start_again(pair: RayWorkerGroup, tmp_path: Path) -> None:
     cfg = ProfileConfig(steps=[1], workers=["echo-0"])
-    with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path, 1, LIVE):
+    with pytest.raises(ZeroDivisionError), profiled_step(cfg, tmp_path, 1):
         raise ZeroDivisionError
     step(pair, 1, cfg, tmp_path)
     assert (tmp_path / "step_1_echo-0.json.gz").exists()
@@ -63,7 +62,7 @@ def test_a_name_that_no_worker_has_is_refused(pair: RayWorkerGroup, tmp_path: Pa
 
 
 def test_memory_of_workers_and_controller(pair: RayWorkerGroup) -> None:
-    with UsageMonitor(LIVE, 0.2, gpus=False) as monitor:
+    with UsageMonitor(0.2, gpus=False) as monitor:
         deadline = time.monotonic() + 60
         while "echo/memory_gb" not in (metrics := monitor.metrics()):
             assert time.monotonic() < deadline, metrics
@@ -74,7 +73,7 @@ def test_memory_of_workers_and_controller(pair: RayWorkerGroup) -> None:
 
 def test_a_worker_that_is_busy_holds_up_nothing(pair: RayWorkerGroup) -> None:
     ref = pair.start_one(0, "sleep", 3.0)
-    with UsageMonitor(LIVE, 0.1, gpus=False) as monitor:
+    with UsageMonitor(0.1, gpus=False) as monitor:
         time.sleep(1.0)
     assert "controller/memory_gb" in monitor.metrics()
     pair.wait([ref])
@@ -100,4 +99,4 @@ child.kill()
 @pytest.mark.skipif(importlib.util.find_spec("pynvml") is not None, reason="NVML's package is installed")
 def test_gpus_without_nvml_are_refused() -> None:
     with pytest.raises(ValueError, match=r"install nvidia-ml-py, or set logger\.monitor_gpus=false"):
-        UsageMonitor(LIVE, 10.0, gpus=True)
+        UsageMonitor(10.0, gpus=True)

@@ -1,0 +1,167 @@
+"""Alarms on learning: what goes wrong in the curves of a run, with the evidence and what people do about it.
+
+An alarm compares steps with the first ones that this process saw, and speaks once until its cause is over.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from nemo_rl.utils.config import AlarmsConfig
+
+ENTROPY = "train/approx_entropy"
+LENGTH = "train/mean_gen_tokens_per_sample"
+REWARD = "train/reward"
+MIXED = "train/baseline_reward/pct_mixed"
+KL = "train/kl_penalty"
+GRAD_NORM = "train/grad_norm"
+CLIPPED = "train/clip_fraction"
+TRUNCATED = "train/truncation_rate"
+VALIDATION = "validation/accuracy"
+_WATCHED = (ENTROPY, LENGTH, REWARD, MIXED, KL, GRAD_NORM, CLIPPED, TRUNCATED)
+_SPIKE_HISTORY = 20  # steps
+
+
+class LearningAlarms:
+    """Watches the metrics of a run, which come step by step."""
+
+    def __init__(self, cfg: AlarmsConfig) -> None:
+        self._cfg = cfg
+        self._first: dict[str, list[float]] = {}  # of each metric the first `window` values
+        self._latest: dict[str, deque[float]] = {}
+        self._norms: deque[float] = deque(maxlen=_SPIKE_HISTORY)
+        self._best: tuple[float, float] | None = None  # best validation, and the reward of that time
+        self._speaking: set[str] = set()
+
+    def note(self, metrics: Mapping[str, float]) -> list[str]:
+        """The alarms of a step that did not sound before it. `metrics` are by logged name."""
+        if not self._cfg.enabled:
+            return []
+        for name in _WATCHED:
+            if name in metrics:
+                first = self._first.setdefault(name, [])
+                if len(first) < self._cfg.window:
+                    first.append(metrics[name])
+                self._latest.setdefault(name, deque(maxlen=self._cfg.window)).append(metrics[name])
+        found = dict(self._found(metrics))
+        if GRAD_NORM in metrics:
+            self._norms.append(metrics[GRAD_NORM])
+        new = [f"{key}: {text}" for key, text in found.items() if key not in self._speaking]
+        is_step = any(name in metrics for name in _WATCHED)
+        self._speaking = set(found) if is_step else self._speaking | set(found)
+        return new
+
+    def _found(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """(key of `AlarmsConfig`, message)."""
+        yield from self._of_drift()
+        yield from self._of_levels()
+        yield from self._of_spikes(metrics)
+        yield from self._of_validation(metrics)
+
+    def _of_drift(self) -> Iterator[tuple[str, str]]:
+        cfg, solved = self._cfg, self._is_solved()
+        entropy, before = self._level(ENTROPY), self._start(ENTROPY)
+        if _under(entropy, before, cfg.entropy_collapse) and not solved:
+            yield (
+                "entropy_collapse",
+                f"the entropy fell from {before:.3g} to {entropy:.3g} while the reward is {self._level(REWARD):.3g}: "
+                "samples of a group become equal. Raise the temperature or loss_fn.ratio_clip_max (clip-higher), lower "
+                "the learning rate, or mix in harder prompts",
+            )
+        length, before = self._level(LENGTH), self._start(LENGTH)
+        if _over(length, before, cfg.length_explosion):
+            yield (
+                "length_explosion",
+                f"answers grew from {before:.0f} to {length:.0f} tokens. Penalise overlong answers, use a loss "
+                "per token instead of per sequence, and read samples for repetition",
+            )
+        if _under(length, before, cfg.length_collapse) and not solved:
+            yield (
+                "length_collapse",
+                f"answers shrank from {before:.0f} to {length:.0f} tokens while the reward is "
+                f"{self._level(REWARD):.3g}. Look for a reward that short answers earn, and for a length "
+                "normalisation that favours them",
+            )
+
+    def _of_levels(self) -> Iterator[tuple[str, str]]:
+        cfg = self._cfg
+        mixed, kl = self._level(MIXED), self._level(KL)
+        clipped, truncated = self._level(CLIPPED), self._level(TRUNCATED)
+        if mixed is not None and cfg.mixed_groups is not None and mixed < cfg.mixed_groups and not self._is_solved():
+            yield (
+                "mixed_groups",
+                f"{mixed:.0%} of the groups have different rewards, the others teach nothing (reward "
+                f"{self._level(REWARD):.3g}). Take prompts of other difficulty, more samples per prompt, or "
+                "dynamic sampling",
+            )
+        if kl is not None and cfg.kl_blowup is not None and kl > cfg.kl_blowup:
+            yield (
+                "kl_blowup",
+                f"the KL from the reference policy is {kl:.3g} per token. Lower the learning rate, raise "
+                "loss_fn.reference_policy_kl_penalty, or go back to an earlier checkpoint",
+            )
+        if clipped is not None and cfg.clip_fraction is not None and clipped > cfg.clip_fraction:
+            yield (
+                "clip_fraction",
+                f"{clipped:.0%} of the tokens are clipped: most of the batch gives no gradient. Take fewer optimizer "
+                "steps per batch, a smaller learning rate, or fresher samples",
+            )
+        if truncated is not None and cfg.truncation is not None and truncated > cfg.truncation:
+            yield (
+                "truncation",
+                f"{truncated:.0%} of the answers are cut at the length limit. Raise policy.generation.max_new_tokens "
+                "and policy.max_total_sequence_length, or read samples for repetition",
+            )
+
+    def _of_spikes(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        factor, norm = self._cfg.gradient_spike, metrics.get(GRAD_NORM)
+        if factor is None or norm is None or len(self._norms) < _SPIKE_HISTORY // 2:
+            return
+        usual = statistics.median(self._norms)
+        if norm > factor * usual > 0:
+            yield (
+                "gradient_spike",
+                f"the gradient norm is {norm:.3g}, usually {usual:.3g}. Lower policy.max_grad_norm or the learning "
+                "rate, and look at the samples of this step",
+            )
+
+    def _of_validation(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        drop, value, reward = self._cfg.reward_hacking, metrics.get(VALIDATION), self._level(REWARD)
+        if drop is None or value is None or reward is None:
+            if "reward_hacking" in self._speaking and value is None:
+                yield "reward_hacking", ""  # until the next validation
+            return
+        if self._best is None or value >= self._best[0]:
+            self._best = (value, reward)
+        elif value < self._best[0] - drop and reward > self._best[1]:
+            yield (
+                "reward_hacking",
+                f"validation fell from {self._best[0]:.3g} to {value:.3g} while the training reward rose from "
+                f"{self._best[1]:.3g} to {reward:.3g}. Read training samples with high rewards; stop, or go back to "
+                "the checkpoint of the best validation",
+            )
+
+    def _level(self, name: str) -> float | None:
+        """Median of the latest values; None before `window` steps."""
+        values = self._latest.get(name, ())
+        return statistics.median(values) if len(values) == self._cfg.window else None
+
+    def _start(self, name: str) -> float | None:
+        """Median of the first values."""
+        values = self._first.get(name, ())
+        return statistics.median(values) if len(values) == self._cfg.window else None
+
+    def _is_solved(self) -> bool:
+        """Whether the reward is so high that little is left to learn, as all groups have equal, good answers."""
+        reward = self._level(REWARD)
+        return reward is None or reward >= self._cfg.solved_reward
+
+
+def _under(value: float | None, before: float | None, share: float | None) -> bool:
+    return value is not None and before is not None and share is not None and value < share * before
+
+
+def _over(value: float | None, before: float | None, factor: float | None) -> bool:
+    return value is not None and before is not None and factor is not None and value > factor * before

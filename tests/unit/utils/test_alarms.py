@@ -1,0 +1,86 @@
+"""Alarms on learning: synthetic curves that go wrong, and curves that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl.utils.alarms import LearningAlarms
+from nemo_rl.utils.config import AlarmsConfig
+
+HEALTHY = {
+    "train/approx_entropy": lambda step: 0.5 - 0.005 * step,
+    "train/mean_gen_tokens_per_sample": lambda step: 200.0 + step,
+    "train/reward": lambda step: 0.3 + 0.01 * step,
+    "train/baseline_reward/pct_mixed": lambda step: 0.7,
+    "train/kl_penalty": lambda step: 0.001 * step,
+    "train/grad_norm": lambda step: 1.0 + 0.3 * (step % 3),
+    "train/clip_fraction": lambda step: 0.1,
+    "train/truncation_rate": lambda step: 0.05,
+}
+
+
+def alarms_of(curves: dict[str, Callable[[int], float]], num_steps: int = 40, **cfg: float | None) -> list[str]:
+    """Alarms of a run, `<step> <key>`; validations, where a curve has them, come every fifth step."""
+    watch, found = LearningAlarms(AlarmsConfig(**cfg)), []
+    for step in range(1, num_steps + 1):
+        metrics = {
+            name: curve(step)
+            for name, curve in (HEALTHY | curves).items()
+            if step % 5 == 0 or not name.startswith("validation")
+        }
+        found += [f"{step} {text.partition(':')[0]}" for text in watch.note(metrics)]
+    return found
+
+
+WRONG = {
+    "entropy_collapse": ("train/approx_entropy", lambda step: 0.5 if step < 20 else 0.01, 22),
+    "length_explosion": ("train/mean_gen_tokens_per_sample", lambda step: 200.0 if step < 20 else 1000.0, 22),
+    "length_collapse": ("train/mean_gen_tokens_per_sample", lambda step: 200.0 if step < 20 else 10.0, 22),
+    "mixed_groups": ("train/baseline_reward/pct_mixed", lambda step: 0.7 if step < 20 else 0.0, 22),
+    "kl_blowup": ("train/kl_penalty", lambda step: 0.01 if step < 20 else 3.0, 22),
+    "gradient_spike": ("train/grad_norm", lambda step: 50.0 if step == 20 else 1.0, 20),
+    "clip_fraction": ("train/clip_fraction", lambda step: 0.1 if step < 20 else 0.7, 22),
+    "truncation": ("train/truncation_rate", lambda step: 0.1 if step < 20 else 0.9, 22),
+    "reward_hacking": ("validation/accuracy", lambda step: 0.5 if step < 20 else 0.3, 20),
+}
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_each_fault_is_said_once_when_it_shows(key: str) -> None:
+    metric, curve, step = WRONG[key]
+    assert alarms_of({metric: curve}) == [f"{step} {key}"]
+    assert alarms_of({metric: curve}, **{key: None}) == [], "null switches it off"
+
+
+def test_a_healthy_run_has_no_alarm() -> None:
+    assert alarms_of({"validation/accuracy": lambda step: 0.3 + 0.01 * step}) == []
+
+
+def test_a_solved_task_may_lose_entropy_and_mixed_groups() -> None:
+    curves = {
+        "train/approx_entropy": lambda step: 0.5 if step < 20 else 0.001,
+        "train/baseline_reward/pct_mixed": lambda step: 0.7 if step < 20 else 0.02,
+        "train/reward": lambda step: 0.5 if step < 18 else 0.98,
+    }
+    assert alarms_of(curves) == []
+
+
+def test_an_alarm_sounds_again_after_its_cause_was_over() -> None:
+    curves = {"train/clip_fraction": lambda step: 0.9 if step in range(10, 16) or step in range(25, 31) else 0.1}
+    assert alarms_of(curves) == ["12 clip_fraction", "27 clip_fraction"]
+
+
+def test_the_message_has_the_evidence_and_a_remedy() -> None:
+    watch = LearningAlarms(AlarmsConfig(window=1))
+    watch.note({"train/mean_gen_tokens_per_sample": 100.0})
+    (text,) = watch.note({"train/mean_gen_tokens_per_sample": 900.0})
+    assert text.startswith("length_explosion: answers grew from 100 to 900 tokens. Penalise overlong answers")
+
+
+def test_supervised_runs_have_gradients_alone() -> None:
+    watch = LearningAlarms(AlarmsConfig())
+    found = [text for step in range(30) for text in watch.note({"train/grad_norm": 99.0 if step == 25 else 1.0})]
+    assert len(found) == 1 and found[0].startswith("gradient_spike: the gradient norm is 99, usually 1.")
+    assert LearningAlarms(AlarmsConfig(enabled=False)).note({"train/grad_norm": 1.0}) == []
