@@ -12,7 +12,7 @@ LIMITS = {
     "lines of nemo_rl": 48_100,
     "files of nemo_rl": 230,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 26_300,
+    "lines that run_grpo_math.py reaches": 26_400,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_500,
     "files in the largest folder": 20,
