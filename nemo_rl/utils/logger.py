@@ -406,8 +406,7 @@ class MLflow(Tracker):
         if not self._is_new:
             return  # a parameter never changes there
         entries = [
-            Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARS])
-            for key, value in flatten_dict(params).items()
+            Param(_mlflow_name(key), str(value)[: self.MAX_PARAM_CHARS]) for key, value in flatten_dict(params).items()
         ]
         for chunk in _chunks(entries, self.MAX_PARAMS):
             self._client.log_batch(self.run_id, params=chunk)
