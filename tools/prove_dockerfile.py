@@ -47,7 +47,8 @@ class Build:
 
     def run(self, text: str) -> int:
         """The exit status of a RUN, in a mount namespace of its own."""
-        mounts, root = [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"], str(self.root)
+        root = str(self.root)
+        mounts = [f"mount -t proc proc {root}/proc", f"mount --rbind /dev {root}/dev", f"mount --rbind /sys {root}/sys"]
         while match := re.match(r"--mount=(\S+)\s+", text):
             options = dict(part.split("=", 1) for part in match[1].split(","))
             assert options["type"] == "cache", match[0]
