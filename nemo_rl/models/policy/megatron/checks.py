@@ -58,6 +58,8 @@ def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: st
     """Raises ValueError naming the key to change and what would work."""
     settings = policy.megatron_cfg
     installed = {name for name in ("megatron", "transformer_engine") if importlib.util.find_spec(name) is not None}
+    if "megatron" in installed and importlib.util.find_spec("megatron.core") is None:
+        installed.remove("megatron")  # other packages have modules in it too
     capability = torch.cuda.get_device_capability() if settings.fp8_cfg.enabled and torch.cuda.is_available() else None
     check_packages(settings, installed=installed, capability=capability)
     check_megatron_layout(policy, model, model_path)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,14 @@ def refusal(model: PretrainedConfig, model_path: str = "a/hub-model", replay: bo
     with pytest.raises(ValueError) as error:
         checks.check_megatron(policy_of(replay, **settings), model, model_path)
     return str(error.value)
+
+
+def test_another_package_of_the_name_is_not_megatron_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("megatron.")]:
+        monkeypatch.delitem(sys.modules, name)
+    other = module_from_spec(ModuleSpec("megatron", None, is_package=True))
+    monkeypatch.setitem(sys.modules, "megatron", other)
+    assert "megatron_cfg.enabled=true: Megatron Core is not installed" in refusal(CONFIGS["llama"]())
 
 
 @pytest.mark.parametrize("name", CONFIGS)
