@@ -484,7 +484,7 @@ def test_identity_lists_every_difference():
 
 def test_durations():
     assert parse_duration_s("00:03:45:00") == 3 * 3600 + 45 * 60
-    assert parse_duration_s("01:00:00:01") == 86401
+    assert parse_duration_s("01:00:00:01") == parse_duration_s("1:0:0:1") == 86401
     for text in ("3:45:00", "00:24:00:00", "00:00:60:00", "", "a:b:c:d"):
         with pytest.raises(ValueError, match="DD:HH:MM:SS"):
             parse_duration_s(text)
