@@ -175,7 +175,8 @@ def batched_message_log_to_flat_message(
 ) -> tuple[BatchedDataDict[Any], torch.Tensor]:
     """One right-padded batch of conversations: tensors [B, S] and lists by key, and lengths int32 [B].
 
-    The batch is empty if no message has `token_ids`. ValueError for a key whose tensors have several dtypes.
+    A key that only some conversations have is padding alone, or None in a list, for the others. The batch is empty if
+    no message has `token_ids`. ValueError for a key whose tensors have several dtypes.
     """
     if not any("token_ids" in message for log in message_logs for message in log):
         return BatchedDataDict(), torch.zeros(0, dtype=torch.int32)
@@ -183,6 +184,11 @@ def batched_message_log_to_flat_message(
         BatchedDataDict({k: v[None] if isinstance(v, torch.Tensor) else [v] for k, v in flat.items()})
         for flat in map(message_log_to_flat_messages, message_logs)
     ]
+    examples = {key: value for flat in flats for key, value in flat.items()}
+    for flat in flats:
+        for key in examples.keys() - flat.keys():
+            example = examples[key]
+            flat[key] = example[:, :0] if isinstance(example, torch.Tensor) else [None]
     lengths = torch.tensor([flat["token_ids"].shape[1] for flat in flats], dtype=torch.int32)
     batch = BatchedDataDict.from_batches(flats, pad_value_dict=pad_value_dict)
     missing = -batch["token_ids"].shape[1] % make_sequence_length_divisible_by

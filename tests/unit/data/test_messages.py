@@ -378,3 +378,11 @@ def test_dtypes_are_not_mixed():
     for logs in ([log(whole, broken)], [log(whole), log(broken)]):
         with pytest.raises(ValueError, match=r"'token_ids' have different dtypes: torch\.float32, torch\.int64; cast"):
             batched_message_log_to_flat_message(logs)
+
+
+def test_keys_that_only_one_conversation_has():
+    plain = [{"role": "user", "token_ids": torch.tensor([1, 2])}]
+    sampled = [{"role": "assistant", "token_ids": torch.tensor([3]), "logprobs": torch.tensor([-0.5]), "name": "a"}]
+    batch, lengths = batched_message_log_to_flat_message([plain, sampled], {"logprobs": 9.0})
+    assert batch["logprobs"].tolist() == [[9.0], [-0.5]]
+    assert (batch["name"], lengths.tolist()) == ([None, ["a"]], [2, 1])
