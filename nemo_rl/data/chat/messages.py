@@ -186,9 +186,7 @@ def batched_message_log_to_flat_message(
     ]
     examples = {key: value for flat in flats for key, value in flat.items()}
     for flat in flats:
-        for key in examples.keys() - flat.keys():
-            example = examples[key]
-            flat[key] = example[:, :0] if isinstance(example, torch.Tensor) else [None]
+        flat |= {k: v[:, :0] if isinstance(v, torch.Tensor) else [None] for k, v in examples.items() if k not in flat}
     lengths = torch.tensor([flat["token_ids"].shape[1] for flat in flats], dtype=torch.int32)
     batch = BatchedDataDict.from_batches(flats, pad_value_dict=pad_value_dict)
     missing = -batch["token_ids"].shape[1] % make_sequence_length_divisible_by
