@@ -9,7 +9,7 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 48_150,
+    "lines of nemo_rl": 48_250,
     "files of nemo_rl": 230,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 26_400,
