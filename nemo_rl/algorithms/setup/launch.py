@@ -83,6 +83,8 @@ def launch(
             stack.callback(tools.logger.close)
             init_ray(str(run_dir))
             stack.callback(ray.shutdown)
+            if monitor is not None:
+                stack.enter_context(monitor)
             build(config, stack, tools, prepared).train()
         return f"done; metrics and configuration are in {run_dir}"
 
