@@ -202,7 +202,6 @@ def rows(text: str) -> Iterator[tuple[str, int, str, str]]:
 
 
 def main(path: str) -> None:
-    logging.disable(logging.WARNING)
     text = Path(path).read_text(encoding="utf-8")
     for release, total, goal in re.findall(r"\| (v\d\.\d) \| \d+ \| (\d+) \| (\d+) \|", text):
         if all(tag != release for tag, *_ in rows(text)):
@@ -227,4 +226,5 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main(sys.argv[1])

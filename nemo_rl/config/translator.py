@@ -181,7 +181,7 @@ class Translator:
             self._move(("data", key), new, whole)
         self._defaults_of_datasets()
 
-    def _validation_set(self, name: str, columns: dict[str, Any]) -> None:
+    def _validation_set(self, name: str | None, columns: dict[str, Any]) -> None:
         """The rows that validate, beside the training dataset `name`: as NeMo RL chose them."""
         data = self.tree.values["data"]
         train = data.get("train", {})

@@ -315,6 +315,7 @@ class Wandb(Tracker):
 
     def __init__(self, cfg: LoggerConfig, run_dir: Path, run_id: str | None) -> None:
         import wandb
+        from wandb.errors import AuthenticationError, UsageError
 
         of = cfg.wandb
         self._wandb = wandb
@@ -329,15 +330,15 @@ class Wandb(Tracker):
                 resume="allow" if run_id is not None else None,
                 reinit="create_new",
             )
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
+        except (UsageError, AuthenticationError) as error:
             raise ValueError(f"logger.wandb: {error}; log in with `wandb login`, or set wandb.mode=offline") from error
         self.run_id = self._run.id
 
     @staticmethod
     def failures() -> tuple[type[Exception], ...]:
-        import wandb
+        from wandb.errors import CommError
 
-        return (wandb.errors.CommError,)
+        return (CommError,)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)

@@ -20,7 +20,7 @@ from nemo_rl.algorithms.config.metric_names import TASK
 from nemo_rl.config.loader import load_config
 from nemo_rl.data.rows.setup import PromptProcessor, setup_data
 from nemo_rl.data.tiny_model import build_tiny_tokenizer
-from nemo_rl.environments.client import StepRefused, split_return
+from nemo_rl.environments.client import split_return
 from nemo_rl.environments.interfaces import EnvironmentReturn
 
 ROOT = Path(__file__).parents[2]
@@ -100,11 +100,11 @@ def test_several_datasets_with_weights_load_and_have_the_metrics_that_are_named(
     assert "arithmetic/reward" in config.train_metrics
 
 
-def test_a_matrix_of_rewards_is_refused_as_the_page_says():
+def test_the_rewards_of_a_matrix_add_up_as_the_page_says():
     observations = [{"role": "user", "content": ""}] * 2
-    wrong = EnvironmentReturn(observations, [{}, {}], [None, None], torch.ones(2, 3), torch.ones(2))
-    with pytest.raises(StepRefused, match="type: composite"):
-        split_return(wrong, 2, "second_chance")
+    several = EnvironmentReturn(observations, [{}, {}], [None, None], torch.ones(2, 3), torch.ones(2))
+    steps = split_return(several, 2, "second_chance")
+    assert [step.reward for step in steps] == [3.0, 3.0]
 
 
 @pytest.mark.slow

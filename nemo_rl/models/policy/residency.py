@@ -148,16 +148,18 @@ class SwappedReference:
         try:
             yield
         finally:
-            for weight, start in current:
+            # `weights` also drops what FSDP gathered of the reference, which the next pass would use.
+            for weight, start in zip(self.weights(), current, strict=True):
                 self.memory.load(start, weight)
             self.memory.clear()
 
     @torch.no_grad()
-    def _exchange(self) -> list[tuple[torch.Tensor, int]]:
+    def _exchange(self) -> list[int]:
+        """Put the reference in place. Returns the places of the current weights in `memory`."""
         # One tensor at a time, so that the device never holds a second copy of the model.
         current = []
         for weight, (dtype, start) in zip(self.weights(), self._kept, strict=True):
-            current.append((weight, self.memory.store(weight)))
+            current.append(self.memory.store(weight))
             kept = torch.empty_like(weight, dtype=dtype)
             self.initial.load(start, kept)
             weight.copy_(kept)

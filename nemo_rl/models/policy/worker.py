@@ -39,6 +39,7 @@ from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.distillation import drop_stored_heads
 from nemo_rl.models.policy.head.tasks import HeadTask, Logprobs
 from nemo_rl.models.policy.interfaces import PolicyWorkerSettings
+from nemo_rl.models.policy.residency import Residency
 from nemo_rl.refit.layout import ExportedTensor
 from nemo_rl.refit.transfer import Sender, WeightSender
 from nemo_rl.types import (
@@ -69,6 +70,7 @@ class PolicyWorker(ABC):
     mesh: ParallelMesh | MegatronMesh
     layout: RowLayout
     runner: MicroBatchRunner
+    residency: Residency
     optimizer: Any
     scheduler: Any
     reference: Callable[[], contextlib.AbstractContextManager[None]] | None

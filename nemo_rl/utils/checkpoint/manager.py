@@ -270,7 +270,7 @@ class CheckpointManager:
             return -math.inf
         assert info is not None
         # A training_info.json that the caller of `init_tmp_checkpoint` made, or NeMo RL, has no "metrics".
-        found = info.get("metrics", {}).get(self._logged_metric, info.get(self.metric_name))
+        found = info.get("metrics", {}).get(self._logged_metric, info.get(str(self.metric_name)))
         value = math.nan if found is None else float(found)
         if math.isnan(value):
             return -math.inf

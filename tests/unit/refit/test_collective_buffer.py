@@ -1,4 +1,4 @@
-"""Weights through a process group: one sender here, receivers in forked processes.
+"""Weights through a process group: one sender here, receivers in processes of their own.
 
 Every test runs over gloo and over a group that behaves as NCCL's does.
 """
@@ -76,9 +76,12 @@ class Engine:
     """A receiving process. Answers each order with "ok", the values it holds, or the text of its error."""
 
     def __init__(self, description: dict[str, Any], number: int, *, damages: int | None = None) -> None:
-        context = mp.get_context("fork")
+        # Not forked from here: threads that other tests left may hold a lock, which the copy would wait for.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["nemo_rl.refit.transfer", "tests.unit.refit.lazy_group"])
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, description, number, damages), daemon=True)
+        arguments = (theirs, GROUPS["cpu"], description, number, damages)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
 
@@ -102,8 +105,9 @@ class Damaging:
         self.bytes[half * self._half_bytes] ^= 1
 
 
-def _serve(pipe: Connection, description: dict[str, Any], number: int, damages: int | None) -> None:
+def _serve(pipe: Connection, kind_of_group: Any, description: dict[str, Any], number: int, damages: int | None) -> None:
     torch.set_num_threads(1)
+    GROUPS["cpu"] = kind_of_group
     layout = PackLayout.from_dict(description["layout"])
     try:
         buffer: Any = attach_buffer("packed_collective", description["endpoints"], CPU, number)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ def enable() -> None:
 
     # Layers import this function by name when their weights are loaded, so replacing it in the module is enough.
     utils.dispatch_cpu_unquantized_gemm = dispatch
-    topk_topp_sampler.TopKTopPSampler.forward_cpu = sample_tokens
+    topk_topp_sampler.TopKTopPSampler.forward_cpu = cast(Any, sample_tokens)
 
 
 def sample_tokens(

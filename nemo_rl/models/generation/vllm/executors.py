@@ -91,7 +91,9 @@ class WholeAnswerScheduler(Scheduler):
         """Whether to send `output`, which then has all tokens of its request that were not sent."""
         name = output.request_id
         if output.finish_reason is None:
-            if self.requests[name].sampling_params.stop:
+            sampling_params = self.requests[name].sampling_params
+            assert sampling_params is not None, "only completions are asked for"
+            if sampling_params.stop:
                 return True
             self._parts.setdefault(name, []).append(output)
             return False
@@ -100,6 +102,6 @@ class WholeAnswerScheduler(Scheduler):
         output.new_token_ids = [token for part in parts for token in part.new_token_ids]
         if output.new_logprobs is not None:
             logprobs = [part.new_logprobs for part in parts]
-            joined = (np.concatenate(arrays) for arrays in list(zip(*logprobs, strict=True))[:3])
+            joined: Any = (np.concatenate(arrays) for arrays in list(zip(*logprobs, strict=True))[:3])
             output.new_logprobs = LogprobsLists(*joined)
         return True

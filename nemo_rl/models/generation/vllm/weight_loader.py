@@ -238,9 +238,10 @@ class _CopyRecorder(TorchDispatchMode):
             self.written[_storage(target)] += target.numel()
             return target
         if func in (aten.fill_.Scalar, aten.zero_.default):  # padding
-            self.fills.append((args[0].detach(), args[1] if len(args) > 1 else 0.0))
-            self.written[_storage(args[0])] += args[0].numel()
-            return args[0]
+            filled, *value = args
+            self.fills.append((filled.detach(), value[0] if value else 0.0))
+            self.written[_storage(filled)] += filled.numel()
+            return filled
         if func._schema.is_mutable or func is aten._local_scalar_dense.default:
             raise NotTraceable(f"loading calls {func}")
         return func(*args, **(kwargs or {}))
