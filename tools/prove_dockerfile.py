@@ -1,6 +1,6 @@
 """Run the steps of the Dockerfile one by one in a folder that holds a bare Linux, where no Docker daemon runs.
 
-    debootstrap --variant=minbase bookworm /tmp/root http://deb.debian.org/debian
+    debootstrap --variant=minbase bookworm /tmp/root
     python tools/prove_dockerfile.py /tmp/root --arg EXTRA=cpu
 
 Needs the rights of root (chroot, mount). ARG, ENV, COPY, WORKDIR and USER mean what they mean to Docker, as far as the
