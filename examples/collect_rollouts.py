@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -24,8 +24,8 @@ def main() -> int:
         GRPOMasterConfig,
         description="Play grpo.max_num_steps batches of the training prompts and record them; nothing is trained.",
         default_config=str(CONFIGS / "grpo_math_1B.yaml"),
-        placement=describe_placement,
-        check=check_rollout_hardware,
+        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        check=check_hardware,
     )
     from nemo_rl.algorithms.setup.grpo import collect_rollouts  # torch and Ray load here
 

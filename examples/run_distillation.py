@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.distillation import DistillationMasterConfig
-from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -22,18 +22,13 @@ def main() -> int:
         DistillationMasterConfig,
         description="On-policy distillation: the student samples, and learns the teacher's distributions there.",
         default_config=str(CONFIGS / "distillation_math.yaml"),
-        placement=describe_placement,
-        check=check,
+        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        check=check_hardware,
     )
     # torch and Ray load here, after the configuration is known good
     from nemo_rl.algorithms.setup.distillation import run_distillation
 
     return run_distillation(config)
-
-
-def check(config: DistillationMasterConfig) -> None:
-    more = 0 if config.distillation.teacher_resources is None else config.teacher_cluster.gpus_per_node
-    check_rollout_hardware(config, more_gpus=more, cpu_config="examples/configs/distillation_math_cpu.yaml")
 
 
 if __name__ == "__main__":

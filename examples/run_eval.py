@@ -10,9 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.placement import check_hardware, describe_placement
 
 CONFIGS = Path(__file__).parent / "configs" / "evals"
 
@@ -22,7 +22,7 @@ def main() -> int:
         EvalMasterConfig,
         description="Evaluation: sample answers to problems, score them, report how many are right.",
         default_config=str(CONFIGS / "eval.yaml"),
-        placement=describe_placement,
+        placement="nemo_rl.algorithms.setup.placement:describe_evaluation",
         check=check_hardware,
     )
     from nemo_rl.evals.run import run_eval  # torch and Ray load here, after the configuration is known good

@@ -8,11 +8,10 @@ uv run examples/run_ppo.py --dry-run ppo.ppo_epochs=2                        # t
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 from nemo_rl.algorithms.config.ppo import PPOMasterConfig
-from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -23,8 +22,8 @@ def main() -> int:
         PPOMasterConfig,
         description="PPO on math problems: a value model predicts rewards, the policy learns to exceed them.",
         default_config=str(CONFIGS / "ppo_math_1B.yaml"),
-        placement=describe_placement,
-        check=partial(check_rollout_hardware, cpu_config="examples/configs/ppo_math_cpu.yaml"),
+        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        check=check_hardware,
     )
     from nemo_rl.algorithms.setup.ppo import run_ppo  # torch and Ray load here, after the configuration is known good
 

@@ -251,6 +251,10 @@ class ExampleHandle:
     rows: list[ExampleMeta]
 
 
+RowKey = tuple[int, int]
+"""(number of the group in the plan, index of the sample in the group)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedSample:
     """A unit of a micro-batch: sample `index` of the plan's group number `group`; for a pair also `index + 1`."""
@@ -270,6 +274,11 @@ class PlannedSample:
     def longest(self) -> int:
         """Tokens of its longest sequence."""
         return max(self.lengths)
+
+    @property
+    def keys(self) -> list[RowKey]:
+        """Its rows: one, or the two of a preference pair."""
+        return [(self.group, self.index + number) for number in range(len(self.lengths))]
 
 
 MicroBatch = list[PlannedSample]
@@ -356,6 +365,22 @@ class DistillationInputs(LossInputs):
 LossMetrics = dict[str, "torch.Tensor"]
 """Scalars. Names that end in `_min` / `_max` are reduced by minimum / maximum over micro-batches and ranks. Every other
 value is a part of a sum, already divided by a global count, so the parts of micro-batches and ranks add up."""
+
+COUNTS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_unmasked_tokens")
+
+
+def reduction_of(name: str) -> str:
+    """`min`, `max` or `sum`, by the suffix of the metric's name (see `LossMetrics`)."""
+    return next((suffix for suffix in ("min", "max") if name.endswith("_" + suffix)), "sum")
+
+
+def reduce_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """One value per metric over the steps of a `train` call: counts are summed, sums averaged, else min or max."""
+    combine = {"min": min, "max": max, "sum": lambda values: sum(values) / len(values)}
+    return {
+        name: (sum if name in COUNTS else combine[reduction_of(name)])([step[name] for step in steps])
+        for name in (steps[0] if steps else ())
+    }
 
 
 class LossFunction(Protocol):

@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupRequest
-from nemo_rl.types import BatchPlan, GroupHandle, LossFunction, SampleMeta, SampleStatus, TokenAdvantages, TrainResult
+from nemo_rl.types import (
+    BatchPlan,
+    GroupHandle,
+    LossFunction,
+    RowKey,
+    SampleMeta,
+    SampleStatus,
+    TokenAdvantages,
+    TrainResult,
+)
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest
 
 
@@ -109,7 +117,7 @@ class FakePolicy:
 
 def keys_of_plan(plan: BatchPlan) -> list[RowKey]:
     """The rows that a plan gives to ranks."""
-    return [key for rank in plan.ranks for batch in rank.logprobs for planned in batch for key in keys_of(planned)]
+    return [key for rank in plan.ranks for batch in rank.logprobs for planned in batch for key in planned.keys]
 
 
 class NoData:

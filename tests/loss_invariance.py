@@ -20,8 +20,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl.models.policy.batch.microbatches import reduce_micro_batches, reduction_of
-from nemo_rl.types import LossFunction, LossInputs, LossMetrics
+from nemo_rl.models.policy.batch.microbatches import reduce_micro_batches
+from nemo_rl.types import LossFunction, LossInputs, LossMetrics, reduction_of
 
 InputsT = TypeVar("InputsT", bound=LossInputs)
 BAD_VALUES = (math.nan, math.inf, -math.inf)

@@ -17,11 +17,10 @@ from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample
+from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,9 @@ from nemo_rl.algorithms.config.supervised import DPOMasterConfig
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.types import BatchPlan, ExampleHandle
+from nemo_rl.types import BatchPlan, ExampleHandle, RowKey
 
 LOGPROBS = "reference_policy_logprobs"  # column of a logprob per token
 SUM = "reference_logprob_sum"  # column of one number per row, which the loss reads
@@ -52,7 +51,7 @@ class ReferenceSums:
 
     def of(self, batch: Sequence[ExampleHandle], plan: BatchPlan) -> dict[RowKey, np.ndarray]:
         """The sums of the rows of the `plan` of `batch`; 0 for the copies that fill up ranks."""
-        found = {key: np.float32(0.0) for rank in plan.ranks for mb in rank.logprobs for s in mb for key in keys_of(s)}
+        found = {key: np.float32(0.0) for rank in plan.ranks for mb in rank.logprobs for s in mb for key in s.keys}
         for number, handle in enumerate(batch):
             for row in handle.rows:
                 for offset, value in enumerate(self.sums[row.prompt_id]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,12 +34,13 @@ def load_from_command_line(
     description: str,
     default_config: str,
     argv: Sequence[str] | None = None,
-    placement: Callable[[M], str],
+    placement: str,
     check: Callable[[M], None] | None = None,
 ) -> M:
     """The configuration that the command line asks for.
 
-    `placement` describes what would run where, for --dry-run. `check` may raise ConfigError for what this machine
+    `placement` is the import path (`package.module:function`) of the function that describes what would run where; only
+    --dry-run loads it. `check` may raise ConfigError for what this machine
     cannot do; --dry-run leaves it out. Exits with 0 after --help and --dry-run, with 2 and one message when the
     user has to change something.
     """
@@ -69,7 +71,7 @@ def load_from_command_line(
     try:
         config = load_config(model, _existing(arguments.config, default_config), rest)
         if arguments.dry_run:
-            sys.stdout.write(f"{dump_config(config)}\n{placement(config).rstrip()}\n")
+            sys.stdout.write(f"{dump_config(config)}\n{pkgutil.resolve_name(placement)(config).rstrip()}\n")
             parser.exit(0)
         if check is not None:
             check(config)

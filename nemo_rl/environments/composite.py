@@ -16,7 +16,7 @@ from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Out
 from nemo_rl.environments.config import CompositeEnvironmentConfig, RewardFunctionConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples, one_turn
 from nemo_rl.environments.registry import new_environment
-from nemo_rl.environments.rewards import check_arguments, find_reward_function
+from nemo_rl.environments.rewards import load_reward
 from nemo_rl.types import LLMMessageLogType
 
 
@@ -44,8 +44,7 @@ class CompositeEnvironment(EnvironmentInterface[Any]):
         self.environments: dict[str, EnvironmentInterface[Any]] = {}
         for part in self.parts:
             if part.env is None:
-                self.functions[part.name] = find_reward_function(part.function)
-                check_arguments(part.function, self.functions[part.name], part.kwargs)
+                self.functions[part.name] = load_reward(part)
             elif part.env in self.cfg.sections:
                 self.environments[part.name] = new_environment(part.env, self.cfg.sections[part.env])
             else:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from nemo_rl.config.rules import NamedByKey, StrictModel, accepted_by
-from nemo_rl.environments.rewards import PatternWithGroup, check_arguments, find_reward_function
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.sliding_puzzle import rows_and_columns, shuffle_range
 
@@ -46,6 +47,19 @@ def _http_address(address: str) -> None:
         raise ValueError("must begin with http:// or https://")
     if not re.fullmatch(r"https?://[^\s?#]+", address):
         raise ValueError("must be an address without query, fragment or white space, e.g. http://127.0.0.1:8000")
+
+
+def _pattern(pattern: str, *, has_group: bool = False) -> None:
+    try:
+        groups = re.compile(pattern, re.DOTALL).groups
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    if has_group and groups == 0:
+        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
+
+
+Pattern = Annotated[str, accepted_by(_pattern)]
+PatternWithGroup = Annotated[str, accepted_by(partial(_pattern, has_group=True))]
 
 
 def _judge_prompt(file: str) -> None:
@@ -421,11 +435,12 @@ class RewardFunctionConfig(StrictModel):
 
     def cross_checks(self) -> Iterator[tuple[str, str]]:
         if self.env is None and ":" not in self.function:  # import paths are tried before the run starts
+            rewards = import_module("nemo_rl.environments.rewards")  # with the verifiers; other runs need none of them
             key = "name" if self.reward is None else "reward"
             try:
-                function = find_reward_function(self.function)
+                function = rewards.find_reward_function(self.function)
                 key = "kwargs"
-                check_arguments(self.function, function, self.kwargs)
+                rewards.check_arguments(self.function, function, self.kwargs)
             except ValueError as error:
                 yield key, str(error)
 

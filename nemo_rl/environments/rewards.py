@@ -11,27 +11,17 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl.config.errors import did_you_mean
+from nemo_rl.environments.config import Pattern, PatternWithGroup, RewardFunctionConfig
 from nemo_rl.environments.math.verification import VERIFIERS, Verification, VerifierPool, died
 from nemo_rl.utils.registry import find
 
 RewardFunction = Callable[..., float]
 Messages = Sequence[Mapping[str, str]]
-
-
-def _is_pattern(pattern: str, *, has_group: bool = False) -> str:
-    try:
-        groups = re.compile(pattern, re.DOTALL).groups
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is no regular expression: {error}") from error
-    if has_group and groups == 0:
-        raise ValueError(f"pattern {pattern!r} has no group; put the answer in parentheses, e.g. Answer: (.*)")
-    return pattern
 
 
 def _is_verifier(name: str) -> str:
@@ -41,8 +31,6 @@ def _is_verifier(name: str) -> str:
 
 
 Text = Annotated[str, Field(min_length=1)]
-Pattern = Annotated[str, AfterValidator(_is_pattern)]
-PatternWithGroup = Annotated[str, AfterValidator(partial(_is_pattern, has_group=True))]
 Verifier = Annotated[str, AfterValidator(_is_verifier)]
 
 
@@ -241,3 +229,10 @@ def check_arguments(name: str, function: RewardFunction, kwargs: Mapping[str, An
             raise ValueError(f"{name}: {key}: {problem} (got {value!r})") from error
     if function is length_reward:
         length_reward([], {}, **kwargs)  # its limits depend on each other
+
+
+def load_reward(part: RewardFunctionConfig) -> RewardFunction:
+    """The function of a part of a composite. ValueError if it does not exist or cannot be called with `part.kwargs`."""
+    function = find_reward_function(part.function)
+    check_arguments(part.function, function, part.kwargs)
+    return function

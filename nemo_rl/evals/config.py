@@ -10,7 +10,13 @@ from pydantic import Field
 from nemo_rl.config.errors import did_you_mean
 from nemo_rl.config.rules import Derived, StrictModel, divisors
 from nemo_rl.data.datasets.hub import EVAL_DATASETS, answer_kind
-from nemo_rl.environments.config import EnvSection, MathEnvironmentConfig, check_sections
+from nemo_rl.environments.config import (
+    EnvSection,
+    MathEnvironmentConfig,
+    check_sections,
+    environment_gpus,
+    sections_of,
+)
 from nemo_rl.models.generation.config import GenerationConfig, VllmConfig
 from nemo_rl.models.policy.config import TokenizerConfig
 from nemo_rl.utils.config import ClusterConfig
@@ -203,6 +209,8 @@ class EvalDataConfig(EvalDatasetConfig):
 class EvalMasterConfig(StrictModel):
     """A whole evaluation."""
 
+    cpu_config: ClassVar[str] = "examples/configs/evals/eval_cpu.yaml"  # what a machine without a GPU can run
+
     eval: EvalConfig = EvalConfig()
     """The metric, how many samples it takes, and where results go."""
 
@@ -263,6 +271,13 @@ class EvalMasterConfig(StrictModel):
                 "eval.metric",
                 f"cons@k takes a vote on answers, and env.{name} ({self.env[name].type}) finds none; set pass@k",
             )
+
+    @property
+    def gpus_beside_cluster(self) -> int:
+        """GPUs of a node that environments need beside those of `cluster`."""
+        used = {self.environment_of(dataset) for dataset in self.data.chosen}
+        apart = environment_gpus(sections_of(self.env, [name for name in used if name is not None]))
+        return sum(apart.values())
 
     def environment_of(self, dataset: EvalDatasetConfig) -> str | None:
         """The section of `env` that judges a dataset; None when there is none."""

@@ -12,12 +12,12 @@ LIMITS = {
     "lines of nemo_rl": 48_250,
     "files of nemo_rl": 230,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 26_400,
+    "lines that run_grpo_math.py reaches": 24_500,
     "files of the GRPO walk": 32,
     "lines of the GRPO walk": 7_500,
     "files in the largest folder": 20,
     "import circles": 0,
-    "lines of check functions": 2_120,
+    "lines of check functions": 2_050,
     "classes from a trainer to its base": 3,
     "broad excepts in 1,000 lines": 0.25,
 }
@@ -28,7 +28,6 @@ SHORT_FILES = {
     "algorithms/losses/nll.py": "one loss",
     "algorithms/setup/grpo.py": "the way in to GRPO",
     "algorithms/setup/ppo.py": "the way in to PPO",
-    "evals/placement.py": "import boundary: runs before torch is loaded",
     "utils/checkpoint/save.py": "an interface: what a save is asked for and hands back",
     "utils/registry.py": "names and import paths, used by every registry",
 }

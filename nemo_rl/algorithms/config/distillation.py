@@ -72,6 +72,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
     """A whole run of distillation."""
 
     section: ClassVar = "distillation"
+    cpu_config: ClassVar[str] = "examples/configs/distillation_math_cpu.yaml"
 
     rules: ClassVar = {
         "teacher=null requires teachers": (
@@ -131,6 +132,11 @@ class DistillationMasterConfig(RolloutMasterConfig):
             FurtherModel(key=key, config=teacher, cluster=self.teacher_cluster, is_apart=apart)
             for key, teacher in found.items()
         ]
+
+    @property
+    def gpus_beside_cluster(self) -> int:
+        own = self.distillation.teacher_resources
+        return super().gpus_beside_cluster + (0 if own is None else self.teacher_cluster.gpus_per_node)
 
     def cross_checks(self) -> Problems:
         yield from super().cross_checks()

@@ -84,6 +84,7 @@ class RunConfig(StrictModel):
     """The sections that every run has. `section` is the name of the algorithm's own."""
 
     section: ClassVar[str]
+    cpu_config: ClassVar[str] = "examples/configs/grpo_math_cpu.yaml"  # what a machine without a GPU can run
 
     logger: LoggerConfig = LoggerConfig()
     """Logs: console, metrics.jsonl, trackers."""
@@ -121,6 +122,11 @@ class RunConfig(StrictModel):
     def training_cluster(self) -> ClusterConfig:
         """The machines that train."""
         return self.cluster
+
+    @property
+    def gpus_beside_cluster(self) -> int:
+        """GPUs of a node that environments and teachers need beside those of `cluster`."""
+        return 0
 
     def check_validation(self, *, has_data: bool) -> Problems:
         """Whether there is something to validate on."""

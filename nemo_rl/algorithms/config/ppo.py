@@ -73,6 +73,7 @@ class PPOMasterConfig(RolloutMasterConfig):
     """A whole PPO run."""
 
     section: ClassVar = "ppo"
+    cpu_config: ClassVar[str] = "examples/configs/ppo_math_cpu.yaml"
 
     rules: ClassVar = {
         **reference_kl_rules("ppo"),

@@ -38,7 +38,9 @@ from nemo_rl.environments.config import (
     RetrievalEnvironmentConfig,
     SlidingPuzzleEnvironmentConfig,
     check_sections,
+    environment_gpus,
     named_sections,
+    sections_of,
 )
 from nemo_rl.models.generation.config import ColocatedConfig
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
@@ -402,6 +404,11 @@ class RolloutMasterConfig(RunConfig):
     def generation_cluster(self) -> ClusterConfig:
         """The machines that generate."""
         return divide(self.cluster, self.policy.generation.colocated)[1]
+
+    @property
+    def gpus_beside_cluster(self) -> int:
+        used = {dataset.env_name for dataset in (*self.data.train, *(self.data.validation or []))}
+        return sum(environment_gpus(sections_of(self.env, used)).values())
 
     @property
     def recomputes_kv_cache(self) -> bool:

@@ -105,6 +105,7 @@ class SFTMasterConfig(SupervisedMasterConfig):
     """A whole SFT run."""
 
     section: ClassVar = "sft"
+    cpu_config: ClassVar[str] = "examples/configs/sft_cpu.yaml"
     loss_metrics: ClassVar = metric_names.NLL
 
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
@@ -184,6 +185,7 @@ class DPOMasterConfig(PreferenceMasterConfig):
     """A whole DPO run. All batch sizes count pairs."""
 
     section: ClassVar = "dpo"
+    cpu_config: ClassVar[str] = "examples/configs/dpo_cpu.yaml"
     loss_metrics: ClassVar = metric_names.DPO
 
     rules: ClassVar = _NEEDS_LANGUAGE_MODEL
@@ -213,6 +215,7 @@ class RMMasterConfig(PreferenceMasterConfig):
     """A whole reward-model run. All batch sizes count pairs."""
 
     section: ClassVar = "rm"
+    cpu_config: ClassVar[str] = "examples/configs/rm_cpu.yaml"
     loss_metrics: ClassVar = metric_names.REWARD_MODEL
 
     rules: ClassVar = {

@@ -1,20 +1,18 @@
-"""The placement that `--dry-run` describes, and the check that this machine has the GPUs. Starts nothing."""
+"""The placement that `--dry-run` describes. Starts nothing, and loads no heavy package."""
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nemo_rl.algorithms.config.rollout import RolloutMasterConfig
 from nemo_rl.algorithms.config.supervised import SupervisedMasterConfig
 from nemo_rl.algorithms.plan.batch import token_budgets
 from nemo_rl.config.errors import ConfigError, Problem
 from nemo_rl.data.config import dataset_label
-from nemo_rl.environments.config import environment_gpus, sections_of
+from nemo_rl.evals.config import EvalMasterConfig
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, stage_layers, training_sizes
 from nemo_rl.models.policy.megatron.config import MegatronConfig
@@ -23,7 +21,6 @@ from nemo_rl.utils.config import ClusterConfig
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-CPU_CONFIG = "examples/configs/grpo_math_cpu.yaml"
 LABEL_WIDTH = 19
 
 
@@ -66,6 +63,30 @@ def describe_supervised(cfg: SupervisedMasterConfig) -> str:
     layout = _labelled(f"layout on {_where(cluster)}:", _policy_rows(policy, cluster))
     ranks = _rank_lines(cluster, {"policy": _rank_texts(policy, cluster)})
     return "\n".join([*_labelled("one step:", rows), "", *layout, "", *ranks])
+
+
+def describe_evaluation(cfg: EvalMasterConfig) -> str:
+    """Describe an evaluation: the metric, the datasets with their environments, and the devices of the engines."""
+    num, cluster = cfg.eval.num_tests_per_prompt, cfg.cluster
+    size = cfg.generation.vllm_cfg.engine_size
+    device = "GPU" if cluster.use_gpus else "CPU worker"
+    metric = cfg.eval.metric.replace("k", str(cfg.eval.k_value))
+    greedy = "greedy" if cfg.generation.temperature == 0 else f"at temperature {cfg.generation.temperature:g}"
+    lines = [
+        f"{metric} of {cfg.generation.model_name}, {num} sample{'s' if num > 1 else ''} of each prompt, {greedy}",
+        "",
+        "datasets:",
+    ]
+    for dataset in cfg.data.chosen:
+        judge = cfg.environment_of(dataset)
+        lines.append(f"  {dataset.dataset_name}: {cfg.processor_of(dataset)}, judged by env.{judge}")
+    engines = cluster.num_workers // size
+    lines += ["", f"{engines} vLLM engine{'s' if engines > 1 else ''} of {size} {device}{'s' if size > 1 else ''}:"]
+    for engine in range(engines):
+        node, first = divmod(engine * size, cluster.workers_per_node)
+        devices = ", ".join(str(first + number) for number in range(size))
+        lines.append(f"  engine {engine}: node {node}, {device} {devices}")
+    return "\n".join(lines)
 
 
 def _batch_lines(cfg: RolloutMasterConfig) -> list[str]:
@@ -313,84 +334,3 @@ def _optimizer(settings: MegatronConfig, sizes: MegatronSizes, *, has_experts: b
 
 def _spread(ranks: int) -> str:
     return f"over {ranks} ranks" if ranks > 1 else "on the rank that holds the parameter"
-
-
-# -- GPUs
-
-
-class HasCluster(Protocol):
-    """A configuration with a section `cluster`."""
-
-    @property
-    def cluster(self) -> ClusterConfig: ...
-
-
-def check_hardware(
-    cfg: HasCluster,
-    *,
-    num_gpus: int | None = None,
-    environment: Mapping[str, str] = os.environ,
-    more_gpus: int = 0,
-    cpu_config: str = CPU_CONFIG,
-) -> None:
-    """Raise ConfigError if the run needs more GPUs than this machine has and no Ray cluster is in reach.
-
-    Args:
-        num_gpus: replaces the number that is found on this machine.
-        more_gpus: GPUs that teachers and environments need beside those of `cluster`.
-        cpu_config: a configuration that a machine without a GPU can run.
-    """
-    wanted = cfg.cluster.gpus_per_node + more_gpus
-    if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
-        return
-    found = num_visible_gpus(environment) if num_gpus is None else num_gpus
-    path = ("cluster", "gpus_per_node")
-    beside = f" ({more_gpus} of them for environments, env.<name>.resources, or teachers)" if more_gpus else ""
-    if found == 0:
-        fix = f"to run on CPU take --config {cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
-        raise ConfigError([Problem(path, f"{wanted} GPU(s) wanted{beside} and none found on this machine; {fix}")])
-    if wanted > found:
-        fewer = f"cluster.gpus_per_node={found - more_gpus}" if found > more_gpus else "fewer for those"
-        fix = f"set {fewer}, or RAY_ADDRESS for a Ray cluster that runs elsewhere"
-        raise ConfigError([Problem(path, f"{wanted} GPUs wanted{beside}, {found} found on this machine; {fix}")])
-
-
-def check_rollout_hardware(
-    cfg: RolloutMasterConfig,
-    *,
-    num_gpus: int | None = None,
-    environment: Mapping[str, str] = os.environ,
-    more_gpus: int = 0,
-    cpu_config: str = CPU_CONFIG,
-) -> None:
-    """`check_hardware`, including the GPUs of the environments that the datasets of the run name."""
-    used = {dataset.env_name for dataset in (*cfg.data.train, *(cfg.data.validation or []))}
-    apart = environment_gpus(sections_of(cfg.env, used))
-    more_gpus += sum(apart.values())
-    check_hardware(cfg, num_gpus=num_gpus, environment=environment, more_gpus=more_gpus, cpu_config=cpu_config)
-
-
-def _a_cluster_runs_here() -> bool:
-    """Whether a cluster answers at the address that `ray start` left; the file remains when a cluster is killed."""
-    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # as Ray looks for it
-    file = Path(folder) / "ray" / "ray_current_cluster"
-    if not file.is_file():
-        return False
-    host, _, port = file.read_text().strip().rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=0.5).close()
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of GPUs that a process on this machine can use, without importing torch."""
-    devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return len(devices)
-    chosen = [name.strip() for name in visible.split(",") if name.strip()]
-    if "-1" in chosen:
-        chosen = chosen[: chosen.index("-1")]
-    return min(len(chosen), len(devices))

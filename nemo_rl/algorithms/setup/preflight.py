@@ -25,7 +25,6 @@ from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.environments.config import BUILT_IN_TOOLS, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
 from nemo_rl.environments.registry import find_env_class
-from nemo_rl.environments.rewards import check_arguments, find_reward_function
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, SecondModelConfig
 from nemo_rl.models.policy.experts import num_experts
@@ -59,6 +58,7 @@ ENVIRONMENT_INPUTS = {
     "llm_judge": ("api_key_env", "nemo_rl.algorithms.setup.preflight:token_in"),
     "remote": ("token_env", "nemo_rl.algorithms.setup.preflight:token_in"),
 }
+LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
 NUM_TRIED_PROMPTS = 32
 HTTP_SERVER = "policy.generation.vllm_cfg.http_server"
@@ -215,7 +215,7 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
                 if part.env is None:
                     key = f"env.{name}.reward_functions.{index}"
                     try:
-                        check_arguments(part.function, find_reward_function(part.function), part.kwargs)
+                        import_object(LOAD_REWARD, "check")(part)
                     except ValueError as error:
                         raise ValueError(f"{key}: {error}") from error
 

@@ -12,20 +12,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from nemo_rl.algorithms.config.loop import LoopConfig
-from nemo_rl.data.rows.dataloader import PromptDataLoader
-from nemo_rl.data.rows.examples import ExampleLoader
 from nemo_rl.distributed.actor_host import traced
 from nemo_rl.distributed.errors import WorkerDied, WorkerError
 from nemo_rl.distributed.worker_groups import UsageMonitor, profiled_step
-from nemo_rl.models.policy.batch.microbatches import reduce_steps
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.types import LossFunction, TrainResult
+from nemo_rl.types import LossFunction, TrainResult, reduce_steps
 from nemo_rl.utils.alarms import LearningAlarms
 from nemo_rl.utils.checkpoint.manager import CheckpointManager, PendingSave, check_identity, require_optimizer
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
@@ -75,6 +72,14 @@ class RunTools:
     alarms: LearningAlarms = field(default_factory=lambda: LearningAlarms(AlarmsConfig()))
 
 
+class DataPosition(Protocol):
+    """Where a run stands in its data; a data loader."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class Trainer(ABC):
     """A run: state, tools, the policies and the loop. Subclasses implement `step` and `validate`.
 
@@ -92,7 +97,7 @@ class Trainer(ABC):
         *,
         num_steps: int | None,
         policies: Sequence[PolicyInterface],
-        data: PromptDataLoader | ExampleLoader,
+        data: DataPosition,
         nonfinite_action: str,
     ) -> None:
         self.loop = loop

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nemo_rl.models.policy.batch.microbatches import RowKey
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, LossFunction, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, RowKey, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 

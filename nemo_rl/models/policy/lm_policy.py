@@ -12,14 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
-from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
 from nemo_rl.models.policy.flops import find_gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import GenerationSettings, PolicyInterface, PolicyWorkerSettings
 from nemo_rl.models.policy.layout import training_sizes
 from nemo_rl.refit.buffers import host_copy_environment
-from nemo_rl.types import BatchPlan, LossFunction, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, RowKey, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import AllWritten, SaveRequest, StateWrite
 
 # Waiting threads that spin slow each other down twentyfold on a busy machine; threads that sleep immediately halve the
@@ -148,7 +147,7 @@ class Policy(PolicyInterface):
         assert self._plan is not None, "load comes first"
         work = []
         for rank_plan in self._plan.ranks:
-            keys = [key for batch in rank_plan.logprobs for planned in batch for key in keys_of(planned)]
+            keys = [key for batch in rank_plan.logprobs for planned in batch for key in planned.keys]
             work.append((column, keys, *(shared[key] for key in keys)))
         self.group.call_each("attach", [work[coordinate] for coordinate in self.data_coordinates])
 

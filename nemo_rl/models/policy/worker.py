@@ -26,7 +26,6 @@ from nemo_rl.models.policy.batch import microbatches as loss_metrics
 from nemo_rl.models.policy.batch.microbatches import (
     MicroBatchRunner,
     Row,
-    RowKey,
     from_last_stage,
     loss_inputs,
     rows_of_plan,
@@ -50,8 +49,10 @@ from nemo_rl.types import (
     PolicyGradientInputs,
     RankPlan,
     RolloutGroup,
+    RowKey,
     TokenAdvantages,
     TrainResult,
+    reduce_steps,
 )
 from nemo_rl.utils.checkpoint.save import SaveRequest
 from nemo_rl.utils.seeds import load_rng_state, make_deterministic, save_rng_state
@@ -266,7 +267,7 @@ class PolicyWorker(ABC):
                 break
         if self.config.scheduler_step_per == "train_call":
             self._step_scheduler()
-        result.metrics = loss_metrics.reduce_steps(steps)
+        result.metrics = reduce_steps(steps)
         return result
 
     def evaluate(self, loss_fn: LossFunction, task: HeadTask) -> dict[str, float]:

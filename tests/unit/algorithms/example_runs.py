@@ -19,14 +19,7 @@ from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.config.loader import dump_config, load_config
 from nemo_rl.data.rows.dataloader import NamedRows, PromptDataLoader, PromptDataset
 from nemo_rl.data.rows.examples import ExampleLoader
-from nemo_rl.models.policy.batch.microbatches import (
-    Row,
-    RowKey,
-    loss_inputs,
-    reduce_micro_batches,
-    rows_of_plan,
-    select,
-)
+from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs, reduce_micro_batches, rows_of_plan, select
 from nemo_rl.models.policy.flops import ModelFlops
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.types import (
@@ -37,6 +30,7 @@ from nemo_rl.types import (
     ExampleMeta,
     LossFunction,
     Prompt,
+    RowKey,
     TrainResult,
 )
 from nemo_rl.utils.config import LoggerConfig

@@ -17,7 +17,8 @@ from nemo_rl.algorithms.config.distillation import DistillationMasterConfig, Tea
 from nemo_rl.algorithms.distillation import DistillationTrainer, Teacher, plan_teacher
 from nemo_rl.algorithms.plan.batch import Batching
 from nemo_rl.algorithms.setup.distillation import TeacherInputs, tasks_by_teacher, warn_of_large_states
-from nemo_rl.algorithms.setup.placement import check_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.algorithms.setup.preflight import ModelInputs
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, load_config
@@ -256,7 +257,7 @@ def test_a_teacher_takes_after_the_student_and_has_a_layout_of_its_own():
     text = describe_placement(config)
     assert "big on 4 ranks: 1 data x 4 tensor, on 4 GPUs on 1 node of its own" in text
     with pytest.raises(ConfigError, match=r"5 GPUs wanted .*, 4 found"):
-        check_hardware(config, num_gpus=4, environment={}, more_gpus=4)
+        check_hardware(config, num_gpus=4, environment={})
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("distillation_math", 8), ("distillation_math_cpu", 1)])

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nemo_rl.algorithms.setup.placement import (
-    check_hardware,
-    check_rollout_hardware,
-    describe_placement,
-    num_visible_gpus,
-)
+from nemo_rl.algorithms.setup.hardware import check_hardware, num_visible_gpus
+from nemo_rl.algorithms.setup.placement import describe_placement
 from nemo_rl.config.errors import ConfigError
 from tests.unit.config.run_configs import build
 
@@ -101,14 +97,14 @@ def test_a_cluster_elsewhere_or_a_cpu_run_needs_no_gpu_here() -> None:
 def test_the_gpu_of_a_reward_model_counts_where_a_dataset_names_it() -> None:
     judge = "{type: reward_model, model_name: rm, resources: {gpus_per_node: 1}}"
     unused = build("cluster.gpus_per_node=2", f"+env.judge={judge}")
-    check_rollout_hardware(unused, num_gpus=2, environment={})
+    check_hardware(unused, num_gpus=2, environment={})
     used = build("cluster.gpus_per_node=2", f"+env.judge={judge}", "data.default.env_name=judge")
-    check_rollout_hardware(used, num_gpus=3, environment={})
+    check_hardware(used, num_gpus=3, environment={})
     with pytest.raises(ConfigError, match=r"3 GPUs wanted \(1 of them for environments.*2 found.*gpus_per_node=1,"):
-        check_rollout_hardware(used, num_gpus=2, environment={})
+        check_hardware(used, num_gpus=2, environment={})
     alone = build("cluster.gpus_per_node=1", f"+env.judge={judge}", "data.default.env_name=judge")
     with pytest.raises(ConfigError, match=r"2 GPUs wanted \(1 of them.*1 found.*set fewer for those"):
-        check_rollout_hardware(alone, num_gpus=1, environment={})
+        check_hardware(alone, num_gpus=1, environment={})
 
 
 def test_hidden_gpus_do_not_count() -> None:

@@ -20,9 +20,8 @@ from nemo_rl.algorithms.plan.batch import (
     token_imbalance,
 )
 from nemo_rl.data.packing import PackingAlgorithm, round_up
-from nemo_rl.models.policy.batch.microbatches import RowKey, keys_of
 from nemo_rl.models.policy.config import RolloutPolicyConfig
-from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, SampleMeta, SampleStatus
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RowKey, SampleMeta, SampleStatus
 from tests.unit.config.run_configs import build
 
 LONGEST = 99
@@ -190,7 +189,7 @@ def test_the_sequences_of_a_pair_are_neighbours_in_one_micro_batch(
     rows: list[RowKey] = []
     for rank in plan.ranks:
         for batch in (batch for step in rank.train for batch in step):
-            keys = [key for planned in batch for key in keys_of(planned)]
+            keys = [key for planned in batch for key in planned.keys]
             assert all(first[0] == second[0] for first, second in zip(keys[::2], keys[1::2], strict=True))
             assert all(second[1] == first[1] + 1 for first, second in zip(keys[::2], keys[1::2], strict=True))
             rows += keys

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl.algorithms.setup.hardware import check_hardware
+from nemo_rl.algorithms.setup.placement import describe_evaluation
 from nemo_rl.config.errors import ConfigError
 from nemo_rl.config.loader import build_config, dump_config, load_config
 from nemo_rl.evals.config import EvalMasterConfig
-from nemo_rl.evals.placement import check_hardware, describe_placement
 from nemo_rl.models.generation.config import GenerationConfig
 
 ROOT = Path(__file__).parents[3]
@@ -81,7 +82,7 @@ def test_each_dataset_has_its_processor_and_its_judge():
         ("multichoice_qa_processor", "multichoice", "all.txt"),
         ("multichoice_qa_processor", "multilingual", "own.txt"),
     ]
-    assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_placement(config)
+    assert "mmlu_pro: multichoice_qa_processor, judged by env.multichoice" in describe_evaluation(config)
     one = load("data.dataset_name=gpqa", "env.math.verifier_type=english_multichoice", "~env.multichoice")
     assert one.environment_of(one.data.chosen[0]) == "math"
 
@@ -97,8 +98,7 @@ def test_the_gpu_of_a_judge_counts_beside_those_of_the_engines():
 
 
 def test_reading_it_loads_no_heavy_package():
-    code = (
-        "import sys, nemo_rl.evals.placement; print(*{'torch', 'ray', 'datasets', 'transformers'} & set(sys.modules))"
-    )
+    heavy = {"torch", "ray", "datasets", "transformers"}
+    code = f"import sys, nemo_rl.algorithms.setup.placement; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split()) == (0, []), done.stdout + done.stderr

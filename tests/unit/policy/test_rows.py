@@ -16,7 +16,7 @@ from nemo_rl.algorithms.config.supervised import DPOLossConfig
 from nemo_rl.algorithms.losses.clipped_pg import ClippedPGLoss
 from nemo_rl.algorithms.losses.preference import DPOLoss
 from nemo_rl.algorithms.plan.batch import Batching, plan_samples
-from nemo_rl.models.policy.batch.microbatches import Row, RowKey, loss_inputs
+from nemo_rl.models.policy.batch.microbatches import Row, loss_inputs
 from nemo_rl.models.policy.batch.row_layout import ModelBatch
 from nemo_rl.models.policy.config import DTensorConfig, DynamicBatchingConfig, PolicyConfig, SequencePackingConfig
 from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker
@@ -31,6 +31,7 @@ from nemo_rl.types import (
     PlannedSample,
     PolicyGradientInputs,
     PreferenceInputs,
+    RowKey,
     TrainResult,
     ValueInputs,
 )

@@ -25,9 +25,10 @@ from nemo_rl.types import (
     LossInputs,
     LossMetrics,
     MicroBatch,
-    PlannedSample,
     RankPlan,
     RolloutGroup,
+    RowKey,
+    reduction_of,
 )
 
 InputsT = TypeVar("InputsT", bound=LossInputs)
@@ -52,25 +53,16 @@ class Row:
     routed_experts: torch.Tensor | None = None  # uint8 or int16 [at most T, layers, K]; see `Sample`
 
 
-RowKey = tuple[int, int]
-"""(number of the group in the plan, index of the sample in the group)."""
-
-
-def keys_of(planned: PlannedSample) -> list[RowKey]:
-    """The rows of a planned sample: one, or the two of a preference pair."""
-    return [(planned.group, planned.index + number) for number in range(len(planned.lengths))]
-
-
 def select(rows: dict[RowKey, Row], batch: MicroBatch) -> list[Row]:
     """The rows of a micro-batch in order, the two of a pair next to each other."""
-    return [rows[key] for planned in batch for key in keys_of(planned)]
+    return [rows[key] for planned in batch for key in planned.keys]
 
 
 def rows_of_plan(plan: RankPlan, groups: Mapping[int, RolloutGroup | ExampleGroup]) -> dict[RowKey, Row]:
     """The rows this rank owns. `groups`: number in the plan -> fetched group."""
     rows = {}
     for planned in (planned for batch in plan.logprobs for planned in batch):
-        for group, index in keys_of(planned):
+        for group, index in planned.keys:
             sample = groups[group].samples[index]
             rows[group, index] = row = Row(
                 sample_id=sample.sample_id,
@@ -235,17 +227,10 @@ def scored_by_last_stage(
         yield part.view(shape)
 
 
-# -- metrics of losses, reduced over micro-batches, ranks and optimizer steps
-
-COUNTS = ("global_valid_seqs", "global_valid_toks", "num_valid_samples", "num_unmasked_tokens")
+# -- metrics of losses, reduced over micro-batches and ranks
 
 _COMBINE = {"min": torch.amin, "max": torch.amax, "sum": torch.sum}
 _COLLECTIVE = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
-
-
-def reduction_of(name: str) -> str:
-    """`min`, `max` or `sum`, by the suffix of the metric's name (see `LossMetrics`)."""
-    return next((suffix for suffix in ("min", "max") if name.endswith("_" + suffix)), "sum")
 
 
 def reduce_micro_batches(parts: Sequence[LossMetrics]) -> LossMetrics:
@@ -264,12 +249,3 @@ def all_reduce(metrics: LossMetrics, group: dist.ProcessGroup | None = None) -> 
             dist.all_reduce(values, op=op, group=group)
             out.update(zip(names, values.tolist(), strict=True))
     return out
-
-
-def reduce_steps(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """One value per metric over the steps of a `train` call: counts are summed, sums averaged, else min or max."""
-    combine = {"min": min, "max": max, "sum": lambda values: sum(values) / len(values)}
-    return {
-        name: (sum if name in COUNTS else combine[reduction_of(name)])([step[name] for step in steps])
-        for name in (steps[0] if steps else ())
-    }

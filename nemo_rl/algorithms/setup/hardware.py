@@ -1,0 +1,77 @@
+"""Whether this machine has the GPUs that a run needs. Looked at before torch and Ray are loaded."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+from nemo_rl.config.errors import ConfigError, Problem
+from nemo_rl.utils.config import ClusterConfig
+
+
+class NeedsHardware(Protocol):
+    """A configuration of a run: its machines, and a configuration that a machine without a GPU can run."""
+
+    cpu_config: ClassVar[str]
+
+    @property
+    def cluster(self) -> ClusterConfig: ...
+
+    @property
+    def gpus_beside_cluster(self) -> int:
+        """GPUs that teachers and environments need beside those of `cluster`."""
+        ...
+
+
+def check_hardware(
+    cfg: NeedsHardware, *, num_gpus: int | None = None, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Raise ConfigError if the run needs more GPUs than this machine has and no Ray cluster is in reach.
+
+    `num_gpus` replaces the number that is found on this machine.
+    """
+    more = cfg.gpus_beside_cluster
+    wanted = cfg.cluster.gpus_per_node + more
+    if wanted == 0 or "RAY_ADDRESS" in environment or _a_cluster_runs_here():
+        return
+    found = num_visible_gpus(environment) if num_gpus is None else num_gpus
+    beside = f" ({more} of them for environments, env.<name>.resources, or teachers)" if more else ""
+    if found == 0:
+        problem = f"{wanted} GPU(s) wanted{beside} and none found on this machine; to run on CPU take --config "
+        problem += f"{cfg.cpu_config}; to use a Ray cluster that runs elsewhere set RAY_ADDRESS"
+    elif wanted > found:
+        fewer = f"cluster.gpus_per_node={found - more}" if found > more else "fewer for those"
+        problem = f"{wanted} GPUs wanted{beside}, {found} found on this machine; set {fewer}, or RAY_ADDRESS for a Ray "
+        problem += "cluster that runs elsewhere"
+    else:
+        return
+    raise ConfigError([Problem(("cluster", "gpus_per_node"), problem)])
+
+
+def _a_cluster_runs_here() -> bool:
+    """Whether a cluster answers at the address that `ray start` left; the file remains when a cluster is killed."""
+    folder = os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp"))  # as Ray looks for it
+    file = Path(folder) / "ray" / "ray_current_cluster"
+    if not file.is_file():
+        return False
+    host, _, port = file.read_text().strip().rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=0.5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def num_visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """The number of GPUs that a process on this machine can use, without importing torch."""
+    devices = [device for device in Path("/dev").glob("nvidia[0-9]*") if device.name.removeprefix("nvidia").isdigit()]
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return len(devices)
+    chosen = [name.strip() for name in visible.split(",") if name.strip()]
+    if "-1" in chosen:
+        chosen = chosen[: chosen.index("-1")]
+    return min(len(chosen), len(devices))
