@@ -9,8 +9,8 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 48_250,
-    "files of nemo_rl": 230,
+    "lines of nemo_rl": 49_650,
+    "files of nemo_rl": 236,
     "modules that run_grpo_math.py reaches": 150,
     "lines that run_grpo_math.py reaches": 24_500,
     "files of the GRPO walk": 32,

@@ -1,0 +1,244 @@
+"""What a run leaves in its log folder, read back for the report and for the terminal view.
+
+    metrics.jsonl    a line per step: every metric
+    config.yaml      the resolved configuration
+    run.json         command, machine, versions, difference from the parent configuration
+    events.jsonl     warnings, faults, alarms and the end of the run
+    groups.jsonl     a line per step: rewards and lengths of every group
+    timeline.jsonl   a line per step: when each phase and each worker was busy
+    samples/         samples with their tokens, in blocks that a page can load, and an index
+
+All of them but the first may be missing. A run may still be writing: an unfinished last line is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_rl.utils.files import flatten_dict
+from nemo_rl.utils.logger import METRICS_NAME
+
+RUN, EVENTS, GROUPS, TIMELINE, SAMPLES = "run.json", "events.jsonl", "groups.jsonl", "timeline.jsonl", "samples"
+CONFIG = "config.yaml"
+INDEX_PATTERN = "index_*.jsonl"
+_EXPERIMENT = re.compile(r"exp_\d+")
+_ALGORITHMS = ("grpo", "ppo", "distillation", "sft", "dpo", "rm")
+
+
+def find_run(path: Path) -> Path:
+    """The folder of a run: `path` itself, or the newest run below it.
+
+    Raises:
+        FileNotFoundError: there is no run.
+    """
+    if (path / METRICS_NAME).is_file():
+        return path
+    runs = sorted(found.parent for found in path.glob(f"*/{METRICS_NAME}") if _EXPERIMENT.fullmatch(found.parent.name))
+    if not runs:
+        raise FileNotFoundError(
+            f"{path} holds no {METRICS_NAME}, and no exp_NNN with one; name the log folder of a run: logs/exp_000"
+        )
+    return runs[-1]
+
+
+def read_lines(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """The objects of a file of JSON lines from byte `start` on, each with the position after it; none without a file.
+
+    A line that a dying process left unfinished is passed over.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(start)
+        position = start
+        for line in file:
+            position += len(line)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                found = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(found, dict):
+                yield found, position
+
+
+def number(value: Any) -> float:
+    """A metric as it is written: a number, or the string "NaN", "Infinity" or "-Infinity"."""
+    return float(value)
+
+
+@dataclass
+class Run:
+    """A run as its folder shows it."""
+
+    folder: Path
+    rows: dict[int, dict[str, float]]  # metrics by step, ascending
+    config: dict[str, Any]  # by dotted key
+    facts: dict[str, Any]  # of run.json
+    events: list[dict[str, Any]]
+    written_at: float  # when the newest line of metrics was written, in seconds since 1970
+    algorithm: str = field(init=False)  # the name of its section
+
+    def __post_init__(self) -> None:
+        self.algorithm = next((name for name in _ALGORITHMS if f"{name}.max_num_steps" in self.config), "")
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps that the run was asked for."""
+        found = self.facts.get("num_steps", self.config.get(f"{self.algorithm}.max_num_steps"))
+        return int(found) if found is not None else None
+
+    @property
+    def last_step(self) -> int:
+        return max(self.rows, default=0)
+
+    def latest(self, name: str) -> float | None:
+        """The newest value of a metric; None if no step has it."""
+        return next((row[name] for _, row in sorted(self.rows.items(), reverse=True) if name in row), None)
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run without its groups, timeline and samples."""
+    metrics = folder / METRICS_NAME
+    rows: dict[int, dict[str, float]] = {}
+    for found, _ in read_lines(metrics):
+        step = int(found.pop("step"))
+        rows[step] = {name: number(value) for name, value in found.items()}
+    config: dict[str, Any] = {}
+    if (folder / CONFIG).is_file():
+        loaded = yaml.load((folder / CONFIG).read_text(encoding="utf-8"), Loader=_YAML)
+        config = flatten_dict(loaded) if isinstance(loaded, Mapping) else {}
+    facts = {}
+    if (folder / RUN).is_file():
+        facts = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    return Run(
+        folder=folder,
+        rows=dict(sorted(rows.items())),
+        config=config,
+        facts=facts,
+        events=[event for event, _ in read_lines(folder / EVENTS)],
+        written_at=metrics.stat().st_mtime,
+    )
+
+
+_YAML: Any = yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader
+
+
+# -- is it alive?
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """`kind` is running, finished, failed, interrupted, dead, or unknown."""
+
+    kind: str
+    text: str
+
+
+def status_of(run: Run, now: float | None = None) -> Status:
+    """Whether the run goes on, by its own last words, else by its process, else by the age of its last line."""
+    age = max(0.0, (time.time() if now is None else now) - run.written_at)
+    end = next((event for event in reversed(run.events) if event.get("kind") == "end"), None)
+    if end is not None:
+        kind = {0: "finished", 130: "interrupted"}.get(int(end["status"]), "failed")
+        return Status(kind=kind, text=f"{kind} after step {run.last_step}")
+    if not run.facts:
+        return Status(kind="unknown", text=f"last line {duration(age)} ago")
+    if run.facts.get("host") == socket.gethostname():
+        if is_alive(run.facts.get("pid"), run.facts.get("pid_started")):
+            return Status(kind="running", text=f"running, last line {duration(age)} ago")
+        return Status(kind="dead", text=f"dead: its process is gone; last line {duration(age)} ago")
+    limit = 5 * _usual_step_s(run) + 60
+    if age > limit:
+        return Status(kind="unknown", text=f"silent for {duration(age)} on {run.facts.get('host')}")
+    return Status(kind="running", text=f"running on {run.facts.get('host')}, last line {duration(age)} ago")
+
+
+def _usual_step_s(run: Run) -> float:
+    found = [row["timing/train/total_step_time"] for row in run.rows.values() if "timing/train/total_step_time" in row]
+    return sorted(found)[len(found) // 2] if found else 600.0
+
+
+def process_start(pid: int) -> str | None:
+    """When a process of this machine started, in the kernel's ticks; None if there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] == "Z" else fields[19]
+
+
+def is_alive(pid: Any, started: Any) -> bool:
+    """Whether the process that had this id then is still the one that has it."""
+    return isinstance(pid, int) and process_start(pid) == started is not None
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min, 2 h 5 min, 4 d 3 h."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 90:
+        return f"{minutes:.0f} min"
+    if hours < 36:
+        return f"{int(hours)} h {int(minutes) % 60} min"
+    return f"{int(days)} d {int(hours) % 24} h"
+
+
+# -- samples
+
+
+def sample_blocks(folder: Path) -> list[Path]:
+    """The blocks of samples of a run, by worker and first step."""
+    return sorted((folder / SAMPLES).glob("*.js"))
+
+
+def read_block(path: Path) -> Iterator[dict[str, Any]]:
+    """The samples of a block: every line is a call with one JSON object."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            call, opened, rest = line.partition("(")
+            if opened and call == SAMPLE_CALL:
+                yield json.loads(rest.rstrip().removesuffix(");"))
+
+
+SAMPLE_CALL = "nemo_rl_sample"
+"""A block is JavaScript, because a page that is opened from a disk may load scripts and nothing else."""
+
+
+def read_index(folder: Path) -> list[dict[str, Any]]:
+    """The summary of every sample, oldest step first. Of a step that ran twice, the later samples."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for path in sorted((folder / SAMPLES).glob(INDEX_PATTERN)):
+        for row, _ in read_lines(path):
+            found[row["step"], row["id"]] = row
+    return sorted(found.values(), key=lambda row: row["step"])
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: the end of its path that the others do not share, two parts at least if there are."""
+    parts = [folder.resolve().parts[1:] for folder in folders]
+    depth = 2
+    while len({part[-depth:] for part in parts}) < len(set(parts)):
+        depth += 1
+    return ["/".join(part[-depth:]) for part in parts]
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> Sequence[tuple[str, Any, Any]]:
+    """(key, before, after) of the keys that differ; None where one lacks the key."""
+    keys = [*before, *(key for key in after if key not in before)]
+    return [(key, before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)]
