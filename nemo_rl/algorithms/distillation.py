@@ -17,7 +17,6 @@ from nemo_rl.algorithms.plan.batch import Batching, plan_samples
 from nemo_rl.algorithms.plan.rewards import loss_mask
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
-from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.head.tasks import HeadTask
 from nemo_rl.models.policy.interfaces import PolicyInterface
 from nemo_rl.types import BatchPlan, GroupHandle, PlannedSample, RowKey
@@ -28,7 +27,6 @@ class Teacher:
     """A teacher, the tasks it teaches, and what it computes for the student."""
 
     policy: PolicyInterface
-    config: PolicyConfig
     batching: Batching
     task: HeadTask  # its column is what the student's head or loss reads
     tasks: frozenset[str]  # names of the tasks that it teaches
@@ -116,8 +114,7 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
         ]
     if not own:
         return None, set()
-    multiple = teacher.config.backend_cfg.micro_batch_multiple
-    missing = -len(own) % (teacher.policy.data_parallel_size * multiple)
+    missing = -len(own) % (teacher.policy.data_parallel_size * teacher.batching.micro_batch_multiple)
     filling = sorted(others, key=lambda sample: sample.length)[:missing]
     plan = plan_samples(
         own + filling,
@@ -125,6 +122,5 @@ def plan_teacher(teacher: Teacher, groups: Sequence[GroupHandle]) -> tuple[Batch
         num_ranks=teacher.policy.data_parallel_size,
         global_batch_size=len(own) + missing,
         batching=teacher.batching,
-        micro_batch_multiple=multiple,
     )
     return plan, {(sample.group, sample.index) for sample in own}

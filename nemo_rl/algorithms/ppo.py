@@ -43,7 +43,7 @@ class PPOTrainer(RolloutTrainer):
         super().__init__(config, tools, parts, others=[value])
         self.config = config
         self.value = value
-        self.value_batching = Batching.of(config.value, quadratic_weight=value_flops.quadratic_weight, key="value")
+        self.value_batching = Batching.of(config.value, quadratic_weight=value_flops.quadratic_weight)
         self.loss_fn = ClippedPGLoss(config.loss_fn)
         self.value_loss_fn = ValueLoss(config.value_loss_fn)
 
@@ -78,7 +78,6 @@ class PPOTrainer(RolloutTrainer):
             num_ranks=self.value.data_parallel_size,
             global_batch_size=self.config.value.train_global_batch_size,
             batching=self.value_batching,
-            micro_batch_multiple=self.config.value.backend_cfg.micro_batch_multiple,
         )
         with self.phase("data_processing"):
             self.value.load(value_plan)

@@ -151,7 +151,7 @@ class DistillationMasterConfig(RolloutMasterConfig):
 
         samples = self.distillation.num_samples_per_step
         for model in self.further_models:
-            yield from check_budgets(model.config, key=model.key, is_trained=False)
+            yield from check_budgets(model.config, is_trained=False)
             num_ranks = data_parallel_size(model.config, model.cluster) or 1
             multiple = num_ranks * model.config.backend_cfg.micro_batch_multiple
             if samples % multiple:

@@ -197,10 +197,9 @@ def data_parallel_size(policy: PolicyConfig, cluster: ClusterConfig) -> int | No
     return training_sizes(policy, cluster.num_workers).data_parallel
 
 
-def check_layout(policy: PolicyConfig, cluster: ClusterConfig, key: str = "policy") -> Problems:
+def check_layout(policy: PolicyConfig, cluster: ClusterConfig) -> Problems:
     """Whether the ranks of a policy can be arranged, and its devices have what it needs."""
-    for problem, message in training_problems(policy, cluster.num_workers):
-        yield f"{key}.{problem}", message
+    yield from training_problems(policy, cluster.num_workers)
     if policy.megatron_cfg.enabled:
-        for problem, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
-            yield f"{key}.megatron_cfg.{problem}", message
+        for key, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
+            yield policy.megatron_cfg.key(key), message

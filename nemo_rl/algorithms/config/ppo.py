@@ -110,7 +110,7 @@ class PPOMasterConfig(RolloutMasterConfig):
 
     def cross_checks(self) -> Problems:
         yield from super().cross_checks()
-        yield from self.check_batches(self.value, "value")
+        yield from self.check_batches(self.value)
         num_updates = self.ppo.ppo_epochs * self.ppo.num_samples_per_step / self.policy.train_global_batch_size
         if self.loss_fn.force_on_policy_ratio and num_updates != 1:
             yield (

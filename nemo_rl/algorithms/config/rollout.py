@@ -447,7 +447,7 @@ class RolloutMasterConfig(RunConfig):
         yield from self.check_batches(self.policy)
         yield from check_layout(self.policy, self.training_cluster)
         for model in self.further_models:
-            yield from check_layout(model.config, model.cluster, model.key)
+            yield from check_layout(model.config, model.cluster)
             if model.config.router_replay.enabled:
                 yield f"{model.key}.router_replay.enabled", "its experts are not those that generated; set it to false"
             if (length := model.config.max_total_sequence_length) < self.policy.max_total_sequence_length:
@@ -467,13 +467,13 @@ class RolloutMasterConfig(RunConfig):
                 "save_dir of the run that recorded",
             )
 
-    def check_batches(self, policy: PolicyConfig, key: str = "policy") -> Problems:
-        """Whether optimizer steps and ranks of the model `key` can share the samples of a step evenly."""
+    def check_batches(self, policy: PolicyConfig) -> Problems:
+        """Whether optimizer steps and ranks of a model can share the samples of a step evenly."""
         rollout, section, global_batch = self.rollout, self.section, policy.train_global_batch_size
         samples = rollout.num_samples_per_step
         if samples % global_batch:
             yield (
-                f"{key}.train_global_batch_size",
+                policy.key("train_global_batch_size"),
                 f"{global_batch} does not divide the {samples} samples of a step ({section}.num_prompts_per_step="
                 f"{rollout.num_prompts_per_step} x num_generations_per_prompt={rollout.num_generations_per_prompt}); "
                 f"these would: {divisors(samples, near=global_batch)}",
@@ -484,7 +484,7 @@ class RolloutMasterConfig(RunConfig):
         if not works:
             prompts = rollout.num_prompts_per_step
             fix = f"make it and {section}.num_prompts_per_step (now {prompts}) multiples of {num_ranks}"
-        yield from check_batching(policy, num_ranks, fix=fix, key=key)
+        yield from check_batching(policy, num_ranks, fix=fix)
 
     def _check_engines(self) -> Problems:
         """Whether engines fill the machines. An engine spans nodes only by its pipeline stages."""

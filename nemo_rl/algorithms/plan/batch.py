@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class PaddedTokens:
 
     tokens: int
     length_round: int
-    section: ClassVar = "dynamic_batching"
+    key: str = "policy.dynamic_batching"
 
     def padded_length(self, sample: PlannedSample) -> int:
         """Length to which each sequence of the sample is padded if no other of its micro-batch is longer."""
@@ -95,7 +95,7 @@ class PackedTokens:
     tokens: int
     algorithm: PackingAlgorithm
     length_multiple: int = 1
-    section: ClassVar = "sequence_packing"
+    key: str = "policy.sequence_packing"
 
     def tokens_of(self, sample: PlannedSample) -> int:
         """Tokens that the sample takes."""
@@ -111,34 +111,34 @@ class Batching:
 
     Attributes:
         quadratic_weight: cost of a squared token relative to a token, see `models.policy.flops`.
-        key: section of the model, for error messages.
+        micro_batch_multiple: pipeline schedules need a number of micro-batches that is a multiple of this.
     """
 
     train: MicroBatching
     logprobs: MicroBatching
     quadratic_weight: float
-    key: str = "policy"
+    micro_batch_multiple: int = 1
 
     def __post_init__(self) -> None:
         assert type(self.train) is type(self.logprobs)
 
     @classmethod
-    def of(
-        cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1, key: str = "policy"
-    ) -> Batching:
+    def of(cls, policy: PolicyConfig, *, quadratic_weight: float, sequences_per_sample: int = 1) -> Batching:
         """By `policy.sequence_packing`, `policy.dynamic_batching` or numbers of samples. A pair has two sequences."""
         packing, dynamic, chunks = policy.sequence_packing, policy.dynamic_batching, _chunks(policy)
         budgets = token_budgets(policy, sequences_per_sample)
         train: MicroBatching = FixedSize(policy.train_micro_batch_size)
         logprobs: MicroBatching = FixedSize(policy.logprob_batch_size)
         if packing.enabled:
-            algorithm = PackingAlgorithm(packing.algorithm)
-            train, logprobs = (PackedTokens(tokens=n, algorithm=algorithm, length_multiple=chunks) for n in budgets)
+            how = {"algorithm": PackingAlgorithm(packing.algorithm), "key": policy.key("sequence_packing")}
+            train, logprobs = (PackedTokens(tokens=n, length_multiple=chunks, **how) for n in budgets)
         elif dynamic.enabled:
             # One length that kernels, tensor parallelism and context parallelism can all cut evenly.
             multiples = (dynamic.sequence_length_round, policy.make_sequence_length_divisible_by, chunks)
-            train, logprobs = (PaddedTokens(tokens=n, length_round=math.lcm(*multiples)) for n in budgets)
-        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, key=key)
+            how = {"length_round": math.lcm(*multiples), "key": policy.key("dynamic_batching")}
+            train, logprobs = (PaddedTokens(tokens=n, **how) for n in budgets)
+        multiple = policy.backend_cfg.micro_batch_multiple
+        return cls(train=train, logprobs=logprobs, quadratic_weight=quadratic_weight, micro_batch_multiple=multiple)
 
     def of_scoring(self) -> Batching:
         """For a model that only scores: its optimizer steps, which never run, get the sizes of the logprobs."""
@@ -191,7 +191,6 @@ def plan_samples(
     num_ranks: int,
     global_batch_size: int,
     batching: Batching,
-    micro_batch_multiple: int = 1,
 ) -> BatchPlan:
     """Plan one step. O(n log n) in the number of samples.
 
@@ -199,13 +198,13 @@ def plan_samples(
         samples: in the order in which they fill the optimizer steps; a multiple of `global_batch_size`.
         groups: ray.ObjectRef of each group, by the number that samples have.
         num_ranks: data-parallel ranks.
-        global_batch_size: samples per optimizer step; a multiple of `num_ranks` x `micro_batch_multiple`.
-        micro_batch_multiple: pipeline schedules need a number of micro-batches that is a multiple of this.
+        global_batch_size: samples per optimizer step; a multiple of `num_ranks` x `batching.micro_batch_multiple`.
 
     Raises:
         ValueError: a sample is longer than any micro-batch may be.
     """
-    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * micro_batch_multiple) == 0
+    multiple = batching.micro_batch_multiple
+    assert len(samples) % global_batch_size == 0 and global_batch_size % (num_ranks * multiple) == 0
     # A model that only scores uses the logprob budget for both, so that one is named first.
     for name, rule in (("logprob_mb_tokens", batching.logprobs), ("train_mb_tokens", batching.train)):
         if isinstance(rule, FixedSize):
@@ -214,19 +213,19 @@ def plan_samples(
         if needed > rule.tokens:
             raise ValueError(
                 f"a sample of {tokens} tokens is longer than any micro-batch may be ({rule.tokens}); raise "
-                f"{batching.key}.{rule.section}.{name} to at least {needed}"
+                f"{rule.key}.{name} to at least {needed}"
             )
     ranks = [RankPlan(train=[], logprobs=[]) for _ in range(num_ranks)]
     owned: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(samples), global_batch_size):
-        shares = _share(samples[start : start + global_batch_size], num_ranks, batching, micro_batch_multiple)
-        trained = _fill(shares, batching.train, batching, micro_batch_multiple)
+        shares = _share(samples[start : start + global_batch_size], num_ranks, batching, multiple)
+        trained = _fill(shares, batching.train, batching, multiple)
         for plan, mine, share, micro_batches in zip(ranks, owned, shares, trained, strict=True):
             # A rank trains on the rows that it scores, so that logprobs never travel between ranks.
             plan.train.append(micro_batches)
             mine.extend(share)
     # Logprobs need no optimizer step in between: the samples of all steps share micro-batches.
-    scored = _fill(owned, batching.logprobs, batching, micro_batch_multiple)
+    scored = _fill(owned, batching.logprobs, batching, multiple)
     for plan, micro_batches in zip(ranks, scored, strict=True):
         plan.logprobs = micro_batches
     return BatchPlan(groups=list(groups), ranks=ranks)
@@ -357,9 +356,9 @@ def _padded_tokens(rule: MicroBatching, micro_batch: MicroBatch) -> int:
 
 
 def check_batching(
-    policy: PolicyConfig, num_ranks: int | None, *, fix: str, sequences_per_sample: int = 1, key: str = "policy"
+    policy: PolicyConfig, num_ranks: int | None, *, fix: str, sequences_per_sample: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of batch sizes of the section `key` that `plan_samples` cannot use.
+    """(dotted key, message) of batch sizes that `plan_samples` cannot use.
 
     `fix` is the remedy if `num_ranks` data-parallel ranks cannot share a global batch; None: the layout does not fit.
     """
@@ -369,28 +368,29 @@ def check_batching(
     multiple = policy.backend_cfg.micro_batch_multiple
     per_rank, left_over = divmod(global_batch, num_ranks)
     if left_over:
-        yield f"{key}.train_global_batch_size", f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
+        key = policy.key("train_global_batch_size")
+        yield key, f"{global_batch} cannot be shared by {num_ranks} training ranks; {fix}"
         return
     if per_rank % multiple:
         yield (
-            f"{key}.train_global_batch_size",
+            policy.key("train_global_batch_size"),
             f"the {per_rank} samples of each of {num_ranks} training rank(s) cannot be shared by micro-batches whose "
             f"number is a multiple of {multiple}, which pipeline parallelism needs; use a multiple of "
             f"{num_ranks * multiple}",
         )
     if per_rank % micro_batch and not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         yield (
-            f"{key}.train_micro_batch_size",
+            policy.key("train_micro_batch_size"),
             f"{micro_batch} does not divide the {per_rank} samples of each of {num_ranks} training rank(s) "
             f"(train_global_batch_size={global_batch}); these would: {divisors(per_rank, near=micro_batch)}",
         )
-    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample, key=key)
+    yield from check_budgets(policy, sequences_per_sample=sequences_per_sample)
 
 
 def check_budgets(
-    policy: PolicyConfig, *, sequences_per_sample: int = 1, key: str = "policy", is_trained: bool = True
+    policy: PolicyConfig, *, sequences_per_sample: int = 1, is_trained: bool = True
 ) -> Iterator[tuple[str, str]]:
-    """(dotted key, message) of token budgets of the section `key` that are too small for the longest sample."""
+    """(dotted key, message) of token budgets that are too small for the longest sample."""
     if not (policy.sequence_packing.enabled or policy.dynamic_batching.enabled):
         return
     section, needed = "dynamic_batching", policy.max_total_sequence_length
@@ -398,12 +398,13 @@ def check_budgets(
         section, needed = "sequence_packing", round_up(needed, _chunks(policy))
     needed *= sequences_per_sample
     what = "the longest sequences" if sequences_per_sample == 1 else "pairs of the longest sequences"
+    longest = f"{policy.key('max_total_sequence_length')}={policy.max_total_sequence_length}"
     train_tokens, logprob_tokens = token_budgets(policy, sequences_per_sample)
     budgets = {"train_mb_tokens": train_tokens} if is_trained else {}
     for name, tokens in (budgets | {"logprob_mb_tokens": logprob_tokens}).items():
         if tokens < needed:
             yield (
-                f"{key}.{section}.{name}",
-                f"{tokens} is too little for {key}.max_total_sequence_length={policy.max_total_sequence_length}: "
-                f"{what} would fit into no micro-batch; use at least {needed}, or shorten them",
+                policy.key(f"{section}.{name}"),
+                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, or "
+                "shorten them",
             )

@@ -290,11 +290,10 @@ def _start_teachers(
         )
         k, hidden_size = config.distillation.topk_logits_k, teacher.model.config.get_text_config().hidden_size
         states = LastStates(hidden_size, teacher.config.precision)
-        batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight, key=key)
+        batching = Batching.of(teacher.config, quadratic_weight=teacher.model.flops.quadratic_weight)
         teachers.append(
             Teacher(
                 policy=policy,
-                config=teacher.config,
                 batching=batching.of_scoring(),
                 task=states if k is None else TopKLogits(k, teacher.vocab_size),
                 tasks=teacher.tasks,

@@ -23,7 +23,7 @@ from nemo_rl.algorithms.losses.nll import NLLLoss
 from nemo_rl.algorithms.losses.preference import PreferenceLoss
 from nemo_rl.algorithms.setup.launch import launch, start_cluster, start_policy
 from nemo_rl.algorithms.setup.preflight import ModelInputs, check_outputs, prepare_model
-from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer, plan_examples
+from nemo_rl.algorithms.trainers.supervised import SupervisedParts, SupervisedTrainer
 from nemo_rl.algorithms.trainers.trainer import RunTools
 from nemo_rl.data.rows.dataloader import PromptDataLoader, PromptDataset, PromptSource, prompt_loader
 from nemo_rl.data.rows.examples import ExampleLoader, ExampleMaker, check_examples
@@ -203,12 +203,7 @@ def _reference_sums(
     path = Path(config.checkpointing.checkpoint_dir) / name if config.checkpointing.enabled else None
     if path is not None and path.is_file():
         return ReferenceSums.load(path)
-    plan = partial(
-        plan_examples,
-        num_ranks=parts.policy.data_parallel_size,
-        batching=trainer.batching,
-        micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
-    )
+    plan = partial(trainer.plan_rows, batching=trainer.batching)
     batches = _every_batch(inputs.data, parts, pool, config.policy.train_global_batch_size)
     sums = ReferenceSums.compute(parts.policy, batches, plan)
     if path is not None:

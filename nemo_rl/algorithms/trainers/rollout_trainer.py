@@ -149,15 +149,13 @@ class RolloutTrainer(Trainer):
         `advantages` and `masks` have one number per group and sample; mask 0 keeps a sample out of the loss.
         """
         self.refit.announce()
-        config = self.run.policy
         plan = plan_batch(
             groups,
             advantages,
             masks,
             num_ranks=self.policy.data_parallel_size,
-            global_batch_size=config.train_global_batch_size,
+            global_batch_size=self.run.policy.train_global_batch_size,
             batching=self.batching,
-            micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
         )
         self.record("train", packing_metrics(plan, self.batching))
         with self.phase("data_processing"):

@@ -67,11 +67,7 @@ class SupervisedTrainer(Trainer):
         self.loss_fn = loss_fn
         self.task = task
         # run-time
-        self.plan_rows = partial(
-            plan_examples,
-            num_ranks=parts.policy.data_parallel_size,
-            micro_batch_multiple=config.policy.backend_cfg.micro_batch_multiple,
-        )
+        self.plan_rows = partial(plan_examples, num_ranks=parts.policy.data_parallel_size)
         self.flops = parts.flops
         self.batching = Batching.of(
             config.policy,
@@ -172,7 +168,7 @@ class SupervisedTrainer(Trainer):
         batching = self.batching
         if isinstance(batching.train, FixedSize):
             size = FixedSize(self.run.loop.val_micro_batch_size)
-            batching = Batching(train=size, logprobs=size, quadratic_weight=batching.quadratic_weight)
+            batching = replace(batching, train=size, logprobs=size)
         weighted, total = 0.0, 0.0
         for name, tokenise in self.validation.items():
             handles = tokenise()
@@ -187,9 +183,7 @@ class SupervisedTrainer(Trainer):
         return metrics | {"val_loss": weighted / total}
 
 
-def plan_examples(
-    handles: Sequence[ExampleHandle], *, num_ranks: int, batching: Batching, micro_batch_multiple: int
-) -> BatchPlan:
+def plan_examples(handles: Sequence[ExampleHandle], *, num_ranks: int, batching: Batching) -> BatchPlan:
     """One optimizer step of all rows. Rows that are left out have mask 0.
 
     If ranks and micro-batches cannot share the rows evenly, the shortest row is repeated with mask 0.
@@ -207,15 +201,8 @@ def plan_examples(
         for row in handle.rows
     ]
     shortest = min(samples, key=lambda sample: sample.length)
-    for _ in range(-len(samples) % (num_ranks * micro_batch_multiple)):
+    for _ in range(-len(samples) % (num_ranks * batching.micro_batch_multiple)):
         # The same group under another number, so that the copy is a row of its own on the worker.
         groups.append(groups[shortest.group])
         samples.append(replace(shortest, group=len(groups) - 1, mask=0.0))
-    return plan_samples(
-        samples,
-        groups,
-        num_ranks=num_ranks,
-        global_batch_size=len(samples),
-        batching=batching,
-        micro_batch_multiple=micro_batch_multiple,
-    )
+    return plan_samples(samples, groups, num_ranks=num_ranks, global_batch_size=len(samples), batching=batching)

@@ -144,20 +144,20 @@ class MegatronSizes(ParallelSizes):
 def training_sizes(policy: PolicyConfig, world_size: int) -> ParallelSizes:
     """The number of ranks along each axis. ValueError if they do not divide `world_size`."""
     for key, message in training_problems(policy, world_size):
-        raise ValueError(f"{policy.key(key)}: {message}")
+        raise ValueError(f"{key}: {message}")
     if policy.megatron_cfg.enabled:
         return MegatronSizes.of_megatron(policy.megatron_cfg, world_size)
     return ParallelSizes.of(policy.dtensor_cfg, world_size)
 
 
 def training_problems(policy: PolicyConfig, world_size: int) -> Iterator[tuple[str, str]]:
-    """(key of `policy`, what would work) if the sizes do not fit `world_size` ranks."""
+    """(dotted key, what would work) if the sizes do not fit `world_size` ranks."""
     if policy.megatron_cfg.enabled:
         problems = _megatron_problems(policy.megatron_cfg, world_size)
     else:
         problems = _dtensor_problems(policy.dtensor_cfg, world_size)
     for key, message in problems:
-        yield f"{policy.backend_key}.{key}", message
+        yield policy.backend_cfg.key(key), message
 
 
 def _dtensor_problems(config: DTensorConfig, world_size: int) -> Iterator[tuple[str, str]]:

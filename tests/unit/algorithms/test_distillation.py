@@ -57,8 +57,7 @@ def build(*overrides: str, sections: dict[str, Any] = ONE) -> DistillationMaster
 def make_teacher(config: TeacherConfig, policy: FakePolicy, *tasks: str) -> Teacher:
     return Teacher(
         policy=policy,  # type: ignore[arg-type]
-        config=config,
-        batching=Batching.of(config, quadratic_weight=0.0, key="teacher").of_scoring(),
+        batching=Batching.of(config, quadratic_weight=0.0).of_scoring(),
         task=TopKLogits(2, 8),
         tasks=frozenset(tasks),
     )

@@ -98,8 +98,7 @@ def test_both_models_plan_the_same_samples_in_layouts_of_their_own(tmp_path):
 
 def test_a_sample_too_long_for_the_value_model_names_its_section(tmp_path):
     run = Run(tmp_path, "value.sequence_packing={enabled: true, train_mb_tokens: 600}")
-    assert run.trainer.value_batching.key == "value"  # type: ignore[attr-defined]
-    assert run.trainer.batching.key == "policy"
+    assert run.trainer.value_batching.train.key == "value.sequence_packing"  # type: ignore[attr-defined]
 
 
 def test_failed_samples_are_left_out_of_both_losses(tmp_path):

@@ -25,7 +25,7 @@ BATCHING = Batching(train=FixedSize(2), logprobs=FixedSize(2), quadratic_weight=
 
 def compute(num_ranks: int, batch_size: int = 7) -> ReferenceSums:
     made = handles(prompts("d", ROWS))
-    plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING, micro_batch_multiple=1)
+    plan = partial(plan_examples, num_ranks=num_ranks, batching=BATCHING)
     policy = ScoringPolicy(data_parallel_size=num_ranks)
     sums = ReferenceSums.compute(policy, [made[:1], made[1:]] if batch_size < 7 else [made], plan)  # type: ignore[arg-type]
     return sums
@@ -48,7 +48,7 @@ def test_ranks_batches_and_the_copies_that_fill_them_change_nothing(num_ranks, b
 def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():
     sums = ReferenceSums({f"d:{i}": (float(i), -float(i)) for i in range(7)})
     made = handles(prompts("d", ROWS))[::-1]  # seven pairs in groups of 1, 3 and 3, on two ranks: one copy
-    plan = plan_examples(made, num_ranks=2, batching=BATCHING, micro_batch_multiple=1)
+    plan = plan_examples(made, num_ranks=2, batching=BATCHING)
     found = sums.of(made, plan)
     assert sorted(found) == sorted(keys_of_plan(plan)) and len(found) == 16
     assert all(value.dtype == np.float32 and value.shape == () for value in found.values())
@@ -59,7 +59,7 @@ def test_the_rows_of_a_plan_get_their_own_and_copies_nothing():
 
 def test_a_row_that_was_never_scored_is_an_error():
     made = handles(prompts("d", ROWS))
-    plan = plan_examples(made, num_ranks=1, batching=BATCHING, micro_batch_multiple=1)
+    plan = plan_examples(made, num_ranks=1, batching=BATCHING)
     with pytest.raises(KeyError, match="d:0"):
         ReferenceSums({}).of(made, plan)
 

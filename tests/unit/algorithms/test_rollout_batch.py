@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def check_room(rule: FixedSize | PaddedTokens | PackedTokens, batch: MicroBatch)
 
 def check_plan(plan: BatchPlan, samples: list[PlannedSample], batching: Batching, **layout: int) -> None:
     """Every sample on one rank, in its optimizer step, in micro-batches that have room and are equally many."""
-    multiple, global_batch = layout["micro_batch_multiple"], layout["global_batch_size"]
+    multiple, global_batch = batching.micro_batch_multiple, layout["global_batch_size"]
     order = {sample: number for number, sample in enumerate(samples)}
     trained = [s for rank in plan.ranks for step in rank.train for mb in step for s in mb]
     assert len(plan.ranks) == layout["num_ranks"]
@@ -152,7 +153,8 @@ def test_every_sample_is_trained_and_scored_exactly_once_on_one_rank(
     global_batch = ranks * multiple * per_rank
     num_samples = global_batch * num_steps
     lengths = data.draw(st.lists(st.integers(2, LONGEST), min_size=num_samples, max_size=num_samples))
-    layout = {"num_ranks": ranks, "global_batch_size": global_batch, "micro_batch_multiple": multiple}
+    layout = {"num_ranks": ranks, "global_batch_size": global_batch}
+    batching = replace(batching, micro_batch_multiple=multiple)
     plan = plan_of(lengths, batching, **layout)
     assert plan == plan_of(lengths, batching, **layout)
     assert plan.groups == [f"ref{i}" for i in range(num_samples)]
@@ -180,7 +182,8 @@ def test_the_sequences_of_a_pair_are_neighbours_in_one_micro_batch(
         PlannedSample(group=number // 3, index=2 * (number % 3), lengths=pair, advantage=0.0, mask=1.0)
         for number, pair in enumerate(pairs)
     ]
-    layout = {"num_ranks": ranks, "global_batch_size": global_batch, "micro_batch_multiple": multiple}
+    layout = {"num_ranks": ranks, "global_batch_size": global_batch}
+    batching = replace(batching, micro_batch_multiple=multiple)
     refs = [f"ref{number}" for number in range(-(-num_pairs // 3))]
     plan = plan_samples(samples, refs, batching=batching, **layout)
     assert plan.groups == refs

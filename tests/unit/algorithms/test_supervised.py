@@ -176,12 +176,8 @@ def test_every_row_is_planned_once_and_copies_change_no_loss(lengths, num_ranks,
     values = []
     loss_fn = PreferenceLoss(RewardModelLossConfig()) if is_pair else NLLLoss()
     for ranks, times in ((1, 1), (num_ranks, multiple)):
-        plan = plan_examples(
-            made,
-            num_ranks=ranks,
-            batching=Batching(train=rule, logprobs=rule, quadratic_weight=0.0),
-            micro_batch_multiple=times,
-        )
+        batching = Batching(train=rule, logprobs=rule, quadratic_weight=0.0, micro_batch_multiple=times)
+        plan = plan_examples(made, num_ranks=ranks, batching=batching)
         policy.load(plan)
         values.append(policy.losses(loss_fn))
         keys = keys_of_plan(plan)

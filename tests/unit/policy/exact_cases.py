@@ -283,7 +283,6 @@ class Bench:
             num_ranks=self.worker.mesh.sizes.data_parallel,
             global_batch_size=config.train_global_batch_size,
             batching=Batching.of(config, quadratic_weight=0.001),
-            micro_batch_multiple=config.dtensor_cfg.micro_batch_multiple,
         )
         self.worker.load(plan.ranks[self.worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 

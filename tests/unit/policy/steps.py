@@ -140,7 +140,6 @@ def load_step(worker: DTensorPolicyWorker | MegatronPolicyWorker, config: Policy
         num_ranks=worker.mesh.sizes.data_parallel,
         global_batch_size=config.train_global_batch_size,
         batching=Batching.of(config, quadratic_weight=0.001),
-        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
     )
     worker.load(plan.ranks[worker.mesh.data_rank], list(range(NUM_GROUPS)), *groups)
 
