@@ -405,6 +405,6 @@ def check_budgets(
         if tokens < needed:
             yield (
                 policy.key(f"{section}.{name}"),
-                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, or "
-                "shorten them",
+                f"{tokens} is too little for {longest}: {what} would fit into no micro-batch; use at least {needed}, "
+                "or shorten them",
             )
