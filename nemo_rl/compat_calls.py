@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +32,15 @@ from nemo_rl.data.datasets.registry import load_rows
 from nemo_rl.data.interfaces import Rows, TaskDataSpec
 from nemo_rl.data.tiny_model import resolve_model
 from nemo_rl.models.policy.config import TokenizerConfig
-from nemo_rl.types import DatumSpec, LLMMessageLogType, LossInputs, LossMetrics, PolicyGradientInputs, ProcessorFn
+from nemo_rl.types import (
+    DatumSpec,
+    LLMMessageLogType,
+    LossFunction,
+    LossInputs,
+    LossMetrics,
+    PolicyGradientInputs,
+    ProcessorFn,
+)
 from nemo_rl.utils import tokenizer as tokenizers
 
 # Configuration and tokenizer
@@ -228,32 +237,14 @@ Batch = Mapping[str, Tensor]
 # Losses: theirs take whole rows and drop the first position, which no token predicts
 
 
-class ClippedPGLossFn:
-    """`ClippedPGLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
-
-    def __init__(self, cfg: Mapping[str, Any]) -> None:
-        self.loss = ClippedPGLoss(ClippedPGLossConfig.model_validate(dict(cfg)))
-
-    def __call__(
-        self,
-        data: Batch,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        next_token_logprobs: Tensor,
-    ) -> tuple[Tensor, LossMetrics]:
-        inputs = PolicyGradientInputs(
-            **_tokens(data),
-            advantages=data["advantages"][:, 1:],
-            prev_logprobs=data["prev_logprobs"][:, 1:],
-            generation_logprobs=data["generation_logprobs"][:, 1:],
-            reference_policy_logprobs=data["reference_policy_logprobs"][:, 1:],
-        )
-        return self.loss(next_token_logprobs, inputs, global_valid_seqs, global_valid_toks)
-
-
 class NLLLossFn:
     """`NLLLoss` of a batch by name, [B, S] each, and next-token log-probabilities [B, S - 1]."""
 
+    inputs_type: type[LossInputs] = LossInputs
+
+    def __init__(self) -> None:
+        self.loss: LossFunction = NLLLoss()
+
     def __call__(
         self,
         data: Batch,
@@ -261,15 +252,19 @@ class NLLLossFn:
         global_valid_toks: Tensor,
         next_token_logprobs: Tensor,
     ) -> tuple[Tensor, LossMetrics]:
-        return NLLLoss()(next_token_logprobs, LossInputs(**_tokens(data)), global_valid_seqs, global_valid_toks)
+        named = [field.name for field in dataclasses.fields(self.inputs_type) if field.name != "sample_mask"]
+        columns = {name: data[name][:, 1:] for name in named}
+        columns |= {"token_mask": columns["token_mask"].float(), "sample_mask": data["sample_mask"].float()}
+        return self.loss(next_token_logprobs, self.inputs_type(**columns), global_valid_seqs, global_valid_toks)
 
 
-def _tokens(data: Batch) -> dict[str, Tensor]:
-    return {
-        "input_ids": data["input_ids"][:, 1:],
-        "token_mask": data["token_mask"][:, 1:].float(),
-        "sample_mask": data["sample_mask"].float(),
-    }
+class ClippedPGLossFn(NLLLossFn):
+    """`ClippedPGLoss`, called like `NLLLossFn`."""
+
+    inputs_type = PolicyGradientInputs
+
+    def __init__(self, cfg: Mapping[str, Any]) -> None:
+        self.loss = ClippedPGLoss(ClippedPGLossConfig.model_validate(dict(cfg)))
 
 
 # What ours means differently

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from typing import Any
 
 import aiohttp
 
 from nemo_rl.environments.config import LLMJudgeEnvironmentConfig, RemoteEnvironmentConfig
+from nemo_rl.utils.registry import token_in
 
 MAX_ANSWER_BYTES = 256 << 20
 MAX_BACKOFF_S = 30.0
@@ -45,11 +45,10 @@ class JsonClient:
     ) -> None:
         """`token_key` is the key of the environment variable with the token. ValueError when the variable is empty."""
         variable = getattr(cfg, token_key)
-        self.token = "" if variable is None else os.environ.get(variable, "").strip()
-        if variable is not None and not self.token:
-            raise ValueError(
-                f"{token_key}: the environment variable {variable} is not set; export it before the run starts"
-            )
+        try:
+            self.token = "" if variable is None else token_in(variable)
+        except ValueError as error:
+            raise ValueError(f"{token_key}: {error}") from error
         self.cfg, self.retry_statuses = cfg, retry_statuses
 
     async def request(self, session: aiohttp.ClientSession, method: str, url: str, body: Any = None) -> tuple[Any, int]:

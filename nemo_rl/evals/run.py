@@ -217,14 +217,7 @@ def _start(config: EvalMasterConfig, stack: ExitStack, inputs: Inputs) -> tuple[
         cluster, settings, generation.workers, accelerator, timeout_s=machines.worker_timeout_s
     )
     stack.callback(collector.shutdown)
-
-    def restart_dead_engines() -> Sequence[Any]:
-        for index in generation.dead_workers():
-            generation.restart_worker(index)
-        generation.abandon_requests()
-        return generation.workers
-
-    collector.restart_generation = restart_dead_engines
+    collector.restart_generation = generation.restart_dead_workers
     return collector, len(generation.workers)
 
 

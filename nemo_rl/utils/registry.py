@@ -1,8 +1,9 @@
-"""Objects that a configuration names: by import path, or by the name under which they are registered."""
+"""What a configuration names: objects by import path or by a registered name, tokens by an environment variable."""
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -42,3 +43,11 @@ def find(registry: Mapping[str, T], name: str, what: str) -> T:
     raise ValueError(
         f"unknown {what} {name!r}; {did_you_mean(name, registry)} An import path (package.module:name) works too"
     )
+
+
+def token_in(variable: str) -> str:
+    """The token that an environment variable holds. Raises ValueError if it holds none."""
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise ValueError(f"the environment variable {variable} is not set; export it before the run starts")
+    return token

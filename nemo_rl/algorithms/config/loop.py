@@ -201,5 +201,4 @@ def check_layout(policy: PolicyConfig, cluster: ClusterConfig) -> Problems:
     """Whether the ranks of a policy can be arranged, and its devices have what it needs."""
     yield from training_problems(policy, cluster.num_workers)
     if policy.megatron_cfg.enabled:
-        for key, message in device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus):
-            yield policy.megatron_cfg.key(key), message
+        yield from device_problems(policy.megatron_cfg, use_gpus=cluster.use_gpus)

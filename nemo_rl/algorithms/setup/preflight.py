@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from nemo_rl.utils.checkpoint.tensors import DamagedTensorsError
 from nemo_rl.utils.config import CheckpointingConfig
 from nemo_rl.utils.files import digest
 from nemo_rl.utils.logger import check_packages
-from nemo_rl.utils.registry import import_object
+from nemo_rl.utils.registry import import_object, token_in
 from nemo_rl.utils.tokenizer import get_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ BACKEND_CHECKS = {
 ENVIRONMENT_INPUTS = {
     "retrieval": ("dataset_name", "nemo_rl.environments.retrieval:check_corpus"),
     "python_tools": ("tools", "nemo_rl.environments.code.tools:import_tool"),
-    "llm_judge": ("api_key_env", "nemo_rl.algorithms.setup.preflight:token_in"),
-    "remote": ("token_env", "nemo_rl.algorithms.setup.preflight:token_in"),
+    "llm_judge": ("api_key_env", "nemo_rl.utils.registry:token_in"),
+    "remote": ("token_env", "nemo_rl.utils.registry:token_in"),
 }
 LOAD_REWARD = "nemo_rl.environments.rewards:load_reward"
 SCORES_CONVERSATIONS = {"reward_model": "reward model", "llm_judge": "judge"}  # by type of environment
@@ -173,8 +173,7 @@ def check_turns(config: RolloutMasterConfig, tokenizer: PreTrainedTokenizerBase)
             observation = {"role": role, "content": "what came of it"}
             seen, rendered = render.seen_and_rendered([question], answers, observation)
             if seen != rendered:
-                pairs = enumerate(zip(seen, rendered, strict=False))
-                same = next((i for i, (a, b) in pairs if a != b), min(len(seen), len(rendered)))
+                same = len(os.path.commonprefix((seen, rendered)))  # noqa: RUF071 (texts, no paths)
                 logger.warning(
                     "the chat template writes %s differently once more follow (role %r). Episodes keep what was "
                     "sampled: after %r the model sees %r where the template would write %r. Fine when the model is "
@@ -198,34 +197,26 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
     and import paths. Servers and models are asked when they start.
     """
     for name in named_sections(env, sorted(set(names))):
-        section = env[name]
-        find_env_class(section.type)
-        if starts and section.type in ENVIRONMENT_INPUTS:
-            field, path = ENVIRONMENT_INPUTS[section.type]
-            value = vars(section)[field]
-            for item in value if isinstance(value, list) else [value]:
-                if item is None or item in BUILT_IN_TOOLS:
-                    continue
-                try:
-                    import_object(path, "check")(item)
-                except (ValueError, FileNotFoundError) as error:
-                    raise type(error)(f"env.{name}.{field}: {error}") from error
-        elif starts and isinstance(section, CompositeEnvironmentConfig):
-            for index, part in enumerate(section.reward_functions):
-                if part.env is None:
-                    key = f"env.{name}.reward_functions.{index}"
-                    try:
-                        import_object(LOAD_REWARD, "check")(part)
-                    except ValueError as error:
-                        raise ValueError(f"{key}: {error}") from error
+        find_env_class(env[name].type)
+        for key, check, value in _named_outside(name, env[name]) if starts else ():
+            try:
+                import_object(check, "check")(value)
+            except (ValueError, FileNotFoundError) as error:
+                raise type(error)(f"{key}: {error}") from error
 
 
-def token_in(variable: str) -> str:
-    """The token that an environment variable holds. Raises ValueError if it holds none."""
-    token = os.environ.get(variable, "").strip()
-    if not token:
-        raise ValueError(f"the environment variable {variable} is not set; export it before the run starts")
-    return token
+def _named_outside(name: str, section: AnyEnvironmentConfig) -> Iterator[tuple[str, str, Any]]:
+    """(key, import path of its check, value) of everything outside of the configuration that a section names."""
+    if isinstance(section, CompositeEnvironmentConfig):
+        for index, part in enumerate(section.reward_functions):
+            if part.env is None:
+                yield f"env.{name}.reward_functions.{index}", LOAD_REWARD, part
+    elif section.type in ENVIRONMENT_INPUTS:
+        field, check = ENVIRONMENT_INPUTS[section.type]
+        value = vars(section)[field]
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None and item not in BUILT_IN_TOOLS:
+                yield f"env.{name}.{field}", check, item
 
 
 def http_server_token(config: HttpServerConfig) -> str:

@@ -339,11 +339,9 @@ class RolloutTrainer(Trainer):
     def restart_generation(self) -> list[Any]:
         """After an engine died: start it again and give every engine the policy's weights. Returns the new workers."""
         assert self.generation is not None, "recorded rollouts need no engines"
-        for index in self.generation.dead_workers():
-            self.generation.restart_worker(index)
-        self.generation.abandon_requests()
+        workers = self.generation.restart_dead_workers()
         self.refit.sync(self.version)
-        return self.generation.workers
+        return workers
 
     def abandon_step(self) -> None:
         self.rollouts.abandon()

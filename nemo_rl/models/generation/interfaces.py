@@ -158,6 +158,13 @@ class GenerationInterface(ABC):
         old.shutdown()
         self._replicas[index] = self._start(index)
 
+    def restart_dead_workers(self) -> list[Any]:
+        """Start dead replicas again, and drop all requests. Returns the handles of all replicas."""
+        for index in self.dead_workers():
+            self.restart_worker(index)
+        self.abandon_requests()
+        return self.workers
+
     def draft_counts(self) -> DraftCounts:
         """Statistics of speculative decoding since the replicas were started; zeros without it."""
         return DraftCounts()

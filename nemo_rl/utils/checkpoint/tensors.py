@@ -101,18 +101,17 @@ def check_checkpoint_fits(
             if name in shapes and shapes[name] != tuple(shape)
         ],
     }
-    if not any(lists.values()):
-        return
     lines = []
     for what, names in lists.items():
         more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
         lines += [f"  {len(names)} {what}: {', '.join(names[:_MAX_LISTED])}{more}"] if names else []
-    raise CheckpointError(
-        f"the tensors in {directory} belong to a model of another architecture:\n"
-        + "\n".join(lines)
-        + "\nUse the model they were saved from (model_name, hf_config_overrides, and "
-        "dtensor_cfg.lora_cfg or megatron_cfg.peft for adapters), or another checkpoint"
-    )
+    if lines:
+        raise CheckpointError(
+            f"the tensors in {directory} belong to a model of another architecture:\n"
+            + "\n".join(lines)
+            + "\nUse the model they were saved from (model_name, hf_config_overrides, and "
+            "dtensor_cfg.lora_cfg or megatron_cfg.peft for adapters), or another checkpoint"
+        )
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], directory: Path) -> None:

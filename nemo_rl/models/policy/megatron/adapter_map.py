@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PretrainedConfig
 
+from nemo_rl.config.rules import value_of, violations, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.dtensor.lora import matches
 from nemo_rl.models.policy.experts import num_experts
@@ -138,6 +139,18 @@ def peft_tensors(layers: Sequence[AdaptedLayer], trained: Mapping[str, torch.Ten
     return found
 
 
+WITH_ADAPTERS = {
+    "freeze_moe_router: model.num_experts and not freeze_moe_router": (
+        "{model.key}.enabled=true trains adapters alone; set it to true, and moe_router_bias_update_rate to 0"
+    ),
+    "moe_shared_expert_overlap excludes model.shared_experts": (
+        "shared experts with adapters do not overlap; set it to false, or add '*.shared_experts.*' to "
+        "{model.key}.exclude_modules"
+    ),
+}
+"""Rules of `megatron_cfg` with adapters; `model` holds facts of the model and of its adapters."""
+
+
 def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     """Check `policy.megatron_cfg.peft` against the model and the other settings, on the driver.
 
@@ -148,16 +161,10 @@ def check_adapters(policy: PolicyConfig, model: PretrainedConfig) -> None:
     if not settings.peft.enabled:
         return
     layers = adapted_layers(weight_map(text, implementation="local"), settings.peft)
-    if num_experts(text) > 0 and not settings.freeze_moe_router:
-        raise ValueError(
-            f"{settings.key('freeze_moe_router')}=false: {settings.key('peft.enabled')}=true trains adapters alone; "
-            "set it to true, and moe_router_bias_update_rate to 0"
-        )
-    if settings.moe_shared_expert_overlap and any(".shared_experts." in layer.name for layer in layers):
-        raise ValueError(
-            f"{settings.key('moe_shared_expert_overlap')}=true: shared experts with adapters do not overlap; set it "
-            f"to false, or add '*.shared_experts.*' to {settings.key('peft.exclude_modules')}"
-        )
+    adapted = any(".shared_experts." in layer.name for layer in layers)
+    facts = {"num_experts": num_experts(text), "shared_experts": adapted, "key": settings.key("peft")}
+    for key, message in violations(WITH_ADAPTERS, {**vars(settings), "model": facts}):
+        raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
     names = [layer.name for layer in layers]
     for rank, pieces in enumerate(stage_layers(settings, text.num_hidden_layers)):
         for piece in pieces:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from nemo_rl.config.rules import divisors, value_of, written
+from nemo_rl.config.rules import divisors, value_of, violations, written
 from nemo_rl.models.policy.config import PolicyConfig
 from nemo_rl.models.policy.experts import num_experts
 from nemo_rl.models.policy.head.scalar import is_scalar
@@ -37,8 +37,6 @@ from nemo_rl.models.policy.weight_loading import StoredModel
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not change with the length of a sequence."""
-WITH_EXPERT_BIAS = ("deepseek_v3",)
-"""`model_type` of architectures whose routers choose experts with a bias that moves after each step."""
 FP8_CAPABILITY = {"tensorwise": (8, 9), "delayed": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
 """Lowest compute capability of GPUs that multiply by the recipe."""
 FOR_EXPERTS = {
@@ -52,6 +50,20 @@ FOR_EXPERTS = {
     "router_replay.enabled": False,
 }
 """Keys that a dense model has to leave at these values. Not `moe_permute_fusion`: NeMo RL 0.7 always sets it."""
+OF_EXPERTS = {
+    "sequence_parallel: tensor_model_parallel_size > 1 and not sequence_parallel": (
+        "with tensor_model_parallel_size={tensor_model_parallel_size} every rank would send every token of this "
+        "'{model.model_type}' model to the experts; set it to true"
+    ),
+    "moe_router_bias_update_rate > 0 excludes model.model_type != deepseek_v3": (
+        "the routers of this '{model.model_type}' model have no bias (those of deepseek_v3 do); set it to 0, or use "
+        "moe_router_load_balancing_type=aux_loss"
+    ),
+    "moe_shared_expert_overlap requires model.n_shared_experts": (
+        "this '{model.model_type}' model has no shared experts; set it to false"
+    ),
+}
+"""Rules of `megatron_cfg` for a model with experts, of which `model` holds facts."""
 
 
 def check_megatron(policy: PolicyConfig, model: PretrainedConfig, model_path: str) -> None:
@@ -211,21 +223,9 @@ def check_experts(policy: PolicyConfig, text: PretrainedConfig) -> None:
             raise ValueError(
                 f"{settings.key(name)}={size} does not divide the {total} {what}; these would: {divisors(total)}"
             )
-    if settings.tensor_model_parallel_size > 1 and not settings.sequence_parallel:
-        raise ValueError(
-            f"{settings.key('sequence_parallel')}=false: with tensor_model_parallel_size="
-            f"{settings.tensor_model_parallel_size} every rank would send every token of {model} to the experts; set "
-            "it to true"
-        )
-    if settings.moe_router_bias_update_rate > 0 and text.model_type not in WITH_EXPERT_BIAS:
-        raise ValueError(
-            f"{settings.key('moe_router_bias_update_rate')}={settings.moe_router_bias_update_rate}: the routers of "
-            f"{model} have no bias (those of {', '.join(WITH_EXPERT_BIAS)} do); set it to 0, or use "
-            "moe_router_load_balancing_type=aux_loss"
-        )
-    if settings.moe_shared_expert_overlap and not text.to_dict().get("n_shared_experts"):
-        key = settings.key("moe_shared_expert_overlap")
-        raise ValueError(f"{key}=true: {model} has no shared experts; set it to false")
+    facts = {"model_type": text.model_type, "n_shared_experts": text.to_dict().get("n_shared_experts")}
+    for key, message in violations(OF_EXPERTS, {**vars(settings), "model": facts}):
+        raise ValueError(f"{settings.key(key)}={written(value_of(settings, key))}: {message}")
 
 
 def _check_recomputation(settings: MegatronConfig, text: PretrainedConfig) -> None:

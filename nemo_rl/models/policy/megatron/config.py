@@ -470,10 +470,10 @@ def switched_on(settings: MegatronConfig, conditions: dict[str, str]) -> Iterato
 
 
 def device_problems(settings: MegatronConfig, *, use_gpus: bool) -> Iterator[tuple[str, str]]:
-    """(key of `policy.megatron_cfg`, what would work) for settings that the kind of devices rules out."""
+    """(dotted key, what would work) for settings that the kind of devices rules out."""
     reason, other = "runs on GPUs only, and cluster.gpus_per_node is 0", "cluster.gpus_per_node above 0"
     if use_gpus:
         reason, other = "needs Transformer Engine, and transformer_impl is local", "that to transformer_engine"
     for key, value, neutral in switched_on(settings, NEEDS_TRANSFORMER_ENGINE if use_gpus else NEEDS_GPUS):
         if not use_gpus or settings.transformer_impl == "local":
-            yield key, f"{value} {reason}; set it to {neutral}, or {other}"
+            yield settings.key(key), f"{value} {reason}; set it to {neutral}, or {other}"

@@ -313,7 +313,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
         optimizer=MegatronOptimizerConfig(use_precision_aware_optimizer=True),
         fp8_cfg=Fp8Config(enabled=True),
     )
-    found = dict(device_problems(settings, use_gpus=False))
+    found = {k.removeprefix(f"{KEY}."): text for k, text in device_problems(settings, use_gpus=False)}
     fixes = {
         "transformer_impl": "local",
         "fp8_cfg.enabled": "false",
@@ -334,7 +334,7 @@ def test_what_runs_on_gpus_only_is_refused_without() -> None:
 def test_torch_layers_have_no_kernels_of_transformer_engine() -> None:
     settings = MegatronConfig(enabled=True, transformer_impl="local", apply_rope_fusion=True)
     assert dict(device_problems(settings, use_gpus=True)) == {
-        "apply_rope_fusion": "true needs Transformer Engine, and transformer_impl is local; set it to false, or "
+        f"{KEY}.apply_rope_fusion": "true needs Transformer Engine, and transformer_impl is local; set it to false, or "
         "that to transformer_engine"
     }
 
