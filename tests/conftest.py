@@ -23,13 +23,13 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 if "RAY_TMPDIR" not in os.environ:  # a cluster that was started on this machine is not joined
     os.environ["RAY_TMPDIR"] = tempfile.mkdtemp(prefix="ray_", dir="/tmp")  # sockets: short paths
     atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
-# A core for each of the two processes; and ranks are forked, which a pool of OpenMP threads does not survive.
+# Ranks are forked, which a pool of OpenMP threads does not survive.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-NUM_PROCESSES = 2  # of a run of whole folders
+NUM_LANES = 2  # processes that begin with whole runs, which leave the cores idle while they start and wait
 LONG_S = 20.0
 ROOT = Path(__file__).parents[1]
 
@@ -41,8 +41,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """None of its own for named files or tests, whose start would take longer than they do, nor for those on a GPU."""
     if config.option.markexpr == "gpu":
         return 0
-    named = [argument.split("::")[0].endswith(".py") for argument in config.args]
-    return 0 if all(named) else NUM_PROCESSES
+    paths = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+    if all(path.suffix == ".py" for path in paths):
+        return 0
+    has_runs = any((ROOT / "tests" / "functional").is_relative_to(path) for path in paths)
+    return NUM_LANES + 1 if has_runs else NUM_LANES
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,11 +64,21 @@ def kind_of(file: str) -> Literal["runs", "ray", "others"]:
 
 
 class Scheduler(LoadScopeScheduling):
-    """Whole runs first, one by one; then everything that shares a Ray cluster, in one process; then file by file."""
+    """Whole runs one by one; everything that shares a Ray cluster in one process; the others file by file.
+
+    The first processes begin with the whole runs, and one beside them with what shares the cluster.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
         return {"runs": nodeid, "ray": "ray", "others": file}[kind_of(file)]
+
+    def _assign_work_unit(self, node: Any) -> None:
+        if self.nodes.index(node) >= NUM_LANES:
+            others = (scope for scope in self.workqueue if "::" not in scope)
+            if (scope := next(others, None)) is not None:
+                self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

@@ -46,15 +46,15 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 def test_what_a_kill_leaves_is_completed_with_the_same_samples(tmp_path):
     """The file ends in the middle of a line, as kill -9 leaves it; then other metrics of what is there."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run(whole, "data.kwargs.num_samples=400")
+    run(whole, "data.kwargs.num_samples=120")
     shutil.copytree(whole, killed, symlinks=True)
     (killed / "results.json").unlink()
     written = (whole / "samples.jsonl").read_bytes()
     (killed / "samples.jsonl").write_bytes(written[: len(written) // 2])
     num_left = (killed / "samples.jsonl").read_bytes().count(b"\n") // 8
-    output = run(killed, "data.kwargs.num_samples=400")
-    assert f"{num_left} of 400 prompts are there already" in output and 100 < num_left < 300
-    assert samples(killed) == samples(whole) and len(samples(whole)) == 3200
+    output = run(killed, "data.kwargs.num_samples=120")
+    assert f"{num_left} of 120 prompts are there already" in output and 30 < num_left < 90
+    assert samples(killed) == samples(whole) and len(samples(whole)) == 960
     results = json.loads((whole / "results.json").read_text())
     assert json.loads((killed / "results.json").read_text())["overall"] == results["overall"]
     overall = results["overall"]
@@ -64,7 +64,7 @@ def test_what_a_kill_leaves_is_completed_with_the_same_samples(tmp_path):
     right = [line for line in samples(whole) if line["reward"] == 1.0]
     assert all(line["answer"] == line["expected_answer"] for line in right)
 
-    output = run(whole, "data.kwargs.num_samples=400", "eval.metric=cons@k", "eval.k_value=8")
+    output = run(whole, "data.kwargs.num_samples=120", "eval.metric=cons@k", "eval.k_value=8")
     assert "is finished" in output and "cons@8" in output and "Starting Ray" not in output.rpartition("is finished")[2]
     assert json.loads((whole / "results.json").read_text())["metric"] == "cons@8"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -16,12 +15,6 @@ pytestmark = pytest.mark.timeout(600)
 
 EXAMPLES = ROOT / "examples"
 EVERY_STEP_OF = "{0}.max_num_steps=6", "checkpointing.save_period=2", "++checkpointing.save_consolidated=true"
-SPLIT = (
-    "cluster.cpu_workers_per_node=2",
-    "policy.generation.colocated={enabled: false, resources: {cpu_workers_per_node: 1}}",
-    "loss_fn.use_importance_sampling_correction=true",
-    "grpo.async_grpo.enabled=true",
-)
 SUPERVISED = (
     "policy.train_global_batch_size=16",
     "policy.train_micro_batch_size=8",
@@ -31,36 +24,9 @@ SUPERVISED = (
 )
 RUNS: dict[str, tuple[Path, Path, str, tuple[str, ...]]] = {
     # script, configuration, section of the algorithm, overrides
-    "async": (SCRIPT, CPU_CONFIG, "grpo", (*SMALL, *SPLIT)),
     "grpo": (SCRIPT, CPU_CONFIG, "grpo", SMALL),
     "sft": (EXAMPLES / "run_sft.py", EXAMPLES / "configs" / "sft_cpu.yaml", "sft", SUPERVISED),
 }
-
-
-def killed_and_continued(folder: Path, kind: str) -> Path:
-    """kill -9 of the driver after step 5; the checkpoint of step 4 is put aside; then the same command.
-
-    It goes on from step 2. Steps 3 to 5 and the model of step 4 are those of the first run, to the bit. Returns the
-    directory of checkpoints.
-    """
-    script, config, section, overrides = RUNS[kind]
-    overrides = (*overrides, *(text.format(section) for text in EVERY_STEP_OF))
-    process = run_until(folder, "step 5/6", *overrides, script=script, config=config)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = comparable(Finished(status=process.returncode, output="", folder=folder).metrics)
-    (step_4,) = folder.glob("results/*/step_4")
-    want = weights_of(step_4, "policy")
-    step_4.rename(folder / "put_aside")
-    again = run(folder, *overrides, script=script, config=config)
-    assert again.status == 0, again.output[-4000:]
-    assert "step_2 after step 2" in again.output
-    after = comparable(again.metrics)
-    assert [row["step"] for row in after] == [3, 4, 5, 6]
-    assert after[:-1] == [row for row in before if row["step"] > 2]
-    got = weights_of(step_4, "policy")
-    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)
-    return step_4.parent
 
 
 @pytest.mark.parametrize(
@@ -68,11 +34,27 @@ def killed_and_continued(folder: Path, kind: str) -> Path:
     [
         pytest.param("grpo", marks=pytest.mark.over_20s("two starts of a run with an engine")),
         pytest.param("sft", marks=pytest.mark.over_20s("two starts of a run")),
-        pytest.param("async", marks=pytest.mark.slow),
     ],
 )
 def test_it_continues_bit_for_bit(tmp_path: Path, kind: str) -> None:
-    checkpoints = killed_and_continued(tmp_path, kind)
-    if kind == "async":
-        open_groups = json.loads((checkpoints / "step_2" / "replay_buffer" / "open_groups.json").read_text())
-        assert {record["version"] for record in open_groups} == {1, 2}
+    """kill -9 of the driver after step 5; the checkpoint of step 4 is put aside; then the same command.
+
+    It goes on from step 2. Steps 3 to 5 and the model of step 4 are those of the first run, to the bit.
+    """
+    script, config, section, overrides = RUNS[kind]
+    overrides = (*overrides, *(text.format(section) for text in EVERY_STEP_OF))
+    process = run_until(tmp_path, "step 5/6", *overrides, script=script, config=config)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    before = comparable(Finished(status=process.returncode, output="", folder=tmp_path).metrics)
+    (step_4,) = tmp_path.glob("results/*/step_4")
+    want = weights_of(step_4, "policy")
+    step_4.rename(tmp_path / "put_aside")
+    again = run(tmp_path, *overrides, script=script, config=config)
+    assert again.status == 0, again.output[-4000:]
+    assert "step_2 after step 2" in again.output
+    after = comparable(again.metrics)
+    assert [row["step"] for row in after] == [3, 4, 5, 6]
+    assert after[:-1] == [row for row in before if row["step"] > 2]
+    got = weights_of(step_4, "policy")
+    assert want.keys() == got.keys() and all(torch.equal(want[name], got[name]) for name in want)

@@ -1,6 +1,6 @@
 """Whole runs on a GPU with vLLM: `uv run --extra vllm --group test pytest -m gpu`, the runs that prove most first.
 
-The device "cpu" runs the same functions; one of them by default, the others with `-m slow`.
+The device "cpu" runs the same functions, two of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.timeout(600)
 
 ON_A_GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
 LONG = pytest.mark.over_20s("the functions of this file on a whole run, without a GPU")
-ON_BOTH = [*ON_A_GPU, pytest.param("cpu", marks=pytest.mark.slow)]
 needs_fp8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="no FP8 before Ada and Hopper"
 )
@@ -50,7 +49,7 @@ def test_sleep_wake_and_refit_at_every_step(tmp_path: Path, device: Device) -> N
     assert device == "cpu" or sum(rewards[-3:]) > sum(rewards[:3]), rewards
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, device: Device) -> None:
     first, second = (finished(tmp_path / name, "float32", device) for name in ("first", "second"))
     agrees_at_every_step(first, LARGEST_ERROR["float32"], num_steps=4)
@@ -58,7 +57,7 @@ def test_float32_agrees_to_1e_4_and_a_seed_decides_the_samples(tmp_path: Path, d
         assert values(first, name)[0] == values(second, name)[0], name
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", [*ON_A_GPU, pytest.param("cpu", marks=pytest.mark.slow)])
 def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) -> None:
     scenario = SCENARIOS["killed engine"]
     process = run_until(
@@ -71,7 +70,7 @@ def test_an_engine_that_is_killed_is_replaced(tmp_path: Path, device: Device) ->
     assert "restarting generation-" in done.output
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> None:
     """The drafts of the policy's first weights are mostly accepted; those of random weights hardly ever."""
     done = finished(tmp_path, "drafts", device)
@@ -79,7 +78,7 @@ def test_a_draft_model_has_its_own_weights(tmp_path: Path, device: Device) -> No
     assert values(done, "train/generation/spec_acceptance_rate")[0] > 0.5
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_adapters_travel_alone_after_the_first_sync(tmp_path: Path, device: Device) -> None:
     done = finished(tmp_path, "adapters", device)
     agrees_at_every_step(done, LARGEST_ERROR["bfloat16"], num_steps=4)
@@ -92,7 +91,7 @@ def test_rollouts_in_fp8_stay_near_the_policy(tmp_path: Path) -> None:
     agrees_at_every_step(finished(tmp_path, "fp8", "cuda"), 1.1, num_steps=4)
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
     scenario = SCENARIOS["resumed"]
     overrides, place = scenario.on(device), {"script": scenario.script_path, "config": scenario.config_path}
@@ -107,7 +106,7 @@ def test_a_run_that_is_killed_continues(tmp_path: Path, device: Device) -> None:
 # -- the other backends
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_megatron_without_transformer_engine(tmp_path: Path, device: Device) -> None:
     agrees_at_every_step(finished(tmp_path, "megatron", device), LARGEST_ERROR["bfloat16"], num_steps=4)
 
@@ -126,7 +125,7 @@ def test_generation_on_a_gpu_of_its_own(tmp_path: Path) -> None:
     assert "refit over packed_collective" in done.output
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_the_policys_own_workers_sample(tmp_path: Path, device: Device) -> None:
     agrees_at_every_step(finished(tmp_path, "own workers", device), LARGEST_ERROR["bfloat16"], num_steps=4)
 
@@ -134,12 +133,12 @@ def test_the_policys_own_workers_sample(tmp_path: Path, device: Device) -> None:
 # -- training from rows
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_sft_learns(tmp_path: Path, device: Device) -> None:
     falls(values(finished(tmp_path, "sft", device), "train/loss"), 0.8)
 
 
-@pytest.mark.parametrize("device", ON_BOTH)
+@pytest.mark.parametrize("device", ON_A_GPU)
 def test_dpo_begins_with_ln_2(tmp_path: Path, device: Device) -> None:
     """Policy and reference are the same weights in the same kernels, so bfloat16 changes nothing here."""
     losses = values(finished(tmp_path, "dpo", device), "train/preference_loss")

@@ -95,7 +95,7 @@ LORA = {
 @pytest.mark.parametrize(
     ("family", "saved_on", "resumed_on"),
     [
-        ("llama", (4, {TP: 2}), (2, {})),
+        ("llama", (2, {TP: 2}), (2, {})),
         pytest.param("llama", (2, {PP: 2}), (2, {TP: 2}), marks=pytest.mark.slow),
         pytest.param("llama", (4, {CP: 2, COPIES: 2}), (2, {PP: 2}), marks=pytest.mark.slow),
         pytest.param("llama", (2, {TP: 2} | LORA), (2, LORA), marks=pytest.mark.slow),

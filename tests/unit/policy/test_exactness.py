@@ -50,15 +50,15 @@ EP = "expert_parallel_size"
 UNCUT = "one rank"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     UNCUT: (1, {}),
-    "dp2": (2, {}),
     "hsdp": (4, {"dp_replicate_size": 2}),
     "tp-sp": (2, {TP: 2, SP: True}),
     "cp": (2, {CP: 2}),
-    "tp-cp": (4, {TP: 2, CP: 2}),
     "pp": (2, {PP: 2}),
-    "pp-tp": (4, {PP: 2, TP: 2}),
 }
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp-cp": (4, {TP: 2, CP: 2}),
+    "pp-tp": (4, {PP: 2, TP: 2}),
     "dp4": (4, {}),
     "tp-dp2": (4, {TP: 2}),
     "cp4": (4, {CP: 4}),

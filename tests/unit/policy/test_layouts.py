@@ -60,7 +60,6 @@ LAYOUTS = {
     "packed-dp2": (2, PACKED),
     "dynamic": (2, DYNAMIC | PADDED),
     "hsdp-reduced-every-time": (4, PACKED | cut(dp_replicate_size=2, defer_fsdp_grad_sync=False)),
-    "tp-sp-padded-dp2": (4, PADDED | cut(**{TP: 2, SP: True})),
     "pp-gpipe-dp2": (4, cut(**{PP: 2}, pipeline=pipe("gpipe"))),
     "recompute-products-kept": (1, PACKED | cut(activation_checkpointing="selective")),
     "offloaded": (2, PACKED | cut(cpu_offload=True)),

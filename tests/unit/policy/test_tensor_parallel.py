@@ -259,7 +259,9 @@ def mixture(model_type: str) -> PreTrainedModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral"))]
+)
 def test_experts_stay_whole_and_the_layers_around_them_are_cut(model_type):
     source = mixture(model_type)
 
