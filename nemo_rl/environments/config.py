@@ -87,6 +87,7 @@ def _language(name: str) -> None:
 HttpAddress = Annotated[str, accepted_by(_http_address)]
 """`http://host:port/path`, to which paths are appended."""
 
+PyExecutable = str | list[str]
 Precision = Literal["float32", "bfloat16", "float16"]
 MathVerifier = Literal["hf_math_verify", "dapo_math_verify"]
 
@@ -96,6 +97,11 @@ class ActorsConfig(StrictModel):
 
     num_actors: int = Field(default=1, ge=1)
     """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
+
+    py_executable: PyExecutable | None = None
+    """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
+    file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
+    """
 
 
 class DeviceConfig(StrictModel):
@@ -550,6 +556,11 @@ class EnvironmentConfig(BaseModel):
     num_actors: int = Field(default=1, ge=1)
     """Actors that share the episodes. An episode stays on one of them; a slow batch delays its own actor only."""
 
+    py_executable: PyExecutable | None = None
+    """The Python of the actors, which alone import the environment: packages to add to those of the run (a list, or a
+    file of requirements that ends with `.txt`), an extra of `pyproject.toml`, or the path of a Python. null: the run's.
+    """
+
 
 def _variant(value: Any) -> str:
     if isinstance(value, dict):
@@ -631,6 +642,11 @@ def check_sections(env: Mapping[str, AnyEnvironmentConfig], step_timeout_s: floa
             )
 
 
+def own_python(config: Any) -> PyExecutable | None:
+    """`py_executable` of a section; null for one that has no such key."""
+    return config.py_executable if isinstance(config, ActorsConfig | EnvironmentConfig) else None
+
+
 def _part_problems(
     name: str, config: CompositeEnvironmentConfig, env: Mapping[str, AnyEnvironmentConfig]
 ) -> Iterator[tuple[str, str]]:
@@ -640,6 +656,9 @@ def _part_problems(
             yield key, f"no section env.{part.env}; there are: {', '.join(env)}"
         elif part.env is not None and isinstance(env[part.env], CompositeEnvironmentConfig):
             yield key, f"env.{part.env} is a composite itself; write its reward_functions here"
+        elif part.env is not None and own_python(env[part.env]) not in (None, config.py_executable):
+            remedy = f"set env.{name}.py_executable to the same, as both run in the actors of env.{name}"
+            yield key, f"env.{part.env}.py_executable is not that of the composite; {remedy}"
     on_gpus = [f"env.{part}" for part in _parts(config) if part in env and gpus_per_actor(env[part])]
     if len(on_gpus) > 1:
         remedy = f"set {on_gpus[-1]}.resources.gpus_per_node=0"

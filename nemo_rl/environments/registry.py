@@ -21,11 +21,14 @@ from nemo_rl.environments.config import (
     environment_gpus,
     gpus_per_actor,
     keys_of,
+    own_python,
 )
 from nemo_rl.environments.interfaces import EnvironmentInterface
 from nemo_rl.utils.registry import find, import_object
 
 MISSING = {"vlm": "rows have no images", "nemo_gym": "use type: remote for an environment behind HTTP"}
+HOSTED = "nemo_rl.environments.own_python:HostedEnvironment"  # imported in runs that have one
+OWN_PYTHON = "nemo_rl.environments.own_python:runtime_env"
 MAX_RESTARTS = 100  # of one actor: Ray starts it again when its process dies; each death costs only its calls
 
 
@@ -38,12 +41,17 @@ def register_env(env_name: str, actor_class_fqn: str) -> None:
 
 def find_env_class(env_type: str) -> Any:
     """The class (plain or a Ray actor class) behind a registry name or an import path. ValueError without one."""
+    return import_object(env_class_path(env_type), "environment")
+
+
+def env_class_path(env_type: str) -> str:
+    """The import path behind a registry name, or `env_type` if it is one. ValueError for an unknown name."""
     if env_type in MISSING:
         raise ValueError(f"environment {env_type!r} is not supported yet: {MISSING[env_type]}")
     path = ENV_REGISTRY.get(env_type, env_type)
     if ":" not in path and "." not in path:
         path = find(ENV_REGISTRY, path, "environment")  # raises, with the nearest name
-    return import_object(path, "environment")
+    return path
 
 
 def new_environment(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, Any]) -> EnvironmentInterface[Any]:
@@ -78,9 +86,15 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
     as one dictionary. The actor is restarted when its process dies. ValueError for an unknown environment.
     """
     options = keys_of(env_config)
-    env_class = find_env_class(options.pop("type", env_name))
-    # The worker process imports the class by name, so it needs the import paths of this process.
-    runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
+    py_executable = own_python(env_config)
+    if py_executable is None:
+        env_class, arguments = find_env_class(options.pop("type", env_name)), (options,)
+        # The worker process imports the class by name, so it needs the import paths of this process.
+        runtime_env = {"env_vars": {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}}
+    else:  # this process may be unable to import the class
+        options["type"] = env_class_path(options["type"])
+        env_class, arguments = import_object(HOSTED, "class"), (env_name, options)
+        runtime_env = import_object(OWN_PYTHON, "function")(py_executable, f"env.{env_name}.py_executable")
     if isinstance(env_class, ActorClass):
         actor_class = env_class.options(max_restarts=MAX_RESTARTS, runtime_env=runtime_env)
     else:
@@ -88,7 +102,7 @@ def create_env(env_name: str, env_config: AnyEnvironmentConfig | Mapping[str, An
         actor_class = ray.remote(env_class).options(
             num_cpus=0, num_gpus=num_gpus, max_restarts=MAX_RESTARTS, runtime_env=runtime_env
         )
-    return actor_class.remote(options)
+    return actor_class.remote(*arguments)
 
 
 def wait_for_envs(actors: Mapping[str, Sequence[Any]], timeout_s: float) -> None:

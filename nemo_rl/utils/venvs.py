@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +55,24 @@ def python_executable_for(extra: str, project_root: Path | None = None) -> str:
     if not unmet:
         return sys.executable
     path = venv_path(extra, root)
+    logger.info("%s does not have %s: using the environment %s", sys.executable, ", ".join(unmet), path)
+    return made_everywhere(path, partial(ensure_venv, extra, root))
+
+
+def made_everywhere(path: Path, ensure: Callable[..., str]) -> str:
+    """`ensure(force=...)`, which makes the environment `path` where it is called, on every node if Ray runs.
+
+    Returns the path of its Python. `ensure` must be importable on the other nodes.
+    """
     force_text = os.environ.get("NRL_FORCE_REBUILD_VENVS", "false").lower()
     if force_text not in ("true", "1", "false", "0", ""):
         raise ValueError(f"NRL_FORCE_REBUILD_VENVS must be true or false, got {force_text!r}")
     force = force_text in ("true", "1") and path not in _rebuilt
-    logger.info("%s does not have %s: using the environment %s", sys.executable, ", ".join(unmet), path)
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
-        python = ensure_on_all_nodes(extra, root, force=force)
+        python = _ensure_on_all_nodes(path, partial(ensure, force=force))
     else:
-        python = ensure_venv(extra, root, force=force)
+        python = ensure(force=force)
     _rebuilt.add(path)
     return python
 
@@ -100,89 +110,101 @@ def unmet_requirements(extra: str, project_root: Path) -> list[str]:
     return unmet
 
 
-def venv_path(extra: str, project_root: Path) -> Path:
-    """The path of the environment of `extra`, whether it exists or not."""
+def venv_path(name: str, project_root: Path) -> Path:
+    """The path of the environment of an extra (`name`), whether it exists or not."""
     folder = os.environ.get("NEMO_RL_VENV_DIR")
-    return (Path(folder).expanduser().resolve() if folder else project_root / "venvs") / extra
+    return (Path(folder).expanduser().resolve() if folder else project_root / "venvs") / name
 
 
 def ensure_venv(extra: str, project_root: Path, *, force: bool = False) -> str:
-    """Make the environment of `extra` on this machine unless it is up to date. Returns the path of its Python.
+    """Make the environment of `extra` on this machine unless it is up to date. Returns the path of its Python."""
+    path = venv_path(extra, project_root)
+    return made_once(path, _stamp(extra, project_root), partial(_build, extra, project_root, path), force=force)
+
+
+def made_once(path: Path, stamp: Mapping[str, str], build: Callable[[], None], *, force: bool) -> str:
+    """`build()` the environment `path` unless its stamp is `stamp`. Returns the path of its Python.
 
     A lock keeps two drivers from building at the same time. The stamp is written last, so that an unfinished
     environment is made again.
     """
-    path = venv_path(extra, project_root)
     python = path / "bin" / "python"
-    stamp = _stamp(extra, project_root)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_name(f".{extra}.lock"), waiting_for="this environment"):
+    with file_lock(path.with_name(f".{path.name}.lock"), waiting_for="this environment"):
         found = json.loads((path / _STAMP).read_text()) if (path / _STAMP).is_file() else None
         if not force and found == stamp and python.exists():
             return str(python)
         if path.exists():
             logger.info("Removing %s: %s", path, "a rebuild is forced" if force else "it is out of date or unfinished")
             shutil.rmtree(path)
-        logger.info(
-            "Making the environment of extra %r in %s, once: uv downloads and compiles what is missing, in minutes",
-            extra,
-            path,
-        )
-        _build(extra, project_root, path)
+        logger.info("Making the environment %s, once: uv downloads and compiles what is missing, in minutes", path)
+        build()
         (path / _STAMP).write_text(json.dumps(stamp))
     return str(python)
 
 
-def ensure_on_all_nodes(extra: str, project_root: Path, *, force: bool = False) -> str:
-    """`ensure_venv` on every node of the Ray cluster in parallel. The path is the same on all nodes."""
+def _ensure_on_all_nodes(path: Path, ensure: Callable[[], str]) -> str:
+    """`ensure()` on every node of the Ray cluster in parallel. The path is the same on all nodes."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    remote = ray.remote(num_cpus=0, max_retries=0)(_ensure_venv_on_node)
+    remote = ray.remote(num_cpus=0, max_retries=0)(_ensure_on_node)
     refs = [
-        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-            extra, str(project_root), str(venv_path(extra, project_root)), force
-        )
+        remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(str(path), ensure)
         for node in others
     ]
-    python = ensure_venv(extra, project_root, force=force)
+    python = ensure()
     if refs:
-        logger.info("Waiting for the environment of extra %r on %d other nodes", extra, len(refs))
+        logger.info("Waiting for the environment %s on %d other nodes", path, len(refs))
         failures = [failure for failure in ray.get(refs, timeout=_NODE_BUILD_TIMEOUT_S) if failure is not None]
         if failures:
             raise VenvBuildError(f"failed on {len(failures)} of {len(refs)} other nodes; the first:\n{failures[0]}")
     return python
 
 
-def _ensure_venv_on_node(extra: str, project_root: str, path: str, force: bool) -> str | None:
+def _ensure_on_node(path: str, ensure: Callable[[], str]) -> str | None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     os.environ["NEMO_RL_VENV_DIR"] = str(Path(path).parent)
     try:
-        # On a shared file system, the other nodes find the environment of the first one.
-        ensure_venv(extra, Path(project_root), force=force)
+        ensure()  # on a shared file system, the other nodes find the environment of the first one
     except (VenvBuildError, ValueError, OSError) as error:
         return f"{os.uname().nodename}: {error}"
     return None
 
 
 def _build(extra: str, project_root: Path, path: Path) -> None:
+    # Ray refuses a worker whose Python version differs from the driver's in any digit.
+    run_uv(
+        ["sync", "--extra", extra, "--no-default-groups", "--compile-bytecode", "--python", sys.executable],
+        what=f"the environment of extra {extra!r}",
+        folder=project_root,
+        env={"UV_PROJECT_ENVIRONMENT": str(path)},
+        otherwise="start the driver from an environment that has the extra",
+        by_hand=f"UV_PROJECT_ENVIRONMENT={path} uv sync --extra {extra} --no-default-groups",
+    )
+
+
+def run_uv(
+    arguments: Sequence[str],
+    *,
+    what: str,
+    folder: Path,
+    otherwise: str,
+    by_hand: str,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Run uv in `folder`. VenvBuildError with its message and a remedy when it fails."""
     uv = shutil.which("uv")
     if uv is None:
-        raise VenvBuildError(
-            f"extra {extra!r} needs an environment of its own and uv, which makes it, is not on PATH: install uv, or "
-            "start the driver from an environment that has the extra"
-        )
-    # Ray refuses a worker whose Python version differs from the driver's in any digit.
-    command = [uv, "sync", "--extra", extra, "--no-default-groups", "--compile-bytecode", "--python", sys.executable]
-    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    env["UV_PROJECT_ENVIRONMENT"] = str(path)
+        raise VenvBuildError(f"{what} is made by uv, which is not on PATH: install uv, or {otherwise}")
+    own = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
     lines: list[str] = []
     process = subprocess.Popen(
-        command,
-        cwd=project_root,
-        env=env,
+        [uv, *arguments],
+        cwd=folder,
+        env={**own, **(env or {})},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -200,10 +222,10 @@ def _build(extra: str, project_root: Path, path: Path) -> None:
         process.wait()
         raise
     if returncode != 0:
-        raise VenvBuildError(_failure_message(extra, project_root, path, lines, returncode))
+        raise VenvBuildError(_failure_message(what, f"cd {folder} && {by_hand}", lines, returncode))
 
 
-def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str], returncode: int) -> str:
+def _failure_message(what: str, by_hand: str, lines: list[str], returncode: int) -> str:
     starts = [i for i, line in enumerate(lines) if line.lstrip().startswith(("error", "\N{MULTIPLICATION SIGN}"))]
     words = lines[starts[0] :] if starts else lines[-15:]
     text = "\n".join(words).lower()
@@ -215,15 +237,15 @@ def _failure_message(extra: str, project_root: Path, path: Path, lines: list[str
     elif "no space left" in text:
         advice = "the disk is full: make room, or set NEMO_RL_VENV_DIR and UV_CACHE_DIR to another disk"
     elif "no solution found" in text:
-        advice = "the requirements contradict each other: change them in pyproject.toml"
+        advice = "the requirements contradict each other, or name a version that no index has: change them"
     elif any(word in text for word in _NETWORK_WORDS):
         advice = "uv could not reach the package index: check the network and the proxy settings, then start again"
     return "\n".join(
         [
-            f"uv could not make the environment of extra {extra!r} (exit status {returncode}):",
+            f"uv could not make {what} (exit status {returncode}):",
             *(f"  {line}" for line in words),
             f"What to do: {advice}. By hand:",
-            f"  cd {project_root} && UV_PROJECT_ENVIRONMENT={path} uv sync --extra {extra} --no-default-groups",
+            f"  {by_hand}",
         ]
     )
 

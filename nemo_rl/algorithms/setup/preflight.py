@@ -23,8 +23,14 @@ from nemo_rl.data.chat.messages import ObservationRenderer
 from nemo_rl.data.rows.dataloader import PromptDataset
 from nemo_rl.data.rows.setup import DataSetup, PromptProcessor
 from nemo_rl.data.tiny_model import resolve_model
-from nemo_rl.environments.config import BUILT_IN_TOOLS, AnyEnvironmentConfig, CompositeEnvironmentConfig, named_sections
-from nemo_rl.environments.registry import find_env_class
+from nemo_rl.environments.config import (
+    BUILT_IN_TOOLS,
+    AnyEnvironmentConfig,
+    CompositeEnvironmentConfig,
+    named_sections,
+    own_python,
+)
+from nemo_rl.environments.registry import env_class_path, find_env_class
 from nemo_rl.models.generation.config import HttpServerConfig
 from nemo_rl.models.policy.config import LoRAConfig, PolicyConfig, SecondModelConfig
 from nemo_rl.models.policy.experts import num_experts
@@ -197,6 +203,9 @@ def check_environments(env: Mapping[str, AnyEnvironmentConfig], names: Iterable[
     and import paths. Servers and models are asked when they start.
     """
     for name in named_sections(env, sorted(set(names))):
+        if own_python(env[name]) is not None:
+            env_class_path(env[name].type)  # only its own Python imports it
+            continue
         find_env_class(env[name].type)
         for key, check, value in _named_outside(name, env[name]) if starts else ():
             try:

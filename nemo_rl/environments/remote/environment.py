@@ -119,20 +119,22 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
 
     def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
         """The server's answer, in requests of at most `batch_size` conversations, all at once."""
-        outcomes = asyncio.run(self.connection.steps(message_log_batch, metadata))
+        outcomes = _equally_many_rewards(asyncio.run(self.connection.steps(message_log_batch, metadata)), self.cfg)
+        num_parts = max((len(one.reward_parts) for one in outcomes if isinstance(one, EnvironmentStep)), default=0)
         placeholder = EnvironmentStep(
             observation={"role": "environment", "content": ""},
             reward=0.0,
             terminated=True,
             metadata=None,
             next_stop_strings=None,
+            reward_parts=[0.0] * num_parts,
         )
         steps = [placeholder if isinstance(outcome, EnvironmentFailure) else outcome for outcome in outcomes]
         return EnvironmentReturn(
             observations=[step.observation for step in steps],
             metadata=[step.metadata for step in steps],
             next_stop_strings=[None if step.next_stop_strings is None else [*step.next_stop_strings] for step in steps],
-            rewards=torch.tensor([step.reward for step in steps], dtype=torch.float64),
+            rewards=torch.tensor([step.reward_parts or step.reward for step in steps], dtype=torch.float64),
             terminateds=torch.tensor([step.terminated for step in steps]),
             answers=[step.answer for step in steps],
             failures=[str(outcome) if isinstance(outcome, EnvironmentFailure) else None for outcome in outcomes],
@@ -145,3 +147,17 @@ class RemoteEnvironment(EnvironmentInterface[Any]):
         HttpFailure or RuntimeError, which name the URL, without an answer.
         """
         return batch, asyncio.run(self.connection.metrics(protocol.write_batch(batch)))
+
+
+def _equally_many_rewards(outcomes: Sequence[Outcome], cfg: RemoteEnvironmentConfig) -> list[Outcome]:
+    """The outcomes; one with another number of rewards than the first step is a failure."""
+    wanted = next((len(one.reward_parts) for one in outcomes if isinstance(one, EnvironmentStep)), 0)
+    return [
+        EnvironmentFailure(
+            f"{cfg.base_url}/step: the server sent {len(one.reward_parts) or 1} rewards for this conversation, and "
+            f"{wanted or 1} for another"
+        )
+        if isinstance(one, EnvironmentStep) and len(one.reward_parts) != wanted
+        else one
+        for one in outcomes
+    ]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, Outcome
@@ -35,6 +35,11 @@ STEP_LISTS = {
 """List in an answer to /step -> field of `Row`. Servers may leave out `metrics`."""
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
+Rewards = Annotated[
+    list[Number], Field(min_length=1), BeforeValidator(lambda sent: sent if isinstance(sent, list) else [sent])
+]
+"""A number, or a list of them: several rewards, as many in every entry."""
+
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
@@ -79,7 +84,7 @@ class Row(_Model):
 
     observation: Message
     metadata: Any
-    reward: Number
+    reward: Rewards
     terminated: bool
     next_stop_strings: list[str] | None
     answer: str | None
@@ -135,7 +140,9 @@ def write_steps(steps: Sequence[Outcome]) -> dict[str, Any]:
         if isinstance(step, EnvironmentFailure):
             row["failure"] = str(step)
         else:
-            own = {field: vars(step)[field] for field in Row.model_fields}
+            own = {field: vars(step)[field] for field in Row.model_fields} | {
+                "reward": step.reward_parts or step.reward
+            }
             problem = next(filter(None, (not_json(own[field], field) for field in Row.model_fields)), None)
             row |= {"failure": f"the environment returned a value that is no JSON: {problem}"} if problem else own
         for name, field in STEP_LISTS.items():
@@ -159,11 +166,13 @@ def read_steps(message: Any, size: int) -> list[Outcome]:
             outcomes.append(EnvironmentFailure(str(failure)))
             continue
         try:
-            row = read(Row, fields).model_dump()
+            row = read(Row, fields)
         except ProtocolError as error:
             outcomes.append(EnvironmentFailure(f"the server sent {error}"))
-        else:
-            outcomes.append(EnvironmentStep(**{**row, "metrics": row["metrics"] or {}}))
+            continue
+        several = row.reward if len(row.reward) > 1 else []
+        own = {"reward": sum(row.reward), "reward_parts": several, "metrics": row.metrics or {}}
+        outcomes.append(EnvironmentStep(**{**row.model_dump(), **own}))
     return outcomes
 
 

@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
-from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep
-from nemo_rl.environments.config import EnvironmentConfig
+from nemo_rl.environments.client import EnvironmentFailure, EnvironmentStep, split_return
+from nemo_rl.environments.config import EnvironmentConfig, RemoteEnvironmentConfig
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 from nemo_rl.environments.math.environment import MathEnvironment
 from nemo_rl.environments.registry import find_env_class, new_environment
 from nemo_rl.environments.remote import protocol
-from nemo_rl.environments.remote.environment import RemoteEnvironment
+from nemo_rl.environments.remote.environment import RemoteEnvironment, _equally_many_rewards
 from nemo_rl.environments.remote.server import REMEMBERED_S, EnvironmentServer, check_address, serve
 from tests.unit.environments.http_servers import Scripted, served
 
@@ -104,6 +104,36 @@ def test_mathematics_is_the_same_from_a_server():
         _, metrics = remote.global_post_process_and_metrics(batch)
         assert metrics == environment.global_post_process_and_metrics(BatchedDataDict({**batch}))[1]
     environment.shutdown()
+
+
+class Graded(Counting):
+    """Several rewards; one of the conversations has a failure."""
+
+    def step(self, message_log_batch: list[Any], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        returned = super().step(message_log_batch, metadata)
+        parts = torch.stack([returned.rewards, returned.rewards * 2, -returned.rewards], dim=1)
+        failures = ["tired" if log[-1]["content"] == "tired" else None for log in message_log_batch]
+        return returned._replace(rewards=parts, failures=failures)
+
+
+def test_several_rewards_come_as_they_are():
+    with serving(Graded()) as remote:
+        returned = remote.step([log(text) for text in ("ab", "tired", "c")], [{"turn": 0} for _ in range(3)])
+        assert returned.rewards.tolist() == [[2.0, 4.0, -2.0], [0.0, 0.0, 0.0], [1.0, 2.0, -1.0]]
+        steps = split_return(returned, 3, "far")
+        assert isinstance(steps[1], EnvironmentFailure)
+        assert [steps[i].reward_parts for i in (0, 2)] == [[2.0, 4.0, -2.0], [1.0, 2.0, -1.0]]
+
+
+def test_a_server_that_counts_its_rewards_differently_fails_those():
+    lists = {name: values * 3 for name, values in GOOD.items() if name != "protocol"}
+    answer = {**lists, "protocol": 1, "rewards": [[1, 2], 3, [4, 5]]}
+    outcomes = _equally_many_rewards(protocol.read_steps(answer, 3), RemoteEnvironmentConfig(base_url="http://far"))
+    assert [getattr(step, "reward_parts", str(step)) for step in outcomes] == [
+        [1, 2],
+        "http://far/step: the server sent 1 rewards for this conversation, and 2 for another",
+        [4, 5],
+    ]
 
 
 def test_an_episode_of_several_turns_keeps_its_state_in_the_metadata():
@@ -280,8 +310,10 @@ GOOD = {
     ("change", "message"),
     [
         ({"rewards": [1, 2]}, "'rewards' must be a list of 1, got a list of 2"),
-        ({"rewards": [None]}, "reward None"),
-        ({"rewards": ["1"]}, "reward '1'"),
+        ({"rewards": [None]}, "reward[0] None"),
+        ({"rewards": ["1"]}, "reward[0] '1'"),
+        ({"rewards": [[]]}, "reward []"),
+        ({"rewards": [[1, None]]}, "reward[1] None"),
         ({"terminateds": [1]}, "terminated 1"),
         ({"observations": ["ok"]}, "observation 'ok'"),
         ({"next_stop_strings": ["x"]}, "next_stop_strings 'x'"),

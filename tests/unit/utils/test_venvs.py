@@ -156,7 +156,7 @@ def test_failed_build_says_what_to_do(project: Path, fake_uv: Path, words: str, 
 
 def test_without_uv(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(project))
-    with pytest.raises(VenvBuildError, match="uv, which makes it, is not on PATH"):
+    with pytest.raises(VenvBuildError, match="made by uv, which is not on PATH"):
         ensure_venv("old", project)
 
 

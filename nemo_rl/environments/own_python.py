@@ -1,0 +1,194 @@
+"""Environments whose actor has a Python of its own: `env.<name>.py_executable`.
+
+A list of requirements becomes an overlay: a small virtual environment that has only the packages that the run's own
+environment lacks or has in another version, and shows the run's packages below them. torch, Ray and this library are
+always those of the run, because both processes exchange their objects.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn, FinishedSamples
+from nemo_rl.environments.registry import new_environment
+from nemo_rl.types import LLMMessageLogType
+from nemo_rl.utils import venvs
+
+SHARED = ("nemo-rl", "ray", "torch")
+_CHARACTERS_OF_DIGEST = 16
+
+
+class HostedEnvironment(EnvironmentInterface[Any]):
+    """The environment of a section, which only this process imports."""
+
+    def __init__(self, env_name: str, options: Mapping[str, Any]) -> None:
+        self.environment = new_environment(env_name, options)
+
+    def step(self, message_log_batch: list[LLMMessageLogType], metadata: list[Any]) -> EnvironmentReturn[Any]:
+        return self.environment.step(message_log_batch, metadata)
+
+    def global_post_process_and_metrics(self, batch: FinishedSamples) -> tuple[FinishedSamples, dict[str, float]]:
+        return self.environment.global_post_process_and_metrics(batch)
+
+
+def runtime_env(py_executable: str | Sequence[str], key: str) -> dict[str, Any]:
+    """Ray's `runtime_env` of an actor with this Python, which is made if needed. `key` names the setting in errors.
+
+    Raises:
+        ValueError: for an extra that the project does not have, or a file that is missing or holds no requirements.
+        VenvBuildError: uv cannot make it.
+    """
+    python = python_of(py_executable, key)
+    # The driver's import paths, but not its packages: they would come before those of the actor's environment.
+    library = os.path.realpath(sysconfig.get_path("stdlib"))
+    paths = [
+        path
+        for path in sys.path
+        if path and path not in _package_folders() and not Path(os.path.realpath(path)).is_relative_to(library)
+    ]
+    return {"py_executable": python, "env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
+
+
+def python_of(py_executable: str | Sequence[str], key: str) -> str:
+    """The path of a Python: of a list or file (`.txt`) of requirements, of an extra of the project, or the given one.
+
+    Raises as `runtime_env`.
+    """
+    if not isinstance(py_executable, str):
+        return _with_requirements("\n".join(py_executable), None, key)
+    if py_executable.endswith(".txt"):
+        file = Path(py_executable).expanduser().absolute()
+        if not file.is_file():
+            raise ValueError(f"{key}: there is no file {file}")
+        return _with_requirements(file.read_text(encoding="utf-8"), file, key)
+    if "/" in py_executable:
+        found = shutil.which(os.path.expanduser(py_executable))
+        if found is None:
+            raise ValueError(f"{key}: {py_executable} does not exist or cannot be run on this node")
+        return os.path.abspath(found)
+    try:
+        return venvs.python_executable_for(py_executable)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
+
+
+def _with_requirements(text: str, file: Path | None, key: str) -> str:
+    """The Python of an overlay with the requirements of `text`. Relative paths begin beside the file that has them."""
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    if not lines:
+        raise ValueError(f"{key}: there are no requirements; set it to null for the environment of the run")
+    problems = [problem for line in lines for problem in _shared_problems(line)]
+    if problems:
+        raise ValueError(f"{key}: {problems[0]}, which actors share with the run; install it there, or leave it out")
+    folder = Path.cwd() if file is None else file.parent
+    digest = hashlib.sha256("\n".join([str(folder), *lines]).encode()).hexdigest()[:_CHARACTERS_OF_DIGEST]
+    name = f"requirements-{digest}"
+    path = venvs.venv_path(name, venvs.find_project_root()).absolute()
+    return venvs.made_everywhere(path, partial(ensure_overlay, lines, file, folder, path, key))
+
+
+def ensure_overlay(lines: Sequence[str], file: Path | None, folder: Path, path: Path, key: str, *, force: bool) -> str:
+    """Make the overlay on this machine unless it is up to date. Returns the path of its Python."""
+    installed = _installed()
+    versions = "\n".join(f"{name}=={version}" for name, version in sorted(installed.items()))
+    stamp = {
+        "requirements": "\n".join(lines),
+        "python": sys.version,
+        "below": hashlib.sha256(versions.encode()).hexdigest(),
+    }
+    build = partial(_build, lines, file, folder, path, key, installed)
+    return venvs.made_once(path, stamp, build, force=force)
+
+
+def _build(
+    lines: Sequence[str], file: Path | None, folder: Path, path: Path, key: str, installed: Mapping[str, str]
+) -> None:
+    uv = partial(
+        venvs.run_uv,
+        what=f"the environment of {key}",
+        folder=folder,
+        otherwise=f"set {key} to the path of a Python that has the packages",
+    )
+    uv(["venv", "--python", sys.executable, str(path)], by_hand=f"uv venv {path}")
+    wanted, shared, resolved = file or path / "requirements.in", path / "shared.txt", path / "resolved.txt"
+    if file is None:
+        wanted.write_text("\n".join(lines) + "\n")
+    shared.write_text("".join(f"{name}; python_version < '0'\n" for name in SHARED))  # resolved as if nobody asks
+    # uv prefers the versions that it finds in its output file: a package changes only where a requirement asks for it.
+    resolved.write_text("".join(f"{name}=={version.partition('+')[0]}\n" for name, version in installed.items()))
+    python = str(path / "bin" / "python")
+    options = ["--python", python, "--overrides", str(shared), "--no-annotate", "--no-header"]
+    options += ["--emit-index-url", "--emit-find-links"]
+    compile_them = ["pip", "compile", str(wanted), *options, "-o", str(resolved)]
+    uv(compile_them, by_hand=f"uv pip compile {wanted}")
+    missing = [line for line in resolved.read_text().splitlines() if not _is_met(line, installed)]
+    resolved.write_text("\n".join(missing) + "\n")
+    if any(not line.startswith("--") for line in missing):
+        install = ["pip", "install", "--python", python, "--no-deps", "--compile-bytecode", "-r", str(resolved)]
+        uv(install, by_hand=f"uv pip install -r {resolved}")
+    show = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    packages = Path(subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip())
+    _check_shared(packages, key)
+    # Processed when the Python starts, in order: the overlay's own packages come first on sys.path.
+    below = json.dumps(_package_folders())
+    (packages / "below.pth").write_text(f"import site; list(map(site.addsitedir, {below}))\n")
+
+
+def _installed() -> dict[str, str]:
+    """Name -> version of every package of this process; the first one on sys.path counts."""
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        found.setdefault(canonicalize_name(distribution.metadata["Name"]), distribution.version)
+    return found
+
+
+def _is_met(line: str, installed: Mapping[str, str]) -> bool:
+    """Whether the run has a package `name==version` of uv's resolution; other lines are paths and addresses."""
+    name, equals, version = line.partition("==")
+    have = installed.get(canonicalize_name(name), "")
+    return bool(equals) and version in (have, have.partition("+")[0])
+
+
+def _check_shared(packages: Path, key: str) -> None:
+    for distribution in importlib.metadata.distributions(path=[str(packages)]):
+        for line in distribution.requires or ():
+            for problem in _shared_problems(line):
+                name = distribution.metadata["Name"]
+                raise venvs.VenvBuildError(
+                    f"{key}: {name} {distribution.version} asks for {problem}, which actors share with the run; choose "
+                    f"another version of {name}"
+                )
+
+
+def _shared_problems(line: str) -> list[str]:
+    """["torch<2, and the run has torch 2.13.0"] for a requirement of a shared package that the run does not meet."""
+    try:
+        requirement = Requirement(line.partition(" #")[0])
+    except InvalidRequirement:  # an option, a path or an address: uv reads it
+        return []
+    name = canonicalize_name(requirement.name)
+    if name not in SHARED or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
+        return []
+    version = importlib.metadata.version(name)
+    if requirement.url is None and requirement.specifier.contains(version, prereleases=True):
+        return []
+    asked = f"{name} @ {requirement.url}" if requirement.url else f"{name}{requirement.specifier}"
+    return [f"{asked}, and the run has {name} {version}"]
+
+
+def _package_folders() -> list[str]:
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

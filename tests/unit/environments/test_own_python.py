@@ -1,0 +1,132 @@
+"""An environment whose actor has packages that the run lacks, or has in another version."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import six
+import torch
+
+from nemo_rl.environments.config import EnvironmentConfig
+from nemo_rl.environments.own_python import python_of
+from nemo_rl.environments.registry import create_env, wait_for_envs
+from nemo_rl.utils.venvs import VenvBuildError
+
+KEY = "env.mine.py_executable"
+
+pytestmark = pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not on PATH")
+
+ENVIRONMENT = """
+import nowhere_else
+import six
+import torch
+
+from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
+
+
+class Mine(EnvironmentInterface[dict]):
+    def __init__(self, cfg):
+        self.scale = cfg["scale"]
+
+    def step(self, logs, metadata):
+        said = [{"role": "environment", "content": f"{nowhere_else.WORD} {six.__version__}"} for _ in logs]
+        return EnvironmentReturn(said, metadata, [None], torch.tensor([self.scale]), torch.ones(1))
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"scale": self.scale}
+"""
+
+
+def wheel(folder: Path, name: str, version: str, source: str, *requires: str) -> Path:
+    """A package of one module."""
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    info = f"{name}-{version}.dist-info"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", source)
+        file.writestr(f"{info}/METADATA", metadata + "".join(f"Requires-Dist: {one}\n" for one in requires))
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", f"{name}.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEMO_RL_VENV_DIR", str(tmp_path / "venvs"))
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    monkeypatch.delenv("NRL_FORCE_REBUILD_VENVS", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def packages_of(python: str) -> set[str]:
+    return {path.name.partition("-")[0] for path in Path(python).parents[1].glob("lib/*/site-packages/*.dist-info")}
+
+
+def test_an_actor_imports_what_the_run_cannot(ray_local: None, folder: Path) -> None:
+    (folder / "mine_of_test.py").write_text(ENVIRONMENT)
+    other = wheel(folder, "six", "99.1", "__version__ = '99.1'\n")
+    lone = wheel(folder, "nowhere_else", "1.0", "WORD = 'found'\n")
+    section = {"type": "mine_of_test:Mine", "scale": 0.5, "py_executable": [f"./{lone.name}", f"./{other.name}"]}
+    actor = create_env("mine", EnvironmentConfig.model_validate(section))
+    wait_for_envs({"mine": [actor]}, 60)
+    import ray
+
+    returned, (_, metrics) = ray.get(
+        [
+            actor.step.remote([[{"role": "user", "content": "1"}]], [{}]),
+            actor.global_post_process_and_metrics.remote({}),
+        ],
+        timeout=60,
+    )
+    assert returned.observations[0]["content"] == "found 99.1"
+    assert returned.rewards.tolist() == [0.5] and metrics == {"scale": 0.5}
+    assert importlib.metadata.version("six") != "99.1"
+
+
+def test_an_overlay_has_only_what_the_run_lacks(folder: Path) -> None:
+    have = importlib.metadata.version("six")
+    for version in (have, "99.1"):
+        wheel(folder, "six", version, "")
+    wheel(folder, "lone", "1.0", "", f"six>={have}", "torch", "ray")
+    wheel(folder, "newer", "1.0", "", "six>99")
+    judge = folder / "judge"
+    judge.mkdir()
+    (judge / "requirements.txt").write_text("# of the judge\n-r more.txt\n")
+    (judge / "more.txt").write_text(f"lone\n--no-index\n--find-links {folder}\n")
+    python = python_of("judge/requirements.txt", KEY)
+    assert packages_of(python) == {"lone"}
+    code = "import lone, six, ray, torch; print(six.__file__, torch.__file__)"
+    shown = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == [six.__file__, torch.__file__]
+    assert python_of("judge/requirements.txt", KEY) == python
+    python = python_of(["lone", "newer", "--no-index", f"--find-links {folder}"], KEY)
+    assert packages_of(python) == {"lone", "newer", "six"}
+
+
+def test_mistakes_name_the_key(folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"^{KEY}: there is no file .*judge.txt$"):
+        python_of("judge.txt", KEY)
+    with pytest.raises(ValueError, match=rf"^{KEY}: there are no requirements"):
+        python_of([], KEY)
+    with pytest.raises(ValueError, match=rf"^{KEY}: /no/python does not exist"):
+        python_of("/no/python", KEY)
+    with pytest.raises(ValueError, match=rf"^{KEY}: .* has no extra 'jugde'"):
+        python_of("jugde", KEY)
+    with pytest.raises(ValueError, match=rf"^{KEY}: torch<2, and the run has torch .*, which actors share"):
+        python_of(["torch<2"], KEY)
+    wheel(folder, "old", "1.0", "", "ray<1")
+    with pytest.raises(VenvBuildError, match=rf"{KEY}: old 1.0 asks for ray<1, and the run has ray "):
+        python_of(["./old-1.0-py3-none-any.whl"], KEY)
+    with pytest.raises(VenvBuildError, match=rf"(?s)environment of {KEY} .*What to do: .*uv pip compile"):
+        python_of(["nowhere-to-be-found==7"], KEY)
+    assert python_of(sys.executable, KEY) == sys.executable
