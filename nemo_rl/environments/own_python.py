@@ -91,9 +91,8 @@ def _with_requirements(text: str, file: Path | None, key: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
     if not lines:
         raise ValueError(f"{key}: there are no requirements; set it to null for the environment of the run")
-    problems = [problem for line in lines for problem in _shared_problems(line)]
-    if problems:
-        raise ValueError(f"{key}: {problems[0]}, which actors share with the run; install it there, or leave it out")
+    if (contradiction := next(filter(None, map(_contradiction, lines)), None)) is not None:
+        raise ValueError(f"{key}: {contradiction}, which actors share with the run; install it there, or leave it out")
     folder = Path.cwd() if file is None else file.parent
     digest = hashlib.sha256("\n".join([str(folder), *lines]).encode()).hexdigest()[:_CHARACTERS_OF_DIGEST]
     name = f"requirements-{digest}"
@@ -166,28 +165,28 @@ def _is_met(line: str, installed: Mapping[str, str]) -> bool:
 def _check_shared(packages: Path, key: str) -> None:
     for distribution in importlib.metadata.distributions(path=[str(packages)]):
         for line in distribution.requires or ():
-            for problem in _shared_problems(line):
+            if (contradiction := _contradiction(line)) is not None:
                 name = distribution.metadata["Name"]
                 raise venvs.VenvBuildError(
-                    f"{key}: {name} {distribution.version} asks for {problem}, which actors share with the run; choose "
-                    f"another version of {name}"
+                    f"{key}: {name} {distribution.version} asks for {contradiction}, which actors share with the run; "
+                    f"choose another version of {name}"
                 )
 
 
-def _shared_problems(line: str) -> list[str]:
-    """["torch<2, and the run has torch 2.13.0"] for a requirement of a shared package that the run does not meet."""
+def _contradiction(line: str) -> str | None:
+    """ "torch<2, and the run has torch 2.13.0" for a requirement of a shared package that the run does not meet."""
     try:
         requirement = Requirement(line.partition(" #")[0])
     except InvalidRequirement:  # an option, a path or an address: uv reads it
-        return []
+        return None
     name = canonicalize_name(requirement.name)
     if name not in SHARED or (requirement.marker is not None and not requirement.marker.evaluate({"extra": ""})):
-        return []
+        return None
     version = importlib.metadata.version(name)
     if requirement.url is None and requirement.specifier.contains(version, prereleases=True):
-        return []
+        return None
     asked = f"{name} @ {requirement.url}" if requirement.url else f"{name}{requirement.specifier}"
-    return [f"{asked}, and the run has {name} {version}"]
+    return f"{asked}, and the run has {name} {version}"
 
 
 def _package_folders() -> list[str]:
