@@ -205,6 +205,7 @@ def _build(
     accelerator.register(GENERATION, lambda: None, lambda: None)
     settings = RolloutWorkerSettings(
         process=process,
+        survives_text=bool,
         decode=decode,
         render=render,
         connect_environments=referees,

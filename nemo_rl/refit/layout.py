@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any, Literal
@@ -284,3 +284,12 @@ def merge(weight: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, scal
     Training and generation both merge with this function, so their weights agree bit for bit.
     """
     return torch.addmm(weight.float(), lora_b.float(), lora_a.float(), alpha=scale).to(weight.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightComparison:
+    """Weights of generation against those of the policy."""
+
+    num_tensors: int = 0  # compared
+    different: Mapping[str, float] = field(default_factory=dict)  # by tensor: the largest difference of a value
+    not_compared: str = ""  # why, if they were not

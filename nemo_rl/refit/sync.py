@@ -17,7 +17,7 @@ from nemo_rl.distributed.accelerator import Accelerator
 from nemo_rl.distributed.errors import WorkerDied, WorkerError, WorkerHang
 from nemo_rl.models.generation.interfaces import GENERATION, GenerationInterface
 from nemo_rl.models.policy.interfaces import PolicyInterface
-from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous, Transport
+from nemo_rl.refit.layout import NUM_HALVES, PackLayout, RefitError, Rendezvous, Transport, WeightComparison
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ class WeightSync(Protocol):
 
         Returns metrics: seconds (`sync_s`, and of the slowest rank `gather_s` and `pack_s`), `bytes`, `num_buckets`.
         """
+        ...
+
+    def compare(self) -> WeightComparison:
+        """Compare the weights of generation with those that a sync would send now. Changes none of them."""
         ...
 
 
@@ -179,6 +183,22 @@ class Refit(WeightSync):
             ) from error
         self._hold_base = list(self.generation.workers)
         return packed
+
+    def compare(self) -> WeightComparison:
+        """See `WeightSync`. RefitError, or the WorkerError of a dead worker, if it broke off."""
+        if self.layout is None or self._attached != self.generation.workers:
+            return WeightComparison(not_compared="there has been no sync since the engines were started")
+        with self.accelerator.hold(REFIT):
+            if (reason := self.generation.begin_comparison()) is not None:
+                return WeightComparison(not_compared=reason)
+            layout, self.layout = self.layout, None  # if it breaks off, the next sync begins with new buffers
+            for bucket in range(len(layout.buckets)):
+                results = self.policy.finish_pack(self.policy.start_pack(bucket))
+                fingerprints = next(result["fingerprints"] for result in results if "fingerprints" in result)
+                self.generation.compare_bucket({"bucket": bucket, "fingerprints": fingerprints})
+            different = self.generation.end_comparison()
+            self.layout = layout
+        return WeightComparison(num_tensors=len(layout.tensors), different=different)
 
     def _engine_death(self, error: Exception) -> WorkerError | None:
         """An error that names the dead engine that broke the group, if any. WorkerDied if a policy worker died.

@@ -11,6 +11,7 @@ receiver of the bytes it hands to the model.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -387,6 +388,16 @@ class WeightReceiver:
                 f"{self._transport}, version {self._version}: policy.dtensor_cfg.lora_cfg.refit=adapter does not work "
                 f"for {name}: {error}; set it to merged"
             ) from error
+
+
+def largest_difference(tensor: torch.Tensor, segments: Sequence[Segment]) -> float:
+    """The largest difference between the parts of a tensor and the memory they belong in; inf if one is not finite."""
+    worst = 0.0
+    for segment in segments:
+        part = tensor.flatten().as_strided(segment.size, segment.stride, segment.offset).to(segment.target.dtype)
+        if not torch.equal(part, segment.target):
+            worst = max(worst, (part.float() - segment.target.float()).abs().nan_to_num(nan=math.inf).max().item())
+    return worst
 
 
 def _block(segment: Segment, width: int) -> tuple[slice, slice]:

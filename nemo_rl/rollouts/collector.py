@@ -24,8 +24,17 @@ from nemo_rl.distributed.errors import WorkerDied, WorkerError, first_line
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import GENERATION
+from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.rollouts.records import StepIndex, read_index, recorded_steps, step_folder
-from nemo_rl.rollouts.rollout_worker import GenerationUse, GroupKeeper, GroupRequest, KeeperLost, RolloutWorkerSettings
+from nemo_rl.rollouts.rollout_worker import (
+    GenerationUse,
+    GroupKeeper,
+    GroupRequest,
+    KeeperLost,
+    Probe,
+    ProbeRequest,
+    RolloutWorkerSettings,
+)
 from nemo_rl.types import GroupHandle
 
 logger = logging.getLogger(__name__)
@@ -270,6 +279,13 @@ class RolloutCollector:
         self.group.shutdown()
         self.group = self._start(RayWorkerBuilder(WORKER, self._settings, self._generation_workers, self._keeper))
 
+    def probe(self, request: ProbeRequest, groups: Sequence[GroupHandle]) -> Probe:
+        """Fresh completions of the prompts of finished samples; see `RolloutWorker.probe`."""
+        with self._accelerator.hold(GENERATION):
+            probe = self._call("probe", request, *(group.ref for group in groups))
+        self._track(probe.handle)
+        return probe
+
     # -- content of finished groups
 
     def environment_metrics(self, groups: Sequence[GroupHandle]) -> dict[str, float]:
@@ -383,3 +399,6 @@ class NoWeightSync:
     def announce(self) -> None: ...
     def sync(self, version: int) -> dict[str, float]:
         return {}
+
+    def compare(self) -> WeightComparison:
+        return WeightComparison(not_compared="nothing generates")

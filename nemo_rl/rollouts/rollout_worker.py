@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -70,12 +70,32 @@ class Environment(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProbeRequest:
+    """Fresh completions of the prompts of finished samples, to compare training with generation."""
+
+    group_id: str
+    picks: Sequence[tuple[int, int]]  # (number of the group among those of the call, index of the sample in it)
+    num_whole: int  # picks from here on begin with the first token of their prompt alone
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """Fresh completions, and how samples with whole prompts bear being decoded and tokenised again."""
+
+    handle: GroupHandle
+    num_recorded_changed: int  # picked samples whose tokens change
+    num_fresh_changed: int
+
+
 @dataclass(kw_only=True)
 class RolloutWorkerSettings:
     """Settings of a rollout worker. All of them can be pickled."""
 
     process: Callable[[Prompt], DatumSpec]
     decode: Callable[[Sequence[int]], str]
+    survives_text: Callable[[Sequence[int]], bool]  # whether tokens stay the same when decoded and tokenised again
     render: RenderFn
     connect_environments: Callable[[], Mapping[str, Environment]]  # by task name; called inside the worker
     limits: EpisodeLimits
@@ -129,6 +149,52 @@ class RolloutWorker:
         if self._playing.get(group_id) is playing:
             del self._playing[group_id]
         return playing.result()
+
+    async def probe(self, request: ProbeRequest, *groups: RolloutGroup) -> Probe:
+        """Complete the prompts of picked samples once more, without environments, and store the result as a group.
+
+        EngineDied if an engine dies meanwhile.
+        """
+        picked = [groups[number].samples[index] for number, index in request.picks]
+        playing = asyncio.gather(*(self._probe(request, sample, number) for number, sample in enumerate(picked)))
+        died = asyncio.create_task(self.engines.died())
+        try:
+            await asyncio.wait([playing, died], return_when=asyncio.FIRST_COMPLETED)
+            if not playing.done():
+                raise EngineDied(str(died.result()))
+        finally:
+            died.cancel()
+            playing.cancel()
+        fresh = playing.result()
+        handle = await self._keep(RolloutGroup(group_id=request.group_id, prompt_id="", samples=fresh), "")
+        recorded, drawn = (self._num_changed(samples[: request.num_whole]) for samples in (picked, fresh))
+        return Probe(handle=handle, num_recorded_changed=recorded, num_fresh_changed=drawn)
+
+    def _num_changed(self, samples: Sequence[Sample]) -> int:
+        """Samples whose sampled tokens change when they are decoded and tokenised again."""
+        return sum(not self.settings.survives_text(s.token_ids[s.token_mask].tolist()) for s in samples)
+
+    async def _probe(self, request: ProbeRequest, sample: Sample, number: int) -> Sample:
+        num_prompt_tokens = sample.meta.num_prompt_tokens if number < request.num_whole else 1
+        prompt = sample.token_ids[:num_prompt_tokens].tolist()
+        datum = DatumSpec(
+            message_log=[{"role": "user", "content": "", "token_ids": prompt}],
+            length=len(prompt),
+            extra_env_info=None,
+            loss_multiplier=1.0,
+            idx=number,
+        )
+        return await run_episode(
+            datum,
+            sample_id=f"{request.group_id}/{number}",
+            generate=self.generate,
+            env_step=_end,
+            decode=self.settings.decode,
+            render=self.settings.render,
+            sampling=request.sampling,
+            limits=replace(self.settings.limits, max_turns=1),
+            seed_of_turn=partial(sample_seed, self.settings.run_seed, -2, request.group_id, number),
+        )
 
     async def abandon(self) -> None:
         """Cancel all groups that are being played."""
@@ -220,6 +286,11 @@ class RolloutWorker:
     async def conversations(self, *groups: RolloutGroup) -> list[list[list[dict[str, str]]]]:
         """The messages of each sample of each group."""
         return [[sample.messages for sample in group.samples] for group in groups]
+
+
+async def _end(message_log: Sequence[Mapping[str, str]], metadata: Any) -> EnvironmentStep:
+    """The answer of no environment: the episode is over."""
+    return EnvironmentStep(observation={}, reward=0.0, terminated=True, metadata=None, next_stop_strings=None)
 
 
 class GroupKeeper:

@@ -157,6 +157,12 @@ class AlarmsConfig(StrictModel):
     truncation: float | None = 0.5
     """Share of answers that end at the length limit."""
 
+    disagreement: float | None = 1.05
+    """`token_mult_prob_error` above which the run looks for the cause and names it."""
+
+    sample_disagreement: float | None = 2.0
+    """The same for the worst sample, `sample_mult_prob_error_max`."""
+
     reward_hacking: float | None = 0.1
     """Fall of validation accuracy from its best while the training reward rises."""
 

@@ -54,6 +54,7 @@ POLICY_GRADIENT = frozenset(
         *("probs_ratio", "probs_ratio_min", "probs_ratio_max", "clip_fraction"),
         *("probs_ratio_clamped", "probs_ratio_clamped_min", "probs_ratio_clamped_max"),
         *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        "sample_mult_prob_error_max",
         *("sampling_importance_ratio", "is_oob_ratio", "kl_penalty", "approx_entropy", "num_valid_samples"),
     }
 )

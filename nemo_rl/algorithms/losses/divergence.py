@@ -113,6 +113,7 @@ def agreement_metrics(
     """How well trainer and generation engine agree on the sampled tokens. Inputs [B, S], 0 wherever `mask` is 0.
 
     token_mult_prob_error  mean of exp(|generation - prev|); 1 is perfect
+    sample_mult_prob_error_max  the same mean of the worst sample
     gen_kl_error           KL(generation || prev), k3
     policy_kl_error        KL(prev || generation), k3 (on the generation engine's tokens)
     js_divergence_error    half the KL of each to their equal mixture, k3
@@ -130,4 +131,6 @@ def agreement_metrics(
         "policy_kl_error": k3(prev, gen),
         "js_divergence_error": (k3(prev, mixture) + k3(gen, mixture)) / 2,
     }
-    return {name: token_mean(values, mask, global_valid_toks) for name, values in per_token.items()}
+    metrics = {name: token_mean(values, mask, global_valid_toks) for name, values in per_token.items()}
+    of_rows = masked_row_mean(per_token["token_mult_prob_error"], mask)
+    return metrics | {"sample_mult_prob_error_max": of_rows.max().clamp(min=1.0)}  # 1 if no row has a token

@@ -39,6 +39,7 @@ def worker_settings(
     return RolloutWorkerSettings(
         process=process,
         decode=partial(decode, process.tokenizer),
+        survives_text=partial(survives_text, process.tokenizer),
         render=ObservationRenderer(process.tokenizer),
         connect_environments=partial(connect_environments, environments, task_to_env, env_step_timeout_s),
         limits=limits,
@@ -52,6 +53,15 @@ def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     text = tokenizer.decode(list(token_ids), skip_special_tokens=True)
     assert isinstance(text, str)
     return text
+
+
+def survives_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> bool:
+    """Whether tokens, special ones aside, stay the same when they are decoded and tokenised again."""
+    special = frozenset(tokenizer.all_special_ids)
+    plain = [token for token in token_ids if token not in special]
+    text = tokenizer.decode(plain, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return tokenizer.encode(text, add_special_tokens=False) == plain
 
 
 def connect_environments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +37,10 @@ from nemo_rl.rollouts.collector import KEEPER, RolloutCollector
 from nemo_rl.rollouts.rollout_worker import GroupRequest
 from nemo_rl.types import BatchPlan, GroupHandle, Prompt, SampleStatus, SamplingParams
 from nemo_rl.utils.checkpoint.save import StateWrite
+from nemo_rl.utils.registry import import_object
 
+INVESTIGATE = "nemo_rl.algorithms.trainers.disagreement:investigate"  # imported when it is needed
+TOKEN_ERROR, SAMPLE_ERROR = "train/token_mult_prob_error", "train/sample_mult_prob_error_max"
 MAX_REASONS_SHOWN = 3
 VALIDATION_SEED_STEP = -1  # every validation draws with the same seeds, so that its curve moves only with the weights
 
@@ -97,6 +101,7 @@ class RolloutTrainer(Trainer):
         self.batching = Batching.of(config.policy, quadratic_weight=parts.flops.quadratic_weight)
         self.version = 0  # of the policy's present weights
         self.token_bytes_before = 0
+        self.disagrees = False  # training and generation, in the last step
         self.generated: list[GroupHandle] = []  # of the step in progress, with what dynamic sampling discards
         self.recorder: RolloutRecorder | None = None
         if config.rollout.rollout_record.enabled:
@@ -241,6 +246,31 @@ class RolloutTrainer(Trainer):
         train_flops = num_passes * self.flops.train(lengths, is_frozen=run.policy.adapters.enabled)
         throughput |= flops_metrics(train_flops, seconds["policy_training"], num_training, self.policy.gpu)
         self.record("performance", throughput)
+
+        self.look_into_disagreement(trained_groups)
+
+    def look_into_disagreement(self, groups: Sequence[GroupHandle]) -> None:
+        """Name the cause when training and generation begin to disagree by more than `logger.alarms` allows."""
+        alarms, step = self.run.logger.alarms, self.state.total_steps + 1
+        limits = {TOKEN_ERROR: alarms.disagreement, SAMPLE_ERROR: alarms.sample_disagreement}
+        errors = {name: self.metrics.get(name, 1.0) for name in limits}
+        is_high = any(limit is not None and not errors[name] <= limit for name, limit in limits.items())
+        # Samples of older weights than those trained have other probabilities by design.
+        is_by_design = self.metrics["train/weight_version_lag/max"] > 0 and max(errors.values()) < math.inf
+        is_new, self.disagrees = is_high and not self.disagrees, is_high
+        if not alarms.enabled or not is_new or is_by_design or self.generation is None:
+            return
+        with self.phase("investigation"):
+            try:
+                diagnosis = import_object(INVESTIGATE, "investigation")(self, groups, trained_version=step - 1)
+            except WorkerError as error:
+                if not error.engine_died:
+                    raise
+                self.tools.console.warn(f"training and generation disagree; no cause found: {first_line(error)}")
+                return
+        path = self.tools.logger.run_dir / f"disagreement_step_{step}.json"
+        path.write_text(diagnosis.to_json(), encoding="utf-8")
+        self.tools.console.warn(f"{diagnosis}\n  all    {path}")
 
     # -- episodes without an outcome
 

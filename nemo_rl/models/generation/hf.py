@@ -19,6 +19,7 @@ from nemo_rl.distributed.errors import WorkerDied
 from nemo_rl.distributed.virtual_cluster import RayVirtualCluster
 from nemo_rl.distributed.worker_groups import RayWorkerBuilder, RayWorkerGroup
 from nemo_rl.models.generation.interfaces import AnswerQueue, EngineDied, GenerationInterface, prompt_problem
+from nemo_rl.refit.layout import WeightComparison
 from nemo_rl.types import GenerationAnswer, GenerationRequest
 
 WORKER = "nemo_rl.models.generation.hf.HfWorker"
@@ -73,6 +74,9 @@ class HfGeneration(GenerationInterface):
         self.finish_weight_update(version)
         no_transfer = dict.fromkeys(("gather_s", "pack_s", "bytes", "num_buckets"), 0.0)
         return {"sync_s": time.perf_counter() - started} | no_transfer
+
+    def compare(self) -> WeightComparison:
+        return WeightComparison(not_compared="generation uses the weights that are trained")
 
     def _send_ranks(self) -> None:
         self._call_all("use", self._policy.generating_workers, self._policy.data_coordinates)

@@ -142,6 +142,22 @@ class GenerationInterface(ABC):
         self._call_all("finish_weight_update", version)
         self.weights_follow = False
 
+    def describe_model(self) -> dict[str, Any]:
+        """The settings in config.json of the model, as the engine reads them. Empty: it is the policy's own model."""
+        return {}
+
+    def begin_comparison(self) -> str | None:
+        """Prepare the engines to compare their weights with buckets. Returns why they cannot; None if they can."""
+        return "generation uses the weights that are trained"
+
+    def compare_bucket(self, info: dict[str, Any]) -> None:
+        """Compare one bucket with the weights of every engine, which do not change; see `receive_bucket_async`."""
+        raise NotImplementedError
+
+    def end_comparison(self) -> dict[str, float]:
+        """Tensors that differ in an engine, with the largest difference of a value."""
+        raise NotImplementedError
+
     @abstractmethod
     def dead_workers(self) -> list[int]:
         """Replicas whose process or engine is gone."""

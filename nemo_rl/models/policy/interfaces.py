@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from nemo_rl.models.policy.flops import Gpu
 from nemo_rl.models.policy.head.tasks import HeadTask
-from nemo_rl.types import BatchPlan, LossFunction, RowKey, SamplingParams, TokenAdvantages, TrainResult
+from nemo_rl.types import BatchPlan, LossFunction, RowErrors, RowKey, SamplingParams, TokenAdvantages, TrainResult
 from nemo_rl.utils.checkpoint.save import SaveRequest, StateWrite
 
 
@@ -62,6 +62,28 @@ class PolicyInterface(Protocol):
 
     def attach(self, column: str, shared: Mapping[RowKey, Any]) -> None:
         """Every worker fetches, for its rows, the column that another policy shared."""
+
+    def row_errors(self, column: str) -> list[RowErrors]:
+        """How far a column of logprobs is from generation's, for each row with sampled tokens."""
+        ...
+
+    def compute_with_other_attention(self, task: HeadTask, column: str) -> bool:
+        """`compute` with a second implementation of attention. False if the backend or its layout has none.
+
+        Every micro-batch of the plan has one sample.
+        """
+        ...
+
+    def routed_otherwise(self, task: HeadTask) -> float | None:
+        """Share of tokens for which a router chose other experts than generation reports; None if it is not known.
+
+        Every micro-batch of the plan has one sample.
+        """
+        ...
+
+    def describe_model(self) -> dict[str, Any]:
+        """The settings in config.json of the model, as training reads them."""
+        ...
 
     def mask_sequences_by_importance(self, threshold: float) -> dict[str, float]:
         """Sequence-level importance masking: sequences whose mean exp(|prev - generation logprob|) exceeds `threshold`

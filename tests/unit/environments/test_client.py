@@ -481,6 +481,7 @@ def test_a_stopped_environment_is_ended_after_its_time_limit_and_its_samples_hav
         pool = EnvironmentPool("stoppable", [actor], 2)
         worker_settings = RolloutWorkerSettings(
             process=datum,
+            survives_text=bool,
             decode=lambda token_ids: "x",
             render=lambda observation, *, sampled: [],
             connect_environments=lambda: {"t": EpisodeEnvironment(pool)},

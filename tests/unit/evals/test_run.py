@@ -183,6 +183,7 @@ def test_a_rollout_worker_that_dies_costs_no_prompt(folder, ray_local):
     """With real processes: what lay in the memory of the dead one is played again by the next."""
     settings = RolloutWorkerSettings(
         process=rollouts.process,
+        survives_text=bool,
         decode=rollouts.decode,
         render=rollouts.render,
         connect_environments=rollouts.no_environments,

@@ -64,6 +64,7 @@ def process(prompt: Prompt) -> DatumSpec:
 def worker(*replicas: FakeReplica, timeout_s: float | None = None) -> tuple[RolloutWorker, Keeper]:
     settings = RolloutWorkerSettings(
         process=process,
+        survives_text=bool,
         decode=lambda ids: " ".join(map(str, ids)),
         render=lambda observation, sampled: [4],
         connect_environments=lambda: {"t": Game()},

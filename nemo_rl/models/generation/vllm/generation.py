@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -93,6 +93,18 @@ class VllmGeneration(GenerationInterface):
     def draft_counts(self) -> DraftCounts:
         return sum(self._call_all("draft_counts"), DraftCounts())
 
+    def describe_model(self) -> dict[str, Any]:
+        return self._call_all("describe_model")[0]
+
+    def begin_comparison(self) -> str | None:
+        return next((reason for reason in self._call_all("begin_comparison") if reason is not None), None)
+
+    def compare_bucket(self, info: dict[str, Any]) -> None:
+        self._call_all("compare_bucket", info)
+
+    def end_comparison(self) -> dict[str, float]:
+        return largest_differences(self._call_all("end_comparison"))
+
     def dead_workers(self) -> list[int]:
         dead = []
         limit_s = self._timeout_s / 4 if self._timeout_s is not None else None  # as `EngineClient` waits
@@ -126,6 +138,14 @@ class VllmGeneration(GenerationInterface):
             env_vars={} if self._cluster.use_gpus else CPU_ENVIRONMENT | host_copy_environment(),
             timeout_s=self._timeout_s,
         )
+
+
+def largest_differences(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Differences by tensor over several engines or ranks: of each tensor the largest."""
+    worst: dict[str, float] = {}
+    for name, value in (item for part in parts for item in part.items()):
+        worst[name] = max(worst.get(name, 0.0), value)
+    return worst
 
 
 def engine_bundles(cluster: RayVirtualCluster, cfg: VllmConfig) -> list[list[list[int]]]:

@@ -35,7 +35,7 @@ from nemo_rl.models.generation.vllm import engine_patches
 from nemo_rl.models.generation.vllm.engine_patches import ExpertRecorder
 from nemo_rl.refit.buffers import attach_buffer
 from nemo_rl.refit.layout import PackLayout, RefitError, Segment, TensorMeta, Transport
-from nemo_rl.refit.transfer import WeightReceiver
+from nemo_rl.refit.transfer import WeightReceiver, largest_difference
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +81,7 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
         self._expected: set[str] = set()
         self._loaded: set[str] = set()
         self._updating = False  # a bucket has arrived since the start
+        self._differences: dict[str, float] = {}
 
     def init_transfer_engine(self, init_info: PackedInitInfo) -> None:
         """Attach to the policy's buffer, in place of an earlier one. Raises RefitError if none is reachable.
@@ -155,6 +156,37 @@ class PackedWeightTransferEngine(WeightTransferEngine[PackedInitInfo, PackedUpda
             if packed and not isinstance(module.cpu_linear, engine_patches.RowInvariantLinear):
                 layer_utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
+    # -- comparison, which changes no weight
+
+    def begin_comparison(self) -> str | None:
+        """Why the weights cannot be compared with buckets; None if they can."""
+        if self._receiver is None or self._targets is None:
+            return f"the engine does not use its weights as they are loaded: {self._why_reload}"
+        if self._receiver.layout.num_base_buckets:
+            return "adapters are sent apart from their weights"
+        self._differences = {}
+        self._receiver.begin(-1, targets=None, load=self._compare)
+        return None
+
+    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
+        """Receive one bucket, and compare the tensors that it completes."""
+        assert self._receiver is not None
+        self._receiver.receive(bucket, fingerprints)
+
+    def end_comparison(self) -> dict[str, float]:
+        """Tensors that differ, with the largest difference of a value. RefitError if a bucket did not arrive."""
+        assert self._receiver is not None
+        self._receiver.finish()
+        return self._differences
+
+    def _compare(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        assert self._receiver is not None and self._targets is not None
+        targets = dict(zip((meta.name for meta in self._receiver.layout.weights), self._targets, strict=True))
+        for name, tensor in weights:
+            difference = largest_difference(tensor, targets[name])
+            if difference > 0:
+                self._differences[name] = difference
+
     def shutdown(self) -> None:
         """Detach from the policy's buffer."""
         if self._receiver is not None:
@@ -184,8 +216,9 @@ engine_patches.enable()
 class WorkerExtension:
     """Methods that `collective_rpc` finds on vLLM's workers (`worker_extension_cls`)."""
 
-    _weight_update_active: bool  # vLLM's own attribute, as is `model_runner`
+    _weight_update_active: bool  # vLLM's own attribute, as are the next two
     model_runner: Any
+    weight_transfer_engine: PackedWeightTransferEngine
 
     def record_experts(self) -> None:
         """Record the routed experts of every request from now on."""
@@ -193,6 +226,18 @@ class WorkerExtension:
 
         layers = [module for module in self.model_runner.model.modules() if isinstance(module, MoERunner)]
         self.take_experts = ExpertRecorder(self.model_runner, layers).take
+
+    def begin_comparison(self) -> str | None:
+        """See `PackedWeightTransferEngine.begin_comparison`."""
+        return self.weight_transfer_engine.begin_comparison()
+
+    def compare_bucket(self, bucket: int, fingerprints: bytes) -> None:
+        """See `PackedWeightTransferEngine.compare_bucket`."""
+        self.weight_transfer_engine.compare_bucket(bucket, fingerprints)
+
+    def end_comparison(self) -> dict[str, float]:
+        """See `PackedWeightTransferEngine.end_comparison`."""
+        return self.weight_transfer_engine.end_comparison()
 
     def abandon_weight_update(self) -> None:
         """Cancel an unfinished sync, if there is one, as after the death of its sender.

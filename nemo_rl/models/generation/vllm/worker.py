@@ -244,6 +244,28 @@ class VllmWorker:
             await self._engine_call(self._engine.resume_generation())
             self._sampling_allowed.set()
 
+    # -- comparison with the weights of the policy
+
+    async def describe_model(self) -> dict[str, Any]:
+        """The settings in config.json, as the engine reads them."""
+        return self._engine.vllm_config.model_config.hf_text_config.to_dict()
+
+    async def begin_comparison(self) -> str | None:
+        """Why the engine's ranks cannot compare their weights with buckets; None if they can."""
+        reasons = await self._engine_call(self._engine.collective_rpc("begin_comparison"))
+        return next((reason for reason in reasons if reason is not None), None)
+
+    async def compare_bucket(self, info: dict[str, Any]) -> None:
+        """Compare one bucket with the weights. Sampling may go on."""
+        await self._engine_call(self._engine.collective_rpc("compare_bucket", kwargs=info))
+
+    async def end_comparison(self) -> dict[str, float]:
+        """Tensors that differ, with the largest difference of a value over the engine's ranks."""
+        worst: dict[str, float] = {}
+        for found in await self._engine_call(self._engine.collective_rpc("end_comparison")):
+            worst |= {name: max(value, worst.get(name, 0.0)) for name, value in found.items()}
+        return worst
+
     # -- device
 
     async def onload(self, tags: Sequence[str] | None = None) -> None:

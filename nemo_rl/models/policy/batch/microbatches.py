@@ -99,6 +99,41 @@ def scored_sequences(
     return scored
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowErrors:
+    """How far logprobs of training are from those of generation, over the sampled tokens of one row.
+
+    `mult_errors`: mean exp(|difference|) for each number that the column has per token; 1 is perfect. The others are
+    |differences| of the first number: of the first sampled token, mean over the last quarter of the tokens, largest.
+    """
+
+    sample_id: str
+    num_tokens: int
+    mult_errors: tuple[float, ...]
+    first_token: float
+    last_quarter: float
+    worst_token: float
+
+
+_LARGEST_DIFFERENCE = 20.0  # of logprobs; an excluded token's is infinite
+
+
+def row_errors(row: Row, column: str) -> RowErrors:
+    """Compare a column [T] or [T, C] of a row with its `generation_logprobs`."""
+    values = row.columns[column].double().view(len(row.token_ids), -1)[row.token_mask]
+    found = row.columns["generation_logprobs"].double()[row.token_mask, None]
+    difference = (values - found).abs().nan_to_num(nan=_LARGEST_DIFFERENCE).clamp(max=_LARGEST_DIFFERENCE)
+    quarter = -(-len(difference) // 4)
+    return RowErrors(
+        sample_id=row.sample_id,
+        num_tokens=len(difference),
+        mult_errors=tuple(difference.exp().mean(dim=0).tolist()),
+        first_token=difference[0, 0].item(),
+        last_quarter=difference[-quarter:, 0].mean().item(),
+        worst_token=difference[:, 0].max().item(),
+    )
+
+
 def pad(tensors: list[torch.Tensor], length: int) -> torch.Tensor:
     """Right-pad tensors [T, ...] with zeros to [B, length, ...]."""
     out = torch.zeros(len(tensors), length, *tensors[0].shape[1:], dtype=tensors[0].dtype)

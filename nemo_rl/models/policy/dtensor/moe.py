@@ -11,6 +11,7 @@ Tensor-parallel ranks, which see the same tokens, each do the same work in a gro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -246,6 +247,7 @@ class RouterLoad:
     def __init__(self, root: nn.Module) -> None:
         self.token_mask: torch.Tensor | None = None  # bool [R, W]
         self._counts: dict[int, torch.Tensor] = {}  # by layer, see `choice_counts`
+        self._recorded: list[list[torch.Tensor]] | None = None
         self._num_layers = 0
         for name, _ in expert_modules(root):
             router = dict(root.get_submodule(name.rpartition(".")[0]).named_children()).get("gate")
@@ -258,7 +260,16 @@ class RouterLoad:
         """A forward pre-hook for a model whose first argument is a `ModelBatch`."""
         self.token_mask = args[0].is_token
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[list[list[torch.Tensor]]]:
+        """The chosen experts of the passes inside the block: by layer and micro-batch, int64 [R * W, K] on the CPU."""
+        self._recorded = recorded = [[] for _ in range(self._num_layers)]
+        yield recorded
+        self._recorded = None
+
     def _count(self, layer: int, router: nn.Module, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+        if self._recorded is not None:
+            self._recorded[layer].append(output[2].cpu())
         in_backward = torch._C._current_graph_task_id() != -1
         if torch.is_grad_enabled() and not in_backward:
             logits, chosen = output[0].detach(), output[2]

@@ -1,0 +1,437 @@
+"""Why training and generation disagree on the probabilities of sampled tokens: what an investigation finds and says.
+
+The worst samples of a step -> fresh completions of their prompts, with the present weights -> the policy scores them as
+in training, alone, with other sampling parameters, dtypes and attention; weights and settings are compared
+-> `Evidence` -> `name_cause` -> `Diagnosis`
+
+Tokens stay with the workers: rollout workers draw the completions, policy workers score them, and numbers come here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
+from nemo_rl.models.generation.interfaces import GenerationInterface
+from nemo_rl.models.policy.batch.microbatches import RowErrors
+from nemo_rl.models.policy.head.tasks import Logprobs
+from nemo_rl.models.policy.head.variants import Variant, VariantLogprobs
+from nemo_rl.models.policy.interfaces import PolicyInterface
+from nemo_rl.refit.layout import RefitError, WeightComparison
+from nemo_rl.refit.sync import WeightSync
+from nemo_rl.rollouts.collector import RolloutCollector
+from nemo_rl.rollouts.rollout_worker import ProbeRequest
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
+
+NUM_PICKED = 4  # samples of each kind and rank, at least
+MAX_NEW_TOKENS = 64  # of a fresh completion
+COLUMN = "disagreement"  # of the rows on the policy's workers
+EXPLAINED = 0.25  # an explanation leaves at most this share of the error
+MOST = 0.5  # more tensors than this share differ: the weights as a whole are others
+EXPECTED = {"float32": 1.0001, "float16": 1.01, "bfloat16": 1.03}
+"""`token_mult_prob_error` that the rounding of different kernels explains, by the dtype they compute in."""
+
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.5)
+HEAD_DTYPES = ("bfloat16", "float16")
+POSITION_SETTINGS = (
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq"),
+    *("max_position_embeddings", "sliding_window", "use_sliding_window", "layer_types"),
+)
+
+
+class Cause(StrEnum):
+    """Why training and generation disagree."""
+
+    STALE_WEIGHTS = "stale weights"
+    TENSOR = "a tensor differs after the refit"
+    SAMPLING = "sampling parameters are not applied on one side"
+    TOKENIZER = "the tokenizer's round trip changes tokens"
+    BATCHING = "padding or packing"
+    ATTENTION = "attention backend"
+    HEAD_DTYPE = "dtype of the head"
+    ROUTING = "routing of experts"
+    POSITIONS = "RoPE or context length"
+    ROUNDING = "rounding of kernels"
+    KERNELS = "kernels other than attention"
+    NOT_REPRODUCED = "not reproduced"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What an investigation measured. Errors are means of exp(|training - generation|) over sampled tokens."""
+
+    recorded_error: float  # of the worst samples of the step, under the present weights
+    recorded_versions: tuple[int, int]  # oldest and newest weights that sampled them
+    trained_version: int  # weights that the step began with
+    policy_version: int  # present
+    fresh_version: int  # oldest weights that sampled the fresh completions
+    together_error: float  # of fresh completions, padded or packed together as in training
+    alone_error: float  # the same completions, each in a micro-batch of its own
+    first_token_alone: float  # mean |difference| of the first token after one token, where attention has no choice
+    last_quarter: float  # mean |difference| over the last tokens of completions
+    own: Variant  # sampling parameters of training
+    variants: Mapping[Variant, float]  # errors of the completions alone, under other settings of the head
+    other_attention_error: float | None = None  # with a second implementation; None: the backend has none
+    weights: WeightComparison
+    settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # that differ: (training, generation)
+    routed_otherwise: float | None = None  # share of tokens with other experts; None: unknown
+    recorded_changed: int = 0  # recorded samples whose tokens change when decoded and tokenised again
+    fresh_changed: int = 0  # fresh completions that do
+    num_picked: int = 0
+    precision: str = "float32"
+
+    @property
+    def expected(self) -> float:
+        """The error that rounding explains."""
+        return EXPECTED[self.precision]
+
+    def explains(self, error: float | None, base: float | None = None) -> bool:
+        """Whether a changed computation with this `error` removes the error `base` (default: alone)."""
+        base = self.alone_error if base is None else base
+        return error is not None and error - 1.0 <= max(EXPLAINED * (base - 1.0), (self.expected - 1.0) / 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The cause, why it is named, and what to do."""
+
+    cause: Cause
+    finding: str
+    advice: str
+    evidence: Evidence
+
+    def __str__(self) -> str:
+        e = self.evidence
+        lines = [
+            f"training and generation disagree: {self.cause}",
+            f"  found  {self.finding}",
+            f"  do     {self.advice}",
+            f"  error  worst samples of the step {e.recorded_error:.5f}; fresh completions as in training "
+            f"{e.together_error:.5f}, alone {e.alone_error:.5f}; {e.precision} explains {e.expected:g}",
+        ]
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """All of it, for the log folder."""
+        evidence = dataclasses.asdict(replace(self.evidence, variants={}))
+        evidence["variants"] = [{**dataclasses.asdict(v), "error": e} for v, e in self.evidence.variants.items()]
+        text = {"cause": self.cause, "finding": self.finding, "advice": self.advice, "evidence": evidence}
+        return json.dumps(text, indent=2, default=str)
+
+
+def name_cause(e: Evidence) -> Diagnosis:
+    """The first explanation that the evidence supports, the most specific first."""
+    for find in (_of_versions, _of_weights, _of_recorded, _of_batching, _of_head, _of_attention, _of_routing):
+        if (found := find(e)) is not None:
+            return Diagnosis(cause=found[0], finding=found[1], advice=found[2], evidence=e)
+    cause, finding, advice = _of_elimination(e)
+    return Diagnosis(cause=cause, finding=finding, advice=advice, evidence=e)
+
+
+_Found = tuple[Cause, str, str] | None
+
+
+def _of_versions(e: Evidence) -> _Found:
+    if e.fresh_version == e.policy_version:
+        return None
+    return (
+        Cause.STALE_WEIGHTS,
+        f"generation samples with weights of version {e.fresh_version}, the policy has version {e.policy_version}",
+        "the last weight sync did not reach every engine: look for its errors in the log, and restart the run",
+    )
+
+
+def _of_weights(e: Evidence) -> _Found:
+    different = sorted(e.weights.different.items(), key=lambda item: -item[1])
+    if not different:
+        return None
+    shown = ", ".join(f"{name} (by up to {value:.3g})" for name, value in different[:5])
+    if len(different) > MOST * e.weights.num_tensors:
+        return (
+            Cause.STALE_WEIGHTS,
+            f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy, although "
+            f"it calls them version {e.fresh_version}: {shown}",
+            "the weight sync did not take effect: check that one engine process serves one run, and restart the run",
+        )
+    return (
+        Cause.TENSOR,
+        f"{len(different)} of {e.weights.num_tensors} tensors of generation are not those of the policy: {shown}",
+        "these weights change after they are received: look at what the engine derives from them (fused, tied, padded "
+        "or quantised layers), and report it with the model's name",
+    )
+
+
+def _of_recorded(e: Evidence) -> _Found:
+    """Fresh completions agree: the fault is in the recorded samples, or there is none."""
+    if e.together_error > e.expected or e.alone_error > e.expected:
+        return None
+    oldest, newest = e.recorded_versions
+    if e.recorded_error <= e.expected:
+        return (
+            Cause.ROUNDING,
+            f"errors are up to {max(e.recorded_error, e.together_error):.6f}, and kernels in {e.precision} differ by "
+            f"up to {e.expected:g}",
+            "nothing; a threshold below this size cannot hold (logger.alarms.disagreement)",
+        )
+    if oldest < e.trained_version:
+        return (
+            Cause.STALE_WEIGHTS,
+            f"the worst samples are from weights of version {oldest} to {newest} and were trained at version "
+            f"{e.trained_version}; fresh completions agree",
+            "lower max_trajectory_age_steps or the learning rate, or correct with "
+            "loss_fn.use_importance_sampling_correction",
+        )
+    if e.recorded_changed == 0 < e.fresh_changed:
+        return (
+            Cause.TOKENIZER,
+            f"{e.fresh_changed} of {e.num_picked} fresh completions change when they are decoded and tokenised again, "
+            "and no recorded sample does: these were made from text, and their logprobs belong to other tokens",
+            "keep the token ids that the engine sampled; do not build samples from the text of answers",
+        )
+    return (
+        Cause.NOT_REPRODUCED,
+        "fresh completions of the same prompts agree, from the same weights, and the samples were kept as sampled",
+        "look at the samples of this step; if it comes again, record rollouts (rollout_record) and compare",
+    )
+
+
+def _of_batching(e: Evidence) -> _Found:
+    if not e.explains(e.alone_error, e.together_error):
+        return None
+    return (
+        Cause.BATCHING,
+        f"completions that are scored together have error {e.together_error:.5f}, each one alone {e.alone_error:.5f}: "
+        "neighbours in a micro-batch change each other",
+        "set policy.padding_free=false and policy.sequence_packing.enabled=false, and report the model's architecture",
+    )
+
+
+def _of_head(e: Evidence) -> _Found:
+    others = {variant: error for variant, error in e.variants.items() if variant != e.own}
+    if not others:
+        return None
+    best = min(others, key=lambda variant: others[variant])
+    if not e.explains(others[best]):
+        return None
+    if best.head_dtype is not None:
+        return (
+            Cause.HEAD_DTYPE,
+            f"with a head in {best.head_dtype} training computes what generation reports (error {others[best]:.5f} "
+            f"instead of {e.alone_error:.5f})",
+            "let the engine compute logits in float32 (policy.generation.vllm_kwargs.hf_overrides.head_dtype=float32)",
+        )
+    return (
+        Cause.SAMPLING,
+        f"with {_sampling(best)} training computes what generation reports (error {others[best]:.5f} instead of "
+        f"{e.alone_error:.5f}); training applies {_sampling(e.own)}",
+        "make both sides use the same policy.generation.temperature, top_p and top_k; logprobs of the engine must be "
+        "those of the processed distribution (logprobs_mode=processed_logprobs)",
+    )
+
+
+def _of_attention(e: Evidence) -> _Found:
+    if not e.explains(e.other_attention_error):
+        return None
+    return (
+        Cause.ATTENTION,
+        f"with the plain attention of transformers training agrees with generation (error "
+        f"{e.other_attention_error:.5f} instead of {e.alone_error:.5f}): training's own attention is wrong",
+        "set policy.padding_free=false, update the attention package, and report the model's architecture",
+    )
+
+
+def _of_routing(e: Evidence) -> _Found:
+    if not e.routed_otherwise:
+        return None
+    return (
+        Cause.ROUTING,
+        f"{e.routed_otherwise:.2%} of the tokens go to other experts in training than in generation",
+        "replay the routing of generation (policy.router_replay.enabled), which needs megatron_cfg.enabled",
+    )
+
+
+def _of_elimination(e: Evidence) -> tuple[Cause, str, str]:
+    """What is left when weights, batches, head, training's attention and routing are not it."""
+    positions = {key: value for key, value in e.settings.items() if key in POSITION_SETTINGS}
+    first = f"the first token after a prompt of one token differs by {e.first_token_alone:.2g}, late tokens by "
+    first += f"{e.last_quarter:.2g}"
+    if positions:
+        shown = "; ".join(f"{key}: training {ours}, generation {theirs}" for key, (ours, theirs) in positions.items())
+        return (
+            Cause.POSITIONS,
+            f"settings of positions differ: {shown} ({first})",
+            "set the same policy.hf_config_overrides and policy.generation.vllm_kwargs.hf_overrides",
+        )
+    if e.first_token_alone <= EXPLAINED * e.last_quarter:
+        return (
+            Cause.ATTENTION,
+            f"{first}: what differs mixes tokens, and two implementations of attention agree in training, so it is "
+            "generation's attention, its KV cache or its positions",
+            "choose another attention backend of the engine (policy.generation.vllm_kwargs.attention_config), and "
+            "kv_cache_dtype=auto",
+        )
+    compared = e.weights.not_compared or "weights are equal"
+    return (
+        Cause.KERNELS,
+        f"{first}, so it is no attention ({compared}; sampling parameters, head and batches do not explain it)",
+        "try the engine with enforce_eager=true, and compare layer by layer; layers in fp8 differ by design",
+    )
+
+
+def _sampling(variant: Variant) -> str:
+    return f"temperature {variant.temperature:g}, top-p {variant.top_p:g}, top-k {variant.top_k or 'off'}"
+
+
+# -- measuring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Investigator:
+    """Measures the evidence with the parts of a run. Nothing of the run changes but the rows that the policy holds."""
+
+    policy: PolicyInterface
+    generation: GenerationInterface
+    refit: WeightSync
+    rollouts: RolloutCollector
+    sampling: SamplingParams
+    others: Collection[SamplingParams]  # that generation might have used instead
+    precision: str
+    micro_batch_multiple: int
+
+    def investigate(self, groups: Sequence[GroupHandle], *, trained_version: int, policy_version: int) -> Diagnosis:
+        """Find out why the loaded rows, which are samples of `groups`, disagree with generation."""
+        self.policy.compute(Logprobs(), COLUMN)
+        where = {s.sample_id: (n, i) for n, group in enumerate(groups) for i, s in enumerate(group.samples)}
+        recorded = [row for row in self.policy.row_errors(COLUMN) if row.sample_id in where]
+        if not recorded:
+            raise ValueError("no sample of the step has sampled tokens")
+        size = self.policy.data_parallel_size * 2 * self.micro_batch_multiple
+        num = -(-NUM_PICKED // size) * size
+        worst = sorted(recorded, key=lambda row: -row.mult_errors[0])[:num]
+        picks = [where[worst[index % len(worst)].sample_id] for index in range(num)]
+        numbers = sorted({number for number, _ in picks})
+        probe = self.rollouts.probe(
+            ProbeRequest(
+                group_id=f"probe/{policy_version}",
+                picks=[(numbers.index(number), index) for number, index in picks * 2],
+                num_whole=num,
+                sampling=replace(self.sampling, max_new_tokens=min(MAX_NEW_TOKENS, self.sampling.max_new_tokens)),
+            ),
+            [groups[number] for number in numbers],
+        )
+        versions = [groups[number].samples[index].weight_version for number, index in picks]
+        measured = self._measure(probe.handle)
+        return name_cause(
+            Evidence(
+                recorded_error=_mean(worst),
+                recorded_versions=(min(versions), max(versions)),
+                trained_version=trained_version,
+                policy_version=policy_version,
+                fresh_version=min(sample.weight_version for sample in probe.handle.samples),
+                own=_variant(self.sampling),
+                weights=self._compare_weights(),
+                settings=_differences(self.policy.describe_model(), self.generation.describe_model()),
+                recorded_changed=probe.num_recorded_changed,
+                fresh_changed=probe.num_fresh_changed,
+                num_picked=len(picks),
+                precision=self.precision,
+                **measured,
+            )
+        )
+
+    def _compare_weights(self) -> WeightComparison:
+        try:
+            return self.refit.compare()
+        except RefitError as error:
+            return WeightComparison(not_compared=str(error))
+
+    def _measure(self, probe: GroupHandle) -> dict[str, Any]:
+        """Score fresh completions, of which the second half follows prompts of one token."""
+        half = len(probe.samples) // 2
+        long, short = (range(half), range(half, 2 * half))
+        own = _variant(self.sampling)
+        self.policy.load(self._plan(probe, long, size=2))
+        self.policy.compute(Logprobs(), COLUMN)
+        found: dict[str, Any] = {"together_error": _mean(self.policy.row_errors(COLUMN))}
+        self.policy.load(self._plan(probe, short, size=1))
+        self.policy.compute(Logprobs(), COLUMN)
+        firsts = [row.first_token for row in self.policy.row_errors(COLUMN)]
+        found["first_token_alone"] = sum(firsts) / len(firsts)
+        self.policy.load(self._plan(probe, long, size=1))
+        self.policy.compute(Logprobs(), COLUMN)
+        rows = self.policy.row_errors(COLUMN)
+        found |= {"alone_error": _mean(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
+        variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *_head_variants(own)]))
+        self.policy.compute(VariantLogprobs(variants), COLUMN)
+        rows = self.policy.row_errors(COLUMN)
+        found["variants"] = {variant: _mean(rows, number) for number, variant in enumerate(variants)}
+        has_other = self.policy.compute_with_other_attention(Logprobs(), COLUMN)
+        found["other_attention_error"] = _mean(self.policy.row_errors(COLUMN)) if has_other else None
+        found["routed_otherwise"] = self.policy.routed_otherwise(Logprobs())
+        return found
+
+    def _plan(self, probe: GroupHandle, samples: range, *, size: int) -> BatchPlan:
+        """Samples dealt to the ranks, in micro-batches of `size`."""
+        num_ranks, ranks = self.policy.data_parallel_size, []
+        for rank in range(num_ranks):
+            own = [
+                PlannedSample(group=0, index=i, lengths=(probe.samples[i].length,), advantage=0.0, mask=1.0)
+                for i in samples[rank::num_ranks]
+            ]
+            batches: list[MicroBatch] = [own[start : start + size] for start in range(0, len(own), size)]
+            ranks.append(RankPlan(train=[], logprobs=batches))
+        return BatchPlan(groups=[probe.ref], ranks=ranks)
+
+
+def _variant(sampling: SamplingParams) -> Variant:
+    return Variant(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+
+
+def _sampling_variants(own: SamplingParams, others: Collection[SamplingParams]) -> list[Variant]:
+    """What is left when one parameter is not applied, other parameters of the run, and a range of temperatures."""
+    plain = replace(own, top_k=None, top_p=1.0)
+    partly = [replace(own, temperature=1.0), plain, replace(own, top_k=None), replace(own, top_p=1.0), *others]
+    return [_variant(each) for each in (*partly, *(replace(plain, temperature=value) for value in TEMPERATURES))]
+
+
+def _head_variants(own: Variant) -> list[Variant]:
+    return [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
+
+
+def _mean(rows: Sequence[RowErrors], number: int = 0) -> float:
+    """Over all tokens of the rows."""
+    total = sum(row.num_tokens for row in rows)
+    return sum(row.num_tokens * row.mult_errors[number] for row in rows) / total
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings that both sides have, with different values."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(ours.keys() & theirs.keys()):
+        one, other = ours[key], theirs[key]
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found |= {key: (one, other)} if _differences(one, other) else {}
+        elif one != other:
+            found[key] = (one, other)
+    return found
+
+
+def investigate(trainer: RolloutTrainer, groups: Sequence[GroupHandle], *, trained_version: int) -> Diagnosis:
+    """Investigate the samples of the loaded plan, whose `groups` a trainer has, after its weight sync."""
+    assert trainer.generation is not None
+    config = trainer.run.policy
+    return Investigator(
+        policy=trainer.policy,
+        generation=trainer.generation,
+        refit=trainer.refit,
+        rollouts=trainer.rollouts,
+        sampling=trainer.requests.sampling,
+        others=[trainer.val_sampling],
+        precision=config.precision,
+        micro_batch_multiple=config.backend_cfg.micro_batch_multiple,
+    ).investigate(groups, trained_version=trained_version, policy_version=trainer.version)

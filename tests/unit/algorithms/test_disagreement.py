@@ -1,0 +1,404 @@
+"""Why training and generation disagree: each fault is put into a real policy or a real generator, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, Investigator
+from nemo_rl.models.policy.attention import CuSeqlens
+from nemo_rl.models.policy.batch.row_layout import ModelBatch, RowLayout
+from nemo_rl.models.policy.dtensor.worker import DTensorPolicyWorker, GeneratingPolicyWorker
+from nemo_rl.models.policy.generate import GenerationSettings
+from nemo_rl.models.policy.head.tasks import HeadTask
+from nemo_rl.models.policy.head.variants import _logits
+from nemo_rl.refit.layout import Segment, WeightComparison
+from nemo_rl.refit.transfer import largest_difference
+from nemo_rl.rollouts.rollout_worker import Probe, ProbeRequest
+from nemo_rl.types import (
+    BatchPlan,
+    GenerationRequest,
+    GroupHandle,
+    RolloutGroup,
+    Sample,
+    SampleMeta,
+    SampleStatus,
+    SamplingParams,
+)
+from tests.unit.policy.steps import VOCAB, policy_config, save_model, whole_weights, worker_settings
+from tests.worlds import run_world
+
+SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8)
+BROKEN = "broken_attention"
+
+
+def broken_attention(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Scores are a quarter larger than they should be."""
+    return sdpa_attention_forward(module, query * 1.25, *args, **kwargs)
+
+
+AttentionInterface.register(BROKEN, broken_attention)
+AttentionMaskInterface.register(BROKEN, sdpa_mask)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen3-moe"):
+        save_model(family, path / family)
+    return path
+
+
+class LocalPolicy:
+    """A policy of one rank in this process."""
+
+    data_parallel_size = 1
+
+    def __init__(self, worker: DTensorPolicyWorker) -> None:
+        self.worker = worker
+
+    def load(self, plan: BatchPlan) -> None:
+        self.worker.load(plan.ranks[0], list(range(len(plan.groups))), *plan.groups)
+
+    def compute(self, task: HeadTask, column: str) -> None:
+        self.worker.compute(task, column)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.worker, name)
+
+
+@dataclass
+class LocalEngine:
+    """A generator in this process: what generation, weight sync and rollouts are to an investigation."""
+
+    worker: GeneratingPolicyWorker
+    policy: DTensorPolicyWorker
+    version: int = 3
+    ignores: dict[str, Any] = field(default_factory=dict)  # sampling parameters it uses whatever a request says
+    chosen: Callable[[Sample], np.ndarray] | None = None  # the experts it reports
+
+    def draw(self, prompts: Sequence[list[int]], sampling: SamplingParams, name: str) -> RolloutGroup:
+        sampling = replace(sampling, **self.ignores)
+        requests = [
+            GenerationRequest(request_id=f"{name}/{i}", prompt_token_ids=prompt, sampling=sampling, seed=i)
+            for i, prompt in enumerate(prompts)
+        ]
+        answers = {a.request_id: a.completion for a in self.worker.generate(requests, self.version)}
+        samples = []
+        for request in requests:
+            completion, prompt = answers[request.request_id], request.prompt_token_ids
+            assert completion is not None
+            ids, drawn = prompt + completion.token_ids, len(completion.token_ids)
+            meta = SampleMeta(
+                sample_id=request.request_id,
+                status=SampleStatus.COMPLETED,
+                length=len(ids),
+                num_prompt_tokens=len(prompt),
+                num_generated_tokens=drawn,
+                num_turns=1,
+                reward=0.0,
+                weight_version=completion.weight_version,
+            )
+            samples.append(
+                Sample(
+                    meta=meta,
+                    token_ids=np.array(ids),
+                    token_mask=np.arange(len(ids)) >= len(prompt),
+                    generation_logprobs=np.array([0.0] * len(prompt) + completion.logprobs, dtype=np.float32),
+                )
+            )
+            if self.chosen is not None:
+                samples[-1].routed_experts = self.chosen(samples[-1])
+        return RolloutGroup(group_id=name, prompt_id=name, samples=samples)
+
+    def probe(self, request: ProbeRequest, handles: Sequence[GroupHandle]) -> Probe:
+        picked = [handles[number].ref.samples[index] for number, index in request.picks]
+        ends = [s.meta.num_prompt_tokens if i < request.num_whole else 1 for i, s in enumerate(picked)]
+        prompts = [s.token_ids[:end].tolist() for s, end in zip(picked, ends, strict=True)]
+        fresh = self.draw(prompts, request.sampling, request.group_id)
+        whole = slice(0, request.num_whole)
+        return Probe(
+            handle=handle_of(fresh),
+            num_recorded_changed=sum(not survives_text(s) for s in picked[whole]),
+            num_fresh_changed=sum(not survives_text(s) for s in fresh.samples[whole]),
+        )
+
+    def describe_model(self) -> dict[str, Any]:
+        return self.worker.describe_model()
+
+    def compare(self) -> WeightComparison:
+        ours, theirs = whole_weights(self.policy), whole_weights(self.worker)
+        found = {
+            name: largest_difference(value, [Segment(tuple(value.shape), value.stride(), 0, theirs[name])])
+            for name, value in ours.items()
+        }
+        return WeightComparison(num_tensors=len(ours), different={k: v for k, v in found.items() if v > 0})
+
+
+def handle_of(group: RolloutGroup) -> GroupHandle:
+    metas = [sample.meta for sample in group.samples]
+    return GroupHandle(group_id=group.group_id, prompt_id="p", task_name="t", ref=group, samples=metas)
+
+
+def survives_text(sample: Sample) -> bool:
+    """The text of token n is n % 60 "a"s, so that each of two tokens has the text of the other, and one wins."""
+    return bool((sample.token_ids[sample.token_mask] < 60).all())
+
+
+@dataclass
+class Pair:
+    """What a fault may change before the samples are drawn."""
+
+    policy: DTensorPolicyWorker
+    engine: LocalEngine
+    config: Any
+
+
+Fault = Callable[[Pair], None]
+
+
+def examine(
+    model: Path,
+    fault: Fault = lambda pair: None,
+    *,
+    sampling: SamplingParams = SAMPLING,
+    after: Callable[[Pair, RolloutGroup], RolloutGroup] = lambda pair, group: group,
+    padding_free: bool | None = None,
+    engine_changes: dict[str, Any] | None = None,
+    trained_version: int = 3,
+) -> Diagnosis:
+    """Draw samples with the faulty pair and investigate them. `after` changes what is recorded, or the pair."""
+
+    def rank_main(rank: int, world: int) -> Diagnosis:
+        config = policy_config(padding_free=padding_free)
+        policy = DTensorPolicyWorker(config, worker_settings(model, sampling=sampling))
+        worker = GeneratingPolicyWorker(
+            policy_config(**(engine_changes or {})), worker_settings(model, sampling=sampling, init_optimizer=False)
+        )
+        pair = Pair(policy, LocalEngine(worker, policy), config)
+        fault(pair)
+        worker.prepare_generation(
+            GenerationSettings(
+                max_model_len=64,
+                max_batch_size=8,
+                end_token_id=VOCAB + 1,
+                special_token_ids=frozenset(),
+                decode=str,
+            )
+        )
+        generator = np.random.default_rng(0)
+        prompts = [generator.integers(2, VOCAB, 4 + 2 * i).tolist() for i in range(8)]
+        handle = handle_of(after(pair, pair.engine.draw(prompts, sampling, "0")))
+        local: Any = LocalPolicy(policy)
+        engine: Any = pair.engine
+        investigator = Investigator(
+            policy=local,
+            generation=engine,
+            refit=engine,
+            rollouts=engine,
+            sampling=sampling,
+            others=[],
+            precision="float32",
+            micro_batch_multiple=1,
+        )
+        local.load(investigator._plan(handle, range(len(handle.samples)), size=2))
+        return investigator.investigate([handle], trained_version=trained_version, policy_version=3)
+
+    return run_world(rank_main, 1, timeout=120)[0]
+
+
+@torch.no_grad()
+def change(worker: DTensorPolicyWorker, *, only: str = "") -> None:
+    for name, parameter in worker.stages[0].named_parameters():
+        if only in name:
+            local = parameter.to_local()
+            local.add_(torch.randn(local.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+
+
+def test_a_sound_pair_differs_by_rounding_only(models):
+    found = examine(models / "llama")
+    assert found.cause == Cause.ROUNDING
+    assert found.evidence.together_error < 1.00001 and found.evidence.settings == {}
+    assert found.evidence.weights.num_tensors > 10 and not found.evidence.weights.different
+
+
+def test_a_temperature_that_generation_does_not_apply_is_named(models):
+    found = examine(models / "llama", lambda pair: pair.engine.ignores.update(temperature=1.3))
+    assert found.cause == Cause.SAMPLING
+    assert "with temperature 1.3, top-p 1, top-k off" in found.finding and "applies temperature 0.8" in found.finding
+
+
+@pytest.mark.parametrize("applied", [{"top_k": 5}, {"top_p": 0.5}])
+def test_a_filter_that_one_side_does_not_apply_is_named(models, applied):
+    without = {"top_k": None, "top_p": 1.0}
+    found = examine(
+        models / "llama", lambda pair: pair.engine.ignores.update(without), sampling=replace(SAMPLING, **applied)
+    )
+    assert found.cause == Cause.SAMPLING
+    assert "with temperature 0.8, top-p 1, top-k off training computes what generation reports" in found.finding
+
+
+def test_a_tensor_that_differs_after_the_refit_is_named(models):
+    found = examine(models / "llama", lambda pair: change(pair.engine.worker, only="layers.1.mlp.up_proj"))
+    assert found.cause == Cause.TENSOR
+    assert "1 of 21 tensors" in found.finding and "model.layers.1.mlp.up_proj.weight (by up to 0." in found.finding
+
+
+def test_weights_that_are_others_as_a_whole_are_stale(models):
+    found = examine(models / "llama", lambda pair: change(pair.engine.worker))
+    assert found.cause == Cause.STALE_WEIGHTS
+    assert "21 of 21 tensors" in found.finding and "version 3" in found.finding
+
+
+def test_an_engine_of_an_older_version_is_stale(models):
+    def fault(pair: Pair) -> None:
+        pair.engine.version = 2
+        change(pair.engine.worker)
+
+    found = examine(models / "llama", fault)
+    assert found.cause == Cause.STALE_WEIGHTS
+    assert "weights of version 2, the policy has version 3" in found.finding
+
+
+def test_samples_of_old_weights_are_stale_although_the_engine_is_fresh(models):
+    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+        for sample in group.samples:
+            sample.meta.weight_version = 1
+        for worker in (pair.policy, pair.engine.worker):
+            change(worker)
+        return group
+
+    found = examine(models / "llama", after=after)
+    assert found.cause == Cause.STALE_WEIGHTS
+    assert "weights of version 1 to 1 and were trained at version 3" in found.finding
+
+
+def test_tokens_that_were_made_from_text_are_named(models):
+    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+        for sample in group.samples:
+            sample.token_ids = np.where(sample.token_mask, sample.token_ids % 60, sample.token_ids)
+        return group
+
+    found = examine(models / "llama", after=after)
+    assert found.cause == Cause.TOKENIZER
+    assert "change when they are decoded and tokenised again, and no recorded sample does" in found.finding
+
+
+def test_samples_with_other_logprobs_and_no_known_cause_are_not_explained_away(models):
+    def after(pair: Pair, group: RolloutGroup) -> RolloutGroup:
+        for sample in group.samples:
+            sample.generation_logprobs = sample.generation_logprobs * 1.5
+        return group
+
+    assert examine(models / "llama", after=after).cause == Cause.NOT_REPRODUCED
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakyLayout(RowLayout):
+    """Sequences that lie end to end see each other."""
+
+    def build(self, *args: Any, **kwargs: Any) -> ModelBatch:
+        batch = super().build(*args, **kwargs)
+        assert batch.cu_seqlens is not None
+        return replace(batch, cu_seqlens=CuSeqlens.of([batch.input_ids.numel()]))
+
+
+def test_neighbours_that_leak_into_each_other_are_named(models):
+    def fault(pair: Pair) -> None:
+        pair.policy.layout = LeakyLayout(padding_free=True)
+
+    found = examine(models / "llama", fault, padding_free=True)
+    assert found.cause == Cause.BATCHING
+    assert found.evidence.alone_error < 1.00001 < found.evidence.together_error
+
+
+def test_attention_of_training_that_is_wrong_is_named(models):
+    def fault(pair: Pair) -> None:
+        pair.policy.parts[0].config._attn_implementation = BROKEN
+
+    found = examine(models / "llama", fault, padding_free=False)
+    assert found.cause == Cause.ATTENTION and "training's own attention is wrong" in found.finding
+
+
+def test_attention_of_generation_that_is_wrong_is_named(models):
+    def fault(pair: Pair) -> None:
+        pair.engine.worker.parts[0].config._attn_implementation = BROKEN
+
+    found = examine(models / "llama", fault)
+    assert found.cause == Cause.ATTENTION and "generation's attention" in found.finding
+
+
+def test_a_head_in_another_dtype_is_named(models):
+    def next_logits(self: Any, input_ids: Any, position_ids: Any, temperature: float, **how: Any) -> torch.Tensor:
+        states = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=True, **how)
+        head = replace(self.output_head(), temperature=1.0)
+        return _logits(states.last_hidden_state[:, -1], head, "bfloat16") / temperature
+
+    def fault(pair: Pair) -> None:
+        [stage] = pair.engine.worker.stages
+        stage.next_logits = MethodType(next_logits, stage)
+
+    found = examine(models / "llama", fault)
+    assert found.cause == Cause.HEAD_DTYPE and "with a head in bfloat16" in found.finding
+
+
+def test_another_rope_is_named(models):
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}}
+    found = examine(models / "llama", engine_changes={"hf_config_overrides": rope})
+    assert found.cause == Cause.POSITIONS
+    assert "rope_parameters: training {'rope_theta': 10000.0" in found.finding and "100.0" in found.finding
+
+
+def test_kernels_that_mix_no_tokens_are_told_from_attention(models):
+    def fault(pair: Pair) -> None:
+        layer = pair.engine.worker.parts[0].model.layers[0]
+        layer.mlp.register_forward_hook(lambda module, args, output: output * 1.1)
+
+    found = examine(models / "llama", fault)
+    assert found.cause == Cause.KERNELS and "so it is no attention" in found.finding
+
+
+def test_tokens_that_go_to_other_experts_are_counted_and_named(models):
+    """The engine's router takes the next expert where it is sure of its first."""
+    num_experts = 4
+
+    def routers(worker: DTensorPolicyWorker) -> Iterator[torch.nn.Module]:
+        return (layer.mlp.gate for layer in worker.parts[0].model.layers)
+
+    def fault(pair: Pair) -> None:
+        chosen: list[torch.Tensor] = []
+
+        def reroute(router: Any, args: Any, output: Any) -> Any:
+            logits, weights, experts = output
+            is_sure = logits.view(-1, num_experts).softmax(dim=-1).amax(dim=-1, keepdim=True) > 0.6
+            experts = torch.where(is_sure, (experts + 1) % num_experts, experts)
+            chosen.append(experts)
+            return logits, weights, experts
+
+        for router in routers(pair.engine.worker):
+            router.register_forward_hook(reroute)
+
+        @torch.no_grad()
+        def report(sample: Sample) -> np.ndarray:
+            chosen.clear()
+            ids = torch.from_numpy(sample.token_ids)[None]
+            model = pair.engine.worker.parts[0]
+            with pair.engine.worker.decoder.active():  # type: ignore[union-attr]
+                model.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False)
+            return torch.stack(chosen, dim=1).numpy().astype(np.uint8)[:-1]
+
+        pair.engine.chosen = report
+
+    found = examine(models / "qwen3-moe", fault)
+    assert found.cause == Cause.ROUTING and "of the tokens go to other experts" in found.finding
+    assert 0.0 < found.evidence.routed_otherwise < 1.0
