@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from nemo_rl.algorithms.losses.aggregate import masked_row_mean, token_mean
+from nemo_rl.algorithms.losses.aggregate import masked_max, masked_row_mean, token_mean
 
 KLType = Literal["k1", "k2", "k3"]
 TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
@@ -133,4 +133,4 @@ def agreement_metrics(
     }
     metrics = {name: token_mean(values, mask, global_valid_toks) for name, values in per_token.items()}
     of_rows = masked_row_mean(per_token["token_mult_prob_error"], mask)
-    return metrics | {"sample_mult_prob_error_max": of_rows.max().clamp(min=1.0)}  # 1 if no row has a token
+    return metrics | {"sample_mult_prob_error_max": masked_max(of_rows, mask.sum(-1) > 0)}

@@ -61,22 +61,42 @@ class Cause(StrEnum):
     NOT_REPRODUCED = "not reproduced"
 
 
+@dataclass(frozen=True)
+class Error:
+    """How far logprobs of training are from those of generation, over sampled tokens."""
+
+    mult: float  # mean exp(|difference|), as `token_mult_prob_error`
+    mean: float  # mean |difference|, which a few tokens do not decide
+
+    @classmethod
+    def of(cls, rows: Sequence[RowErrors], number: int = 0) -> Error:
+        """Over all tokens of the rows, for one of the numbers of each token."""
+        total = sum(row.num_tokens for row in rows)
+        return cls(
+            mult=sum(row.num_tokens * row.mult_errors[number] for row in rows) / total,
+            mean=sum(row.num_tokens * row.mean_errors[number] for row in rows) / total,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.mult:.5f}" if self.mult < 100 else f"{self.mult:.3g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What an investigation measured. Errors are means of exp(|training - generation|) over sampled tokens."""
+    """What an investigation measured."""
 
-    recorded_error: float  # of the worst samples of the step, under the present weights
+    recorded_error: Error  # of the worst samples of the step, under the present weights
     recorded_versions: tuple[int, int]  # oldest and newest weights that sampled them
     trained_version: int  # weights that the step began with
     policy_version: int  # present
     fresh_version: int  # oldest weights that sampled the fresh completions
-    together_error: float  # of fresh completions, padded or packed together as in training
-    alone_error: float  # the same completions, each in a micro-batch of its own
+    together_error: Error  # of fresh completions, padded or packed together as in training
+    alone_error: Error  # the same completions, each in a micro-batch of its own
     first_token_alone: float  # mean |difference| of the first token after one token, where attention has no choice
     last_quarter: float  # mean |difference| over the last tokens of completions
     own: Variant  # sampling parameters of training
-    variants: Mapping[Variant, float]  # errors of the completions alone, under other settings of the head
-    other_attention_error: float | None = None  # with a second implementation; None: the backend has none
+    variants: Mapping[Variant, Error]  # errors of the completions alone, under other settings of the head
+    other_attention_error: Error | None = None  # with a second implementation; None: the backend has none
     weights: WeightComparison
     settings: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)  # that differ: (training, generation)
     routed_otherwise: float | None = None  # share of tokens with other experts; None: unknown
@@ -90,10 +110,10 @@ class Evidence:
         """The error that rounding explains."""
         return EXPECTED[self.precision]
 
-    def explains(self, error: float | None, base: float | None = None) -> bool:
+    def explains(self, error: Error | None, base: Error | None = None) -> bool:
         """Whether a changed computation with this `error` removes the error `base` (default: alone)."""
         base = self.alone_error if base is None else base
-        return error is not None and error - 1.0 <= max(EXPLAINED * (base - 1.0), (self.expected - 1.0) / 10)
+        return error is not None and error.mean <= max(EXPLAINED * base.mean, (self.expected - 1.0) / 10)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,18 +128,23 @@ class Diagnosis:
     def __str__(self) -> str:
         e = self.evidence
         lines = [
-            f"training and generation disagree: {self.cause}",
+            f"training and generation disagree: {self.cause}"
+            if self.cause is not Cause.ROUNDING
+            else "training and generation agree, to the rounding of their kernels",
             f"  found  {self.finding}",
             f"  do     {self.advice}",
-            f"  error  worst samples of the step {e.recorded_error:.5f}; fresh completions as in training "
-            f"{e.together_error:.5f}, alone {e.alone_error:.5f}; {e.precision} explains {e.expected:g}",
+            f"  error  worst samples of the step {e.recorded_error}; fresh completions as in training "
+            f"{e.together_error}, alone {e.alone_error}; {e.precision} explains {e.expected:g}",
         ]
         return "\n".join(lines)
 
     def to_json(self) -> str:
         """All of it, for the log folder."""
         evidence = dataclasses.asdict(replace(self.evidence, variants={}))
-        evidence["variants"] = [{**dataclasses.asdict(v), "error": e} for v, e in self.evidence.variants.items()]
+        evidence["variants"] = [
+            {**dataclasses.asdict(variant), **dataclasses.asdict(error)}
+            for variant, error in self.evidence.variants.items()
+        ]
         text = {"cause": self.cause, "finding": self.finding, "advice": self.advice, "evidence": evidence}
         return json.dumps(text, indent=2, default=str)
 
@@ -168,14 +193,14 @@ def _of_weights(e: Evidence) -> _Found:
 
 def _of_recorded(e: Evidence) -> _Found:
     """Fresh completions agree: the fault is in the recorded samples, or there is none."""
-    if e.together_error > e.expected or e.alone_error > e.expected:
+    if e.together_error.mult > e.expected or e.alone_error.mult > e.expected:
         return None
     oldest, newest = e.recorded_versions
-    if e.recorded_error <= e.expected:
+    if e.recorded_error.mult <= e.expected:
         return (
             Cause.ROUNDING,
-            f"errors are up to {max(e.recorded_error, e.together_error):.6f}, and kernels in {e.precision} differ by "
-            f"up to {e.expected:g}",
+            f"errors are up to {max(e.recorded_error.mult, e.together_error.mult):.6f}, and kernels in {e.precision} "
+            f"differ by up to {e.expected:g}",
             "nothing; a threshold below this size cannot hold (logger.alarms.disagreement)",
         )
     if oldest < e.trained_version:
@@ -205,7 +230,7 @@ def _of_batching(e: Evidence) -> _Found:
         return None
     return (
         Cause.BATCHING,
-        f"completions that are scored together have error {e.together_error:.5f}, each one alone {e.alone_error:.5f}: "
+        f"completions that are scored together have error {e.together_error}, each one alone {e.alone_error}: "
         "neighbours in a micro-batch change each other",
         "set policy.padding_free=false and policy.sequence_packing.enabled=false, and report the model's architecture",
     )
@@ -215,20 +240,20 @@ def _of_head(e: Evidence) -> _Found:
     others = {variant: error for variant, error in e.variants.items() if variant != e.own}
     if not others:
         return None
-    best = min(others, key=lambda variant: others[variant])
+    best = min(others, key=lambda variant: others[variant].mean)
     if not e.explains(others[best]):
         return None
     if best.head_dtype is not None:
         return (
             Cause.HEAD_DTYPE,
-            f"with a head in {best.head_dtype} training computes what generation reports (error {others[best]:.5f} "
-            f"instead of {e.alone_error:.5f})",
+            f"with a head in {best.head_dtype} training computes what generation reports (error {others[best]} "
+            f"instead of {e.alone_error})",
             "let the engine compute logits in float32 (policy.generation.vllm_kwargs.hf_overrides.head_dtype=float32)",
         )
     return (
         Cause.SAMPLING,
-        f"with {_sampling(best)} training computes what generation reports (error {others[best]:.5f} instead of "
-        f"{e.alone_error:.5f}); training applies {_sampling(e.own)}",
+        f"with {_sampling(best)} training computes what generation reports (error {others[best]} instead of "
+        f"{e.alone_error}); training applies {_sampling(e.own)}",
         "make both sides use the same policy.generation.temperature, top_p and top_k; logprobs of the engine must be "
         "those of the processed distribution (logprobs_mode=processed_logprobs)",
     )
@@ -240,7 +265,7 @@ def _of_attention(e: Evidence) -> _Found:
     return (
         Cause.ATTENTION,
         f"with the plain attention of transformers training agrees with generation (error "
-        f"{e.other_attention_error:.5f} instead of {e.alone_error:.5f}): training's own attention is wrong",
+        f"{e.other_attention_error} instead of {e.alone_error}): training's own attention is wrong",
         "set policy.padding_free=false, update the attention package, and report the model's architecture",
     )
 
@@ -328,7 +353,7 @@ class Investigator:
         measured = self._measure(probe.handle)
         return name_cause(
             Evidence(
-                recorded_error=_mean(worst),
+                recorded_error=Error.of(worst),
                 recorded_versions=(min(versions), max(versions)),
                 trained_version=trained_version,
                 policy_version=policy_version,
@@ -357,7 +382,7 @@ class Investigator:
         own = _variant(self.sampling)
         self.policy.load(self._plan(probe, long, size=2))
         self.policy.compute(Logprobs(), COLUMN)
-        found: dict[str, Any] = {"together_error": _mean(self.policy.row_errors(COLUMN))}
+        found: dict[str, Any] = {"together_error": Error.of(self.policy.row_errors(COLUMN))}
         self.policy.load(self._plan(probe, short, size=1))
         self.policy.compute(Logprobs(), COLUMN)
         firsts = [row.first_token for row in self.policy.row_errors(COLUMN)]
@@ -365,13 +390,13 @@ class Investigator:
         self.policy.load(self._plan(probe, long, size=1))
         self.policy.compute(Logprobs(), COLUMN)
         rows = self.policy.row_errors(COLUMN)
-        found |= {"alone_error": _mean(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
+        found |= {"alone_error": Error.of(rows), "last_quarter": sum(row.last_quarter for row in rows) / len(rows)}
         variants = tuple(dict.fromkeys([own, *_sampling_variants(self.sampling, self.others), *_head_variants(own)]))
         self.policy.compute(VariantLogprobs(variants), COLUMN)
         rows = self.policy.row_errors(COLUMN)
-        found["variants"] = {variant: _mean(rows, number) for number, variant in enumerate(variants)}
+        found["variants"] = {variant: Error.of(rows, number) for number, variant in enumerate(variants)}
         has_other = self.policy.compute_with_other_attention(Logprobs(), COLUMN)
-        found["other_attention_error"] = _mean(self.policy.row_errors(COLUMN)) if has_other else None
+        found["other_attention_error"] = Error.of(self.policy.row_errors(COLUMN)) if has_other else None
         found["routed_otherwise"] = self.policy.routed_otherwise(Logprobs())
         return found
 
@@ -401,12 +426,6 @@ def _sampling_variants(own: SamplingParams, others: Collection[SamplingParams]) 
 
 def _head_variants(own: Variant) -> list[Variant]:
     return [replace(own, head_dtype=dtype) for dtype in HEAD_DTYPES]
-
-
-def _mean(rows: Sequence[RowErrors], number: int = 0) -> float:
-    """Over all tokens of the rows."""
-    total = sum(row.num_tokens for row in rows)
-    return sum(row.num_tokens * row.mult_errors[number] for row in rows) / total
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -228,7 +228,7 @@ def change(worker: DTensorPolicyWorker, *, only: str = "") -> None:
 def test_a_sound_pair_differs_by_rounding_only(models):
     found = examine(models / "llama")
     assert found.cause == Cause.ROUNDING
-    assert found.evidence.together_error < 1.00001 and found.evidence.settings == {}
+    assert found.evidence.together_error.mult < 1.00001 and found.evidence.settings == {}
     assert found.evidence.weights.num_tensors > 10 and not found.evidence.weights.different
 
 
@@ -319,7 +319,7 @@ def test_neighbours_that_leak_into_each_other_are_named(models):
 
     found = examine(models / "llama", fault, padding_free=True)
     assert found.cause == Cause.BATCHING
-    assert found.evidence.alone_error < 1.00001 < found.evidence.together_error
+    assert found.evidence.alone_error.mult < 1.00001 < found.evidence.together_error.mult
 
 
 def test_attention_of_training_that_is_wrong_is_named(models):

@@ -167,8 +167,15 @@ def test_untied_float32_and_what_must_be_refused(ray_local: None, tmp_path: Path
         assert logprob_difference(policy.model, generation, 0) < 1e-5
         change(policy.model, 1)
         assert logprob_difference(policy.model, generation, 0) > 0.1, "this test would see stale weights"
+        changed = refit.compare()
+        assert len(changed.different) == changed.num_tensors == len(refit.layout.tensors)
         refit.sync(1)
         assert logprob_difference(policy.model, generation, 1) < 1e-5
+        assert refit.compare().different == {}
+        with torch.no_grad():
+            policy.model.get_parameter("model.layers.0.self_attn.k_proj.weight")[3, 5] += 0.5
+        assert refit.compare().different == {"model.layers.0.self_attn.k_proj.weight": pytest.approx(0.5, rel=1e-5)}
+        assert generation.describe_model()["vocab_size"] == 300
 
         victim = "model.layers.1.mlp.up_proj.weight"
         names = [meta.name for meta in policy.sender.layout.tensors]

@@ -103,13 +103,15 @@ def scored_sequences(
 class RowErrors:
     """How far logprobs of training are from those of generation, over the sampled tokens of one row.
 
-    `mult_errors`: mean exp(|difference|) for each number that the column has per token; 1 is perfect. The others are
-    |differences| of the first number: of the first sampled token, mean over the last quarter of the tokens, largest.
+    `mult_errors` and `mean_errors`: means of exp(|difference|), where 1 is perfect, and of |difference|, for each
+    number that the column has per token. The others are |differences| of the first number: of the first sampled token,
+    mean over the last quarter of the tokens, largest.
     """
 
     sample_id: str
     num_tokens: int
     mult_errors: tuple[float, ...]
+    mean_errors: tuple[float, ...]
     first_token: float
     last_quarter: float
     worst_token: float
@@ -128,6 +130,7 @@ def row_errors(row: Row, column: str) -> RowErrors:
         sample_id=row.sample_id,
         num_tokens=len(difference),
         mult_errors=tuple(difference.exp().mean(dim=0).tolist()),
+        mean_errors=tuple(difference.mean(dim=0).tolist()),
         first_token=difference[0, 0].item(),
         last_quarter=difference[-quarter:, 0].mean().item(),
         worst_token=difference[:, 0].max().item(),

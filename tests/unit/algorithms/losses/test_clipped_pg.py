@@ -354,6 +354,7 @@ def test_metric_names_and_detachment():
         *("loss", "probs_ratio", "probs_ratio_clamped", "kl_penalty", "clip_fraction", "approx_entropy"),
         *("probs_ratio_min", "probs_ratio_max", "probs_ratio_clamped_min", "probs_ratio_clamped_max"),
         *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error"),
+        "sample_mult_prob_error_max",
         *("sampling_importance_ratio", "is_oob_ratio", "num_valid_samples"),
     }
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())

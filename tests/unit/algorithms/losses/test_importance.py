@@ -60,7 +60,16 @@ def test_agreement_of_equal_distributions_is_perfect():
         "gen_kl_error": 0.0,
         "policy_kl_error": 0.0,
         "js_divergence_error": pytest.approx(0.0, abs=1e-6),
+        "sample_mult_prob_error_max": pytest.approx(1.0),
     }
+
+
+def test_the_worst_sample_is_seen_among_others():
+    prev = torch.zeros(3, 4)
+    gen = torch.tensor([[0.0] * 4, [0.0, 0.0, -1.0, -1.0], [-9.0] * 4])
+    mask = torch.tensor([[1.0] * 4, [1.0] * 4, [0.0] * 4])
+    metrics = agreement_metrics(prev, gen * mask, mask, mask.sum())
+    assert metrics["sample_mult_prob_error_max"].item() == pytest.approx((2 + 2 * math.e) / 4)
 
 
 def test_agreement_by_hand():

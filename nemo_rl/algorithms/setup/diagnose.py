@@ -1,0 +1,76 @@
+"""From a checkpoint to the reason why training and generation disagree on it, outside of a run."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
+from nemo_rl.algorithms.setup.launch import launch
+from nemo_rl.algorithms.setup.rollouts import RolloutInputs, build_rollouts, prepare_rollouts, start_trainer
+from nemo_rl.algorithms.trainers.disagreement import Cause, Diagnosis, investigate
+from nemo_rl.algorithms.trainers.rollout_trainer import RolloutParts, RolloutTrainer
+from nemo_rl.algorithms.trainers.trainer import RunTools
+from nemo_rl.utils.config import CheckpointingConfig
+
+NUM_PROMPTS = 8  # at least
+
+
+class DiagnosticRun(RolloutTrainer):
+    """Its one step samples prompts and compares both sides on them. The weights are those of a checkpoint."""
+
+    def __init__(
+        self,
+        config: GRPOMasterConfig,
+        tools: RunTools,
+        parts: RolloutParts,
+        *,
+        checkpoint: Path | None,
+        found: list[Diagnosis],
+    ) -> None:
+        super().__init__(config, tools, parts)
+        self.checkpoint = checkpoint
+        self.found = found
+
+    def start(self) -> None:
+        if self.checkpoint is not None:
+            self.policy.load_checkpoint(self.checkpoint, load_optimizer=False)
+        super().start()
+
+    def step(self) -> None:
+        self.generated = []
+        with self.phase(self.source.phase):
+            groups = self.next_groups()
+        sampled = [[float(sample.has_reward) for sample in group.samples] for group in groups]
+        self.plan_and_load(groups, [[0.0] * len(group.samples) for group in groups], sampled)
+        with self.phase("investigation"):
+            diagnosis = investigate(self, groups, trained_version=0)
+        path = self.tools.logger.run_dir / "disagreement.json"
+        path.write_text(diagnosis.to_json(), encoding="utf-8")
+        show = self.tools.console.info if diagnosis.cause is Cause.ROUNDING else self.tools.console.warn
+        show(f"{diagnosis}\n  all    {path}")
+        self.found.append(diagnosis)
+
+
+def diagnose(config: GRPOMasterConfig, checkpoint: Path | None) -> int:
+    """Compare policy and engine with the weights of `checkpoint`, a step folder; None: of `policy.model_name`.
+
+    Returns 0 if they agree, 1 if a cause is named, else the exit status of `launch`.
+    """
+    num_prompts = -(-NUM_PROMPTS // config.training_cluster.num_workers) * config.training_cluster.num_workers
+    loop = {"val_period": 0, "val_at_start": False, "val_at_end": False, "max_num_steps": 1}
+    size = {"num_prompts_per_step": num_prompts, "num_generations_per_prompt": 1}
+    update = {
+        "grpo": config.grpo.model_copy(update=loop | size),
+        "policy": config.policy.model_copy(update={"train_global_batch_size": num_prompts}),
+        "checkpointing": CheckpointingConfig(enabled=False),
+    }
+    found: list[Diagnosis] = []
+
+    def build(config: GRPOMasterConfig, stack: ExitStack, tools: RunTools, inputs: RolloutInputs) -> DiagnosticRun:
+        setup = build_rollouts(config, stack, inputs, init_reference_model=False)
+        run = DiagnosticRun(config, tools, setup.parts, checkpoint=checkpoint, found=found)
+        return start_trainer(run, config, stack, tools, inputs, setup)
+
+    status = launch(config.model_copy(update=update), prepare=prepare_rollouts, build=build, num_steps=1)
+    return status or int(any(diagnosis.cause is not Cause.ROUNDING for diagnosis in found))

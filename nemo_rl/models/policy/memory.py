@@ -1,0 +1,353 @@
+"""Memory of a run before it starts: per device and phase, from the configuration and the model's shape.
+
+config.json -> `ModelShape` (parameters per layer, widths) + `RunShape` (ranks, precisions, tokens of a micro-batch)
+-> `predict_memory`: phases, each with its parts in bytes and the key that lowers each -> the peak
+
+Saved activations are counted from the tensors that the layers of transformers keep for their backward pass. Allocator
+slack, the libraries themselves and their kernels' workspaces are one constant. `benchmarks/memory.py` measures the
+training phase on the CPU against the prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PretrainedConfig
+
+from nemo_rl.models.policy.config import PolicyConfig, RolloutPolicyConfig
+from nemo_rl.models.policy.head.logit_tiles import GPU_TILE_BYTES, TILE_BYTES
+from nemo_rl.models.policy.layout import MegatronSizes, ParallelSizes, training_sizes
+from nemo_rl.models.policy.pretrained import build_on_meta, decoder_layers
+from nemo_rl.refit.layout import MAX_BUCKET_BYTES, NUM_HALVES
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CONTEXT_BYTES = 1_500_000_000  # of a GPU process that computes: CUDA context, libraries' workspaces, communicators
+ASLEEP_BYTES = 700_000_000  # of a GPU process that waits for its turn: its CUDA context
+MAIN_BYTES = 4  # of a gradient, a moment, and of Megatron's main copy of a weight
+WHOLE_GRADIENT_SHARE = 0.1  # of memory, below which gradients are reduced once: see the worker
+OPTIMIZER_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Parameters and widths of a language model."""
+
+    layer_parameters: int  # of one layer, experts left out
+    expert_parameters: int  # of one layer
+    num_layers: int
+    root_parameters: int  # embeddings, head and last norm
+    largest_parameter: int
+    hidden: int
+    intermediate: int  # of the MLP, or of the experts of a token together
+    key_values: int  # keys and values of a token in a layer
+    queries: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> ModelShape:
+        """Count the layers that `config` describes. Allocates nothing."""
+        text = config.get_text_config()
+        model = build_on_meta(text, torch.float32)
+        settings, layers = text.to_dict(), decoder_layers(model)
+        inside = [parameter for layer in layers for parameter in layer.parameters()]
+        experts = sum(parameter.numel() for parameter in inside if parameter.ndim == 3)
+        heads, hidden = text.num_attention_heads, text.hidden_size
+        width = settings.get("head_dim") or hidden // heads
+        routed = settings.get("num_experts_per_tok") or 0
+        narrow = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
+        return cls(
+            layer_parameters=(sum(parameter.numel() for parameter in inside) - experts) // len(layers),
+            expert_parameters=experts // len(layers),
+            num_layers=len(layers),
+            root_parameters=sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in inside),
+            largest_parameter=max(parameter.numel() for parameter in model.parameters()),
+            hidden=hidden,
+            intermediate=narrow * routed if experts else settings.get("intermediate_size") or 4 * hidden,
+            key_values=2 * (settings.get("num_key_value_heads") or heads) * width,
+            queries=heads * width,
+            vocab_size=text.vocab_size,
+        )
+
+    @property
+    def parameters(self) -> int:
+        return self.root_parameters + self.num_layers * (self.layer_parameters + self.expert_parameters)
+
+    def saved_numbers(self, compute_bytes: int, tensor_parallel: int) -> float:
+        """Bytes that one layer keeps of one token for its backward pass.
+
+        Each of two norms keeps its float32 input, the normalised and the scaled values; attention keeps queries, keys,
+        values and its output; a gated MLP keeps gate, its activation, the other half and their product.
+        """
+        norms = 2 * self.hidden * (4 + 2 * compute_bytes)
+        attention = (2 * self.queries + self.key_values) * compute_bytes / tensor_parallel
+        mlp = 4 * self.intermediate * compute_bytes / tensor_parallel
+        return norms + attention + mlp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What takes memory, and the key that lowers it."""
+
+    name: str
+    num_bytes: float
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """The memory of one device in one phase."""
+
+    name: str
+    device: str  # "training" or "generation", where these are apart; else ""
+    parts: tuple[Part, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts)
+
+    @property
+    def largest(self) -> Part:
+        return max(self.parts, key=lambda part: part.num_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One device. `memory` in bytes; None: unknown. `is_gpu`: else a CPU worker."""
+
+    is_gpu: bool
+    memory: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingShape:
+    """What decides the memory of a training rank."""
+
+    sizes: ParallelSizes
+    is_megatron: bool
+    master_bytes: int
+    compute_bytes: int
+    moments: int
+    recomputes: bool
+    train_tokens: float  # of the longest micro-batch, on one rank
+    logprob_tokens: float
+    num_micro_batches: int  # at least, in an optimizer step of a rank
+    is_frozen: bool
+    adapter_share: float  # of the parameters, that is trained
+
+    @classmethod
+    def of(cls, policy: PolicyConfig, num_ranks: int, train_tokens: int, logprob_tokens: int) -> TrainingShape:
+        """`train_tokens` and `logprob_tokens`: of a micro-batch, over all its context ranks."""
+        sizes = training_sizes(policy, num_ranks)
+        is_megatron = isinstance(sizes, MegatronSizes)
+        optimizer = policy.optimizer.name.rpartition(".")[2] if policy.optimizer is not None else "AdamW"
+        context = sizes.context_parallel
+        per_rank = policy.train_global_batch_size // sizes.data_parallel
+        samples = max(1, train_tokens // policy.max_total_sequence_length)
+        return cls(
+            sizes=sizes,
+            is_megatron=is_megatron,
+            master_bytes=BYTES[policy.precision] if is_megatron else BYTES[policy.master_precision],
+            compute_bytes=BYTES[policy.precision],
+            moments=OPTIMIZER_MOMENTS.get(optimizer, 0) if not is_megatron else 2,
+            recomputes=policy.backend_cfg.activation_checkpointing in (True, "full"),
+            train_tokens=train_tokens / context,
+            logprob_tokens=logprob_tokens / context,
+            num_micro_batches=max(1, per_rank // samples),
+            is_frozen=policy.adapters.enabled,
+            adapter_share=0.01 if policy.adapters.enabled else 1.0,
+        )
+
+
+def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *, key: str) -> dict[str, list[Part]]:
+    """Parts of a rank of the policy by phase: `logprobs`, `train`, and `update` (the optimizer's step)."""
+    sizes = shape.sizes
+    tp, pp, ep = sizes.tensor_parallel, sizes.pipeline_parallel, sizes.expert_parallel
+    layers = -(-model.num_layers // pp)
+    whole = (layers * model.layer_parameters + model.root_parameters) / tp + layers * model.expert_parameters / ep
+    shards = 1 if shape.is_megatron else sizes.dp_shard * sizes.context_parallel
+    own = whole / shards
+    cut = f"{key}.tensor_parallel_size, or more ranks" if shape.is_megatron else "more training ranks (FSDP shards)"
+    weights = [Part(name="parameters", num_bytes=own * shape.master_bytes, key=cut)]
+    trained = own * shape.adapter_share
+    if shape.is_megatron:
+        trained_shards = getattr(sizes, "data_parallel", 1) if getattr(sizes, "shards_optimizer", False) else 1
+        state = trained * (MAIN_BYTES * 3) / trained_shards
+    else:
+        state = trained * shape.moments * shape.master_bytes
+    optimizer = [Part(name="optimizer state", num_bytes=state, key=f"{cut}; another optimizer")]
+    gathered = [Part(name="gathered weights", num_bytes=_gathered(model, shape), key=f"{key}.tensor_parallel_size")]
+    per_layer = model.saved_numbers(shape.compute_bytes, tp)
+    head = model.hidden * shape.compute_bytes
+
+    def passes(tokens: float, *, grad: bool) -> list[Part]:
+        """Activations and tiles of a pass. Pipelines keep as many micro-batches as there are stages."""
+        kept = per_layer * layers if grad else per_layer
+        if grad and shape.recomputes:
+            kept = model.hidden * shape.compute_bytes * layers + per_layer
+        in_flight = pp if grad else 1
+        work = _WORKING * max(model.intermediate / tp, model.hidden) * shape.compute_bytes  # of one layer's products
+        size = "policy.sequence_packing.train_mb_tokens, policy.train_micro_batch_size or activation_checkpointing"
+        if not grad:
+            size = "policy.sequence_packing.logprob_mb_tokens or policy.logprob_batch_size"
+        tile = TILE_BYTES if not machine.is_gpu else GPU_TILE_BYTES[0]
+        return [
+            Part(name="activations", num_bytes=tokens * (kept * in_flight + work + head), key=size),
+            Part(name="logit tiles", num_bytes=2 * tile, key="policy.logprob_chunk_size"),
+        ]
+
+    reduced = trained * (MAIN_BYTES if shape.is_megatron or machine.is_gpu else shape.master_bytes)
+    whole_gradient = trained * shards * MAIN_BYTES
+    deferred = not shape.is_megatron and (
+        machine.memory is not None and whole_gradient <= WHOLE_GRADIENT_SHARE * machine.memory
+    )
+    gradients = Part(name="gradients", num_bytes=whole_gradient if deferred else reduced, key=cut)
+    activations, tiles = passes(shape.train_tokens, grad=True)
+    if shape.num_micro_batches == 1 and not shape.is_megatron:
+        # Activations go as gradients come: the larger of the two decides, with the gradients of the root.
+        root = model.root_parameters / tp * shape.compute_bytes * shape.adapter_share
+        least = min(gradients.num_bytes, root)
+        if activations.num_bytes >= gradients.num_bytes - least:
+            gradients = replace(gradients, num_bytes=least)
+        else:
+            activations = replace(activations, num_bytes=0.0)
+    scratch = 2 * model.largest_parameter / shards / tp * shape.master_bytes
+    return {
+        "logprobs": [*weights, *optimizer, *gathered, *passes(shape.logprob_tokens, grad=False)],
+        "train": [*weights, *optimizer, *gathered, gradients, activations, tiles],
+        "update": [
+            *weights,
+            *optimizer,
+            Part(name="gradients", num_bytes=reduced + (whole_gradient if deferred and shards > 1 else 0.0), key=cut),
+            Part(name="optimizer's temporaries", num_bytes=scratch, key="policy.optimizer.kwargs.fused=true"),
+        ],
+    }
+
+
+_WORKING = 6  # tensors of the widest product in a layer that are alive at once in its backward pass
+
+
+def _gathered(model: ModelShape, shape: TrainingShape) -> float:
+    """Weights that FSDP gathers: the root for the whole pass, a layer and the next one."""
+    if shape.is_megatron:
+        return 0.0
+    sizes = shape.sizes
+    layer = model.layer_parameters / sizes.tensor_parallel + model.expert_parameters / sizes.expert_parallel
+    return (model.root_parameters / sizes.tensor_parallel + 2 * layer) * shape.compute_bytes
+
+
+def predict_memory(
+    policy: RolloutPolicyConfig,
+    model: ModelShape,
+    machine: Machine,
+    *,
+    num_ranks: int,
+    budgets: tuple[int, int],
+    uses_reference: bool = False,
+    num_colocated: int = 0,
+) -> list[Phase]:
+    """Every phase of a run that samples, with the memory of one device in it.
+
+    Args:
+        budgets: tokens of a micro-batch in training and for logprobs, over all context ranks.
+        uses_reference: the weights that the run started from wait in host memory.
+        num_colocated: further models that take turns on the training devices, asleep in these phases.
+    """
+    shape = TrainingShape.of(policy, num_ranks, *budgets)
+    section = "policy.megatron_cfg" if shape.is_megatron else "policy.dtensor_cfg"
+    training = training_phases(model, shape, machine, key=section)
+    generation, engine = _engine(policy, model, machine)
+    colocated = policy.generation.colocated.enabled and not policy.generation.is_by_policy
+    bucket = MAX_BUCKET_BYTES["cuda" if machine.is_gpu else "cpu"]
+    given = int(policy.refit_buffer_size_gb * 2**30) // NUM_HALVES
+    halves = NUM_HALVES * min(bucket, given, max(1, model.parameters * shape.compute_bytes))
+    buffers = Part(name="transfer buffers", num_bytes=halves, key="policy.refit_buffer_size_gb")
+    gathered = Part(
+        name="gathered tensor", num_bytes=model.largest_parameter * shape.compute_bytes, key="a smaller vocabulary"
+    )
+    phases = []
+    apart = "training" if not colocated else ""
+    waiting = _asleep(machine, (1 if colocated else 0) + num_colocated)
+    host = [] if machine.is_gpu else generation if colocated else []
+    for name in ("logprobs", "train", "update"):
+        phases.append(Phase(name=name, device=apart, parts=(*_process(machine), *training[name], *waiting, *host)))
+    refit = [*_process(machine), training["logprobs"][0], gathered, buffers]
+    if policy.generation.is_by_policy:
+        return phases
+    if colocated:
+        held = generation if not machine.is_gpu else [engine]
+        optimizer = [] if machine.is_gpu else [training["logprobs"][1]]
+        phases.append(Phase(name="weight sync", device="", parts=(*refit, *optimizer, *held)))
+        sleeping = [] if not machine.is_gpu else _asleep(machine, 1 + num_colocated)
+        resident = [] if machine.is_gpu else training["logprobs"][:2]
+        phases.append(
+            Phase(name="generation", device="", parts=(*_process(machine), *generation, *sleeping, *resident))
+        )
+    else:
+        phases.append(Phase(name="weight sync", device="training", parts=(*refit, training["logprobs"][1])))
+        phases.append(Phase(name="generation", device="generation", parts=(*_process(machine), *generation, buffers)))
+    return phases
+
+
+def _engine(policy: RolloutPolicyConfig, model: ModelShape, machine: Machine) -> tuple[list[Part], Part]:
+    """Parts of an engine's device while it samples, and its weights."""
+    cfg = policy.generation.vllm_cfg
+    one = 1 if cfg.precision == "fp8" else BYTES.get(cfg.dtype, 2)
+    held = model.parameters * one / cfg.engine_size
+    weights = Part(name="engine's weights", num_bytes=held, key="policy.generation.vllm_cfg.tensor_parallel_size")
+    cache = cfg.cpu_kv_cache_space_gb * 2.0**30
+    key = "policy.generation.vllm_cfg.cpu_kv_cache_space_gb"
+    if machine.is_gpu:
+        memory = machine.memory if machine.memory is not None else 80e9
+        cache, key = cfg.gpu_memory_utilization * memory - held, "policy.generation.vllm_cfg.gpu_memory_utilization"
+    return [weights, Part(name="KV cache", num_bytes=max(0.0, cache), key=key)], weights
+
+
+def _process(machine: Machine) -> list[Part]:
+    used = CONTEXT_BYTES if machine.is_gpu else 0
+    return [Part(name="CUDA context", num_bytes=used, key="nothing")] if used else []
+
+
+def _asleep(machine: Machine, number: int) -> list[Part]:
+    if not machine.is_gpu or number == 0:
+        return []
+    return [Part(name="asleep beside it", num_bytes=number * ASLEEP_BYTES, key="policy.generation.colocated.enabled")]
+
+
+def cache_tokens(policy: RolloutPolicyConfig, model: ModelShape, phases: Sequence[Phase]) -> float | None:
+    """Tokens that the KV cache of one engine holds; None if nothing generates."""
+    parts = [part for phase in phases if phase.name == "generation" for part in phase.parts if part.name == "KV cache"]
+    if not parts:
+        return None
+    cfg = policy.generation.vllm_cfg
+    one = 1 if "fp8" in cfg.kv_cache_dtype else BYTES.get(cfg.dtype, 2)
+    return parts[0].num_bytes * cfg.engine_size / (model.key_values * model.num_layers * one)
+
+
+def describe_memory(phases: Sequence[Phase], machine: Machine) -> list[str]:
+    """A line per phase, then the peak of each device with the key that lowers it."""
+    lines = []
+    for phase in phases:
+        where = f" ({phase.device})" if phase.device else ""
+        parts = sorted(phase.parts, key=lambda part: -part.num_bytes)
+        shown = ", ".join(f"{part.name} {gigabytes(part.num_bytes)}" for part in parts if part.num_bytes >= 5e6)
+        lines.append(f"{phase.name + where:<23}{gigabytes(phase.num_bytes):>9}   {shown}")
+    for device in dict.fromkeys(phase.device for phase in phases):
+        peak = max((phase for phase in phases if phase.device == device), key=lambda phase: phase.num_bytes)
+        where = f" of {device}" if device else ""
+        room = ""
+        if machine.memory is not None:
+            is_over = peak.num_bytes > machine.memory
+            room = f" of {gigabytes(machine.memory)}" + (": IT DOES NOT FIT" if is_over else "")
+        largest = peak.largest
+        lines.append(
+            f"{'peak' + where:<23}{gigabytes(peak.num_bytes):>9}{room}, in {peak.name}; most of it is {largest.name}, "
+            f"which {largest.key} lowers"
+        )
+    return lines
+
+
+def gigabytes(num_bytes: float) -> str:
+    """`12.3 GB`, powers of ten, or MB below one GB."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
