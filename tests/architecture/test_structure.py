@@ -9,12 +9,12 @@ import pytest
 from tools import structure
 
 LIMITS = {
-    "lines of nemo_rl": 49_650,
-    "files of nemo_rl": 236,
+    "lines of nemo_rl": 50_400,
+    "files of nemo_rl": 238,
     "modules that run_grpo_math.py reaches": 150,
-    "lines that run_grpo_math.py reaches": 24_500,
+    "lines that run_grpo_math.py reaches": 24_650,
     "files of the GRPO walk": 32,
-    "lines of the GRPO walk": 7_500,
+    "lines of the GRPO walk": 7_760,
     "files in the largest folder": 20,
     "import circles": 0,
     "lines of check functions": 2_030,

@@ -18,7 +18,6 @@ from typing import Any
 
 from nemo_rl.algorithms.trainers.rollout_trainer import RolloutTrainer
 from nemo_rl.models.generation.interfaces import GenerationInterface
-from nemo_rl.models.policy.batch.microbatches import RowErrors
 from nemo_rl.models.policy.head.tasks import Logprobs
 from nemo_rl.models.policy.head.variants import Variant, VariantLogprobs
 from nemo_rl.models.policy.interfaces import PolicyInterface
@@ -26,7 +25,7 @@ from nemo_rl.refit.layout import RefitError, WeightComparison
 from nemo_rl.refit.sync import WeightSync
 from nemo_rl.rollouts.collector import RolloutCollector
 from nemo_rl.rollouts.rollout_worker import ProbeRequest
-from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, SamplingParams
+from nemo_rl.types import BatchPlan, GroupHandle, MicroBatch, PlannedSample, RankPlan, RowErrors, SamplingParams
 
 NUM_PICKED = 4  # samples of each kind and rank, at least
 MAX_NEW_TOKENS = 64  # of a fresh completion

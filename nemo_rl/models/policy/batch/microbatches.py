@@ -27,6 +27,7 @@ from nemo_rl.types import (
     MicroBatch,
     RankPlan,
     RolloutGroup,
+    RowErrors,
     RowKey,
     reduction_of,
 )
@@ -97,24 +98,6 @@ def scored_sequences(
             mask[int(is_text.nonzero().max()) if is_text.any() else 0] = True
         scored.append((row.token_ids, mask))
     return scored
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowErrors:
-    """How far logprobs of training are from those of generation, over the sampled tokens of one row.
-
-    `mult_errors` and `mean_errors`: means of exp(|difference|), where 1 is perfect, and of |difference|, for each
-    number that the column has per token. The others are |differences| of the first number: of the first sampled token,
-    mean over the last quarter of the tokens, largest.
-    """
-
-    sample_id: str
-    num_tokens: int
-    mult_errors: tuple[float, ...]
-    mean_errors: tuple[float, ...]
-    first_token: float
-    last_quarter: float
-    worst_token: float
 
 
 _LARGEST_DIFFERENCE = 20.0  # of logprobs; an excluded token's is infinite
