@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from nemo_rl.algorithms.config.grpo import GRPOMasterConfig
-from nemo_rl.algorithms.setup.placement import check_rollout_hardware, describe_placement
+from nemo_rl.algorithms.setup.hardware import check_hardware
 from nemo_rl.config.cli import load_from_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -36,8 +36,8 @@ def main() -> int:
         description="Compare training and generation on the weights of a checkpoint.",
         default_config=str(folder / "config.yaml" if is_checkpoint else CONFIGS / "grpo_math_1B.yaml"),
         argv=rest,
-        placement=describe_placement,
-        check=check_rollout_hardware,
+        placement="nemo_rl.algorithms.setup.placement:describe_placement",
+        check=check_hardware,
     )
     from nemo_rl.algorithms.setup.diagnose import diagnose
 
