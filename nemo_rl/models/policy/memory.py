@@ -171,9 +171,9 @@ def training_phases(model: ModelShape, shape: TrainingShape, machine: Machine, *
     cut = f"{key}.tensor_parallel_size, or more ranks" if shape.is_megatron else "more training ranks (FSDP shards)"
     weights = [Part(name="parameters", num_bytes=own * shape.master_bytes, key=cut)]
     trained = own * shape.adapter_share
-    if shape.is_megatron:
-        trained_shards = getattr(sizes, "data_parallel", 1) if getattr(sizes, "shards_optimizer", False) else 1
-        state = trained * (MAIN_BYTES * 3) / trained_shards
+    if isinstance(sizes, MegatronSizes):
+        spread = sizes.data_parallel * sizes.context_parallel if sizes.shards_optimizer else 1
+        state = trained * 3 * MAIN_BYTES / spread  # a main copy and two moments
     else:
         state = trained * shape.moments * shape.master_bytes
     optimizer = [Part(name="optimizer state", num_bytes=state, key=f"{cut}; another optimizer")]
